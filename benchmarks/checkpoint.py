@@ -260,10 +260,8 @@ class TimedCheckpoint(tw.ModelCheckpoint):
         super().__init__(str(folder), every_n_train_steps=every, async_save=async_save)
         self.held: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        seconds, _ = timed(
-            lambda: super(TimedCheckpoint, self).on_train_batch_end(trainer, module, None, batch, batch_idx)
-        )
+    def on_save_point(self, trainer: Any, module: Any) -> None:
+        seconds, _ = timed(lambda: super(TimedCheckpoint, self).on_save_point(trainer, module))
         if trainer.global_step % self.every_n_train_steps == 0:
             self.held.append(seconds)
 

@@ -29,7 +29,7 @@ def describe(device: str) -> dict[str, Any]:
         found = torch.accelerator.current_accelerator(check_available=True)
         device = "" if found is None else found.type
     else:
-        from trainwright.devices.accelerator import resolve_device_type
+        from trainwright.devices.hardware import resolve_device_type
 
         device = resolve_device_type(device)  # which says what is here where it is not
     facts: dict[str, Any] = {

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
 from trainwright.precision.mixed import MixedPrecision
-from trainwright.trainer import resume, training_run
+from trainwright.trainer import resume, run_position
 
 BATCH_SIZE, BATCHES, ACCUMULATE, VALIDATE_EVERY, SAVE_EVERY = 4, 16, 3, 4, 2
 """Samples of a batch, batches of an epoch on each rank, of a window and between validations; steps between saves."""
@@ -163,7 +163,7 @@ def forget(part: str) -> None:
         pass
 
     if part == "generators":
-        resume.set_rng_state = training_run.set_rng_state = nothing  # type: ignore[assignment]
+        resume.set_rng_state = run_position.set_rng_state = nothing  # type: ignore[assignment]
     elif part == "scale":
         MixedPrecision.load_state_dict = nothing  # type: ignore[assignment]
     elif part == "early_stopping":

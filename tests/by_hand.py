@@ -1,4 +1,4 @@
-"""The loop by hand on a device, with which runs on an accelerator are compared, and what those runs have in common."""
+"""A hand-written loop on a device, the reference for runs on an accelerator, and the parts that both share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Trained:
-    """What a loop by hand has come to."""
+    """The results of a hand-written loop."""
 
     losses: Tensor
     scale: float = 1.0
@@ -50,7 +50,7 @@ def train_by_hand(
     loss_in_autocast: bool = True,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
 ) -> Trained:
-    """Train a net in place, as torch's own pages say."""
+    """Train a net in place, as torch's tutorials do."""
     net.to(device)
     optimizer, dtype = make_optimizer(net), DTYPES.get(precision)
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=precision == "16-mixed")

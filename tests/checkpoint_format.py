@@ -1,7 +1,7 @@
-"""The fixture of the checkpoint format, and what made it: `python tests/checkpoint_format.py`.
+"""The fixture of the checkpoint format, and the program that made it: `python tests/checkpoint_format.py`.
 
-Two checkpoints of two ranks, and beside them every value as the objects held it when they were saved (not as it is read
-back). A fixture is made once for each version of the format and kept for good: it stands for the files that users have.
+It has two checkpoints of two ranks, and the values that the objects had at the save (not as they are read back). A
+fixture is made once per version of the format and kept forever, since users have such files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PLAIN: dict[str, Any] = {
     "time": datetime.timedelta(days=-1, seconds=5, microseconds=7),
     "scalar": np.float32(0.1),
 }
-"""One of each kind of plain data; tensors and arrays stand beside them."""
+"""One value of every kind of plain data, without tensors and arrays."""
 
 
 class Memory(tw.Callback):
@@ -100,7 +100,7 @@ class Kinds(tw.Module):
 
 
 class Saving(tw.Callback):
-    """Saves after the third step, and notes what there was then."""
+    """Saves after the third step, and records the values of that moment."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.values = path, {}
@@ -121,7 +121,7 @@ def plain(value: Any) -> dict[str, Any]:
 
 
 def generators() -> dict[str, str]:
-    """Return a digest of each generator's state in this process."""
+    """Return digests of the generators' states in this process."""
     name, keys, *rest = np.random.get_state()
     states = {
         "torch": torch.get_rng_state().tolist(),
@@ -154,7 +154,7 @@ def data() -> DataLoader[Any]:
 
 
 def train(path: Path, ckpt_path: Path | None = None) -> dict[str, Any]:
-    """Train one epoch of six steps on two ranks, saving within it; return what was seen at the save and at the end."""
+    """Train one epoch of six steps on two ranks, and save within it. Return the values at the save and at the end."""
     tw.seed_everything(3, verbose=False)
     module, saving, memory = Kinds(config={"a": None}), Saving(path), Memory()
     trainer = tw.Trainer(max_epochs=1, strategy="ddp", callbacks=[saving, memory], **QUIET)
@@ -169,7 +169,7 @@ def train(path: Path, ckpt_path: Path | None = None) -> dict[str, Any]:
 
 
 def train_sharded(path: Path) -> dict[str, Any]:
-    """Make two steps of a loop of one's own under fsdp, whose ranks hold rows of each matrix, and save."""
+    """Make two steps with an Accelerator under fsdp, whose ranks have rows of the matrices, and save."""
     tw.seed_everything(4, verbose=False)
     accelerator = tw.Accelerator(cpu=True, strategy="fsdp")
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1, bias=False))
@@ -183,7 +183,7 @@ def train_sharded(path: Path) -> dict[str, Any]:
 
 
 def make(folder: Path) -> dict[str, Any]:
-    """Write both checkpoints, on each rank."""
+    """Write both checkpoints, on every rank."""
     return {"ddp": train(folder / "ddp.ckpt"), "fsdp": train_sharded(folder / "fsdp.ckpt")}
 
 

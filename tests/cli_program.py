@@ -1,4 +1,4 @@
-"""A program with a TrainwrightCLI, as tests run it by command lines and in their own process."""
+"""A program with a TrainwrightCLI, which tests run by command lines and in their process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Net(tw.Module):
 
 
 class OwnOptimizer(Net):
-    """A net with its own optimizer."""
+    """A net with an optimizer."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

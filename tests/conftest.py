@@ -1,6 +1,6 @@
-"""Settings that hold for every test: one torch thread, seeded generators, a folder of its own, no process group left behind.
+"""Settings of all tests: one torch thread, seeded generators, a new folder, and no process group after a test.
 
-torch is imported where it is used: the process that hands the tests out to pytest-xdist's workers starts without it.
+torch is imported where it is used: the process that distributes the tests to pytest-xdist's workers starts without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from interpreters import search_path
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
 STARTS_PROCESSES = {"run_job", "run_alone", "run_python", "subprocess", "start_job", "notebook_launcher"}
-"""What a test calls that runs in other interpreters."""
+"""Functions that run code in other interpreters."""
 
 
 BEGIN = (
@@ -59,16 +59,16 @@ BEGIN = (
     "launch/test_cli.py",
     "trainer/test_cuts.py",
 )
-"""Files that begin where tests are shared out among processes: those that fork most, while their process is small, then the
-longest, so that none of them is begun last."""
+"""Files that run first if several processes share the tests: files that fork most, while their process is small, then
+the longest."""
 NOT_FAST = {"programs": {"slow"}, "device": {"gpu", "device"}}
-"""Folders that the fast sets do not read (`QUICK` in the Makefile), with the marks of which each test there has one."""
+"""Folders that the fast sets do not read (`QUICK` in the Makefile), with the marks that their tests need."""
 _loaded: set[str] = set()
 """The modules that were loaded when garbage was looked for last, or the tests had been collected."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On an accelerator leave out what is the host's own, and what starts processes: `tests/device` has a few of those."""
+    """On an accelerator deselect tests of the host, and tests that start processes outside of `tests/device`."""
     tests = Path(__file__).parent
     places = {tests / each: number for number, each in enumerate(BEGIN)}
     assert not (gone := [str(path) for path in places if not path.exists()]), f"BEGIN has {gone}"
@@ -101,7 +101,7 @@ def pytest_collection_finish() -> None:
 
 
 def _freeze() -> None:
-    """Keep what is loaded by now, torch above all, out of every later collection of garbage."""
+    """Exclude the loaded objects, torch above all, from later garbage collections."""
     gc.freeze()
     collapse()
     _loaded.update(sys.modules)
@@ -116,7 +116,7 @@ def _starts_processes(item: pytest.Item) -> bool:
 
 
 def _names(function: Callable[..., Any]) -> set[str]:
-    """Return the names that a function uses, and those that the functions of its own module use which it calls."""
+    """Return the names that a function uses, and the names that its callees in the same module use."""
     names = set(function.__code__.co_names)
     for name in list(names):
         called = getattr(function, "__globals__", {}).get(name)
@@ -126,15 +126,17 @@ def _names(function: Callable[..., Any]) -> set[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    if importlib.util.find_spec("pytest_timeout") is None:  # machines with a GPU come with packages of their own
+    if importlib.util.find_spec("pytest_timeout") is None:  # machines with a GPU come with other packages
         parser.addini("timeout", "seconds of a test: pytest-timeout's, which is not installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control does so for what it runs with &
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # a shell without job control ignores it for commands that end with &
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["PYTHONPATH"] = search_path(*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    # torch's compiler makes a folder for its cache when it is imported, in the folder that a test checks for what a job leaves.
+    # torch's compiler makes a folder for its cache when it is imported, in the folder that a test checks for leftovers.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")))
     if importlib.util.find_spec("pytest_timeout") is None:
         config.addinivalue_line("markers", "timeout(seconds): pytest-timeout's, which is not installed")
@@ -169,10 +171,10 @@ def _seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from small import ON_HOST
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRAINWRIGHT_CONFIG", os.devnull)  # not that of who runs the tests
+    monkeypatch.setenv("TRAINWRIGHT_CONFIG", os.devnull)  # not the user's config
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # torch.manual_seed also notes a stack for each kind of device that is not there, which takes a millisecond.
+    # torch.manual_seed also records a stack for every absent kind of device, which takes a millisecond.
     (torch.default_generator if ON_HOST else torch).manual_seed(0)
     yield
     torch.set_num_threads(threads)

@@ -15,11 +15,11 @@ from collections.abc import Callable
 IDLE_START = 1.2
 """Seconds that an idle machine takes to start an interpreter and import torch in it."""
 _VARIABLE = "TRAINWRIGHT_TEST_SLOWNESS"
-"""Carries what was measured to the processes that a test starts."""
+"""Passes the measurement on to the processes that a test starts."""
 
 
 def deadline(seconds: float) -> float:
-    """Scale the seconds that an idle machine may take to what this one may take now."""
+    """Scale seconds of an idle machine to the present load of this machine."""
     return seconds * max(_slowness_at_start(), load())
 
 

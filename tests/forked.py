@@ -62,7 +62,7 @@ def run_ranks(
     Raises:
         AssertionError: a rank failed, or the job missed its deadline; with what each rank printed.
     """
-    limit = deadline(seconds)  # before the ranks start, which inherit what it measures
+    limit = deadline(seconds)  # before the ranks start, since they inherit the measurement
     context = _server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as printed:
@@ -141,7 +141,7 @@ def _server() -> ForkServerContext:
 
 
 def _wait(processes: list[ForkServerProcess], seconds: float) -> str:
-    """Wait for the ranks; return what went wrong, or nothing."""
+    """Wait for the ranks. Return the errors, or an empty text."""
     end = time.monotonic() + seconds
     has_failed = False
     while running := [each for each in processes if each.exitcode is None]:
@@ -190,7 +190,7 @@ def _run_program(
 
 
 def interpret(arguments: list[str]) -> None:
-    """Do what an interpreter does with its arguments, and with no option before them."""
+    """Execute arguments as an interpreter without options does."""
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -210,7 +210,7 @@ def interpret(arguments: list[str]) -> None:
 
 
 def _become_an_interpreter(variables: dict[str, str], folder: str, outputs: list[str]) -> None:
-    """Be like a new interpreter in what a program can see of it, but for the seed of its hashes."""
+    """Make this process look like a new interpreter to a program, except for the seed of its hashes."""
     assert os.getpid() != _LOADED_IN, f"the server of forked processes has not loaded {PRELOADED}"
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with the server, which ends with the tests
     os.environ.clear()

@@ -27,7 +27,7 @@ FILTERS = ("default", r"error:::trainwright\b")
 
 
 def missing() -> list[str]:
-    """Return what the package or the tests cannot be imported without."""
+    """Return the missing packages without which the package or the tests cannot be imported."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
@@ -37,7 +37,7 @@ def files() -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tests; return pytest's exit code, 0 where there was none to run."""
+    """Run the tests. Return pytest's exit code, or 0 if there are no tests."""
     if sys.version_info < (3, 11):  # noqa: UP036 - run as it is, on any interpreter
         print(
             f"{sys.executable} is Python {sys.version.split()[0]}; Python 3.11 or newer is needed. Name one by PYTHON=."
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     for place in (str(ROOT), str(TESTS)):
         if place not in sys.path:
             sys.path.insert(0, place)
-    # For the processes that the tests start; some of them run in a folder of their own.
+    # For the processes that the tests start, some of them in other folders.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         import trainwright  # noqa: F401

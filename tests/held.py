@@ -42,7 +42,7 @@ fsspec.register_implementation("held", HeldFiles, clobber=True)
 
 @contextmanager
 def held(is_shut: bool = True) -> Iterator[type[HeldFiles]]:
-    """Shut the gate, or leave that for later; it is open again afterwards, and before."""
+    """Shut the gate, or leave it to the test. It is open before and afterwards."""
     if is_shut:
         HeldFiles.gate.clear()
     HeldFiles.waits.clear()

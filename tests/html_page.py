@@ -1,4 +1,4 @@
-"""What a page holds: its elements, in pairs, and its text."""
+"""The elements of a page, in pairs, and its text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOADING = {"src", "href", "onerror", "onclick", "onload", "srcset"}
 
 
 class Page(HTMLParser):
-    """Reads a page; `open` names the elements that are not closed."""
+    """Reads a page. `open` names the elements that are not closed."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

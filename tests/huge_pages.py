@@ -1,4 +1,4 @@
-"""Huge pages for a process that forks others: a fork copies its page table, which has an entry for each page.
+"""Huge pages for a process that forks others: a fork copies its page table, which has an entry per page.
 
 With torch and a thousand tests loaded, a fork and the end of the forked process take a third of the time on huge pages.
 """
@@ -10,11 +10,11 @@ from pathlib import Path
 
 _SIZE = 2 << 20
 _MADV_COLLAPSE = 25
-"""Linux 6.1 and later; see madvise(2)."""
+"""Linux 6.1 and later, as madvise(2) says."""
 
 
 def collapse() -> None:
-    """Join the pages that this process has by now into huge ones; without effect where the kernel does not do it."""
+    """Join the present pages of this process into huge ones, if the kernel can."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return

@@ -1,8 +1,8 @@
-"""Starts a real job of several gloo ranks for a test and brings back what each rank returned.
+"""Starts a real job of several gloo ranks for a test and returns the results of the ranks.
 
-A test module defines a function that takes the job's folder and returns plain data and tensors; `run_job` calls it on every
-rank, with warnings as errors: in processes that are forked (see forked.py), on an accelerator in interpreters that our launcher
-starts. Start a job once and make all its checks on the result.
+A test module defines a function that takes the job's folder and returns plain data and tensors. `run_job` calls it on
+every rank, with warnings as errors. The ranks are forked (see forked.py), or started by our launcher on an accelerator.
+Start a job once and make all its checks on the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def run_job(
 ) -> list[Any]:
     """Run a module-level function on every rank of a job and return the results by rank.
 
-    `warnings_are` is for interpreters that are started; forked ranks have the test's own filters.
+    `warnings_are` applies to interpreters; forked ranks have the test's filters.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if ON_HOST and not torch.accelerator.is_available():
@@ -59,7 +59,7 @@ def _launch(function: Callable[[Path], Any], ranks: int, folder: Path, seconds: 
 
 
 def run_alone(script: str, folder: Path, *, seconds: float = 120.0) -> None:
-    """Run lines of Python in one process of their own, with warnings as errors, beside the jobs of the strategies' tests."""
+    """Run lines of Python in one separate process, with warnings as errors, beside the jobs of the strategies' tests."""
     places = [str(Path(__file__).parent / "strategies"), str(Path(__file__).parent)]
     program = f"import sys\nsys.path[:0] = {places!r}\n{script}"
     if ON_HOST and not torch.accelerator.is_available():
@@ -73,7 +73,7 @@ def run_alone(script: str, folder: Path, *, seconds: float = 120.0) -> None:
 
 
 def call_on_rank(path: str, name: str, folder: str) -> None:
-    """Call the function of a file on this rank, and keep what it returns."""
+    """Call the function of a file on this rank, and store its result."""
     sys.path.append(str(Path(path).parent))  # of the job's neighbours
     spec = importlib.util.spec_from_file_location("job_module", path)
     assert spec is not None

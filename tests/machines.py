@@ -1,4 +1,4 @@
-"""Two or three machines, each a separate network namespace: two are joined by a cable (a veth pair), three by a switch."""
+"""Two or three machines, as separate network namespaces: two are joined by a cable (a veth pair), three by a switch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ exec cat
 
 
 class Network:
-    """A few nodes; what is started on one sees only that node's interfaces."""
+    """A few nodes. A process on one of them sees only its interfaces."""
 
     def __init__(self, unshare: list[str], folder: Path, count: int) -> None:
         self._has_users = "-U" in unshare

@@ -12,9 +12,9 @@ from nbclient import NotebookClient
 
 
 class PollingClient(NotebookClient):  # type: ignore[misc]
-    """Asks for a reply anew every second: one that arrives while a widget's message is sent may wake nobody.
+    """Asks for a reply again every second: a reply that arrives during a send may wake no thread.
 
-    ZeroMQ signals a socket's new state once, and the sending, through another object, has taken that signal.
+    ZeroMQ signals a socket's new state once, and the sending, through another object, has consumed that signal.
     """
 
     async def async_start_new_kernel_client(self) -> Any:

@@ -8,18 +8,62 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import trainwright
-
-ROOT = Path(trainwright.__file__).parent
+PROJECT = Path(__file__).parents[1]
+ROOT = PROJECT / "trainwright"
 FILES = sorted(ROOT.rglob("*.py"))
 SELF = ("self", "cls")
 Scope = dict[str, set[str]]
 
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+Place = tuple[str, str]
+"""A place in the code: `path:line`, and a few words of its text."""
+
+
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+class Source:
+    """A Python file of the project: its path, its text and the nodes of its syntax tree."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.stem = path.relative_to(PROJECT).as_posix(), path.stem
+        self.text = path.read_text()
+        self.tree = tree_of(path) if path in FILES else ast.parse(self.text)
+        self.nodes = list(ast.walk(self.tree))
+        self.num_lines = len(self.text.splitlines())
+        self.module = self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        self.part = self.path.split("/")[1] if self.path.count("/") > 1 else "base"
+
+    def at(self, node: Any = None, text: str = "") -> Place:
+        return f"{self.path}:{getattr(node, 'lineno', 1)}", text or f"{self.num_lines} lines"
+
+    def of(self, *kinds: type) -> Iterator[Any]:
+        return (node for node in self.nodes if isinstance(node, kinds))
+
+
+class Measure:
+    """A measure's name, its definition, its places with the worst first, and its value: by default the number of places.
+
+    Its limit is rounded up to a multiple of `step`.
+    """
+
+    def __init__(
+        self, name: str, definition: str, places: list[Place], value: float | None = None, step: float = 1
+    ) -> None:
+        self.name, self.definition, self.places, self.step = name, definition, places, step
+        self.value = len(places) if value is None else value
+
+
+def repeated(found: dict[str, list[Place]]) -> list[Place]:
+    """Return the names that stand in several files, starting with the names of most places."""
+    several = {name: places for name, places in found.items() if len({at.partition(":")[0] for at, _ in places}) > 1}
+    ordered = sorted(several.items(), key=lambda item: -len(item[1]))
+    return [(places[0][0], f"{name}; also {', '.join(at for at, _ in places[1:])}") for name, places in ordered]
 
 
 def part_of(path: Path) -> str:
@@ -31,7 +75,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield (module, line, whether at import time); what stands under TYPE_CHECKING is never imported."""
+    """Yield (module, line, whether at import time). Imports under TYPE_CHECKING never run."""
     checked: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -50,21 +94,22 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
 
 @dataclass
 class ClassFacts:
-    """What the source says of a class: its files, its bases, and its attributes with the classes their types name."""
+    """A class in the source: its files, its bases, and its attributes with the classes that their types name."""
 
     files: set[str] = field(default_factory=set)
     bases: set[str] = field(default_factory=set)
     is_protocol: bool = False
-    """Whether it only names what another class declares."""
+    """Whether it only names attributes that another class declares."""
     attributes: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     declared_in: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
 
 class Declarations:
-    """Which class of the package declares which attribute, and a rough type of an expression: the package's classes in it.
+    """The attributes that the classes of the package declare, and rough types of expressions.
 
-    A type is the set of the package's classes that an annotation names, so `list[Callback]` and `Callback | None` are both
-    {Callback}; an element of a list has the type of the list. Where a name has no such type the attribute's name decides.
+    A type is the set of the package's classes that an annotation names, so `list[Callback]` and `Callback | None` are
+    both {Callback}. An element of a list has the type of the list. Where a name has no such type the attribute's name
+    decides.
     """
 
     def __init__(self) -> None:
@@ -157,7 +202,7 @@ class Declarations:
         return found
 
     def scope_of(self, function: ast.FunctionDef, outer: Scope, own: str | None) -> Scope:
-        """Return the types of a function's names: its parameters', and those of what it assigns or loops over, in order."""
+        """Return the types of a function's names: its parameters, its variables and its loop targets, in order."""
         scope = {**outer, **self.parameters(function)}
         if own is not None:
             scope |= {name: {own} for name in SELF}
@@ -188,7 +233,7 @@ def is_self(node: ast.expr) -> bool:
 
 
 def scoped_nodes(path: Path, known: Declarations) -> Iterator[tuple[ast.AST, Scope]]:
-    """Yield each node of a file once, with the types of the names around it."""
+    """Yield the nodes of a file once, with the types of the names around them."""
 
     def walk(node: ast.AST, scope: Scope, own: str | None) -> Iterator[tuple[ast.AST, Scope]]:
         yield node, scope

@@ -1,4 +1,4 @@
-"""What the server of forked.py has loaded before it forks: what each job and each program would load again."""
+"""Modules that the server of forked.py loads before it forks, so that jobs and programs need not load them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MODULES = (
     "torch.distributed.nn.functional",
     "torch.distributed.tensor",
     "torch.nn.parallel",
-    "torchmetrics.classification",  # and what it loads where that is installed, which takes longer than torch
+    "torchmetrics.classification",  # and its dependencies, which take longer than torch
 )
 for module in MODULES:
     importlib.import_module(module)
 for name in tw.__all__:
     getattr(tw, name)
 for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-    finalizer.atexit = False  # or each rank would take torch's operators apart when it ends
+    finalizer.atexit = False  # otherwise a rank takes torch's operators apart when it ends
 collapse()
 gc.collect()
-gc.freeze()  # so that a rank's collections leave it alone, and its pages stay shared
+gc.freeze()  # so that a rank's collections skip it, and its pages stay shared

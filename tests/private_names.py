@@ -1,8 +1,8 @@
-"""Every name that the package takes from inside its dependencies, where no version promises it, and what it is for.
+"""Every name that the package takes from inside its dependencies, where no version promises it, with its purpose.
 
-The first to look at when a new version of torch, DeepSpeed, FairScale or torchmetrics comes out: `test_private_names.py`
-says which of them are gone, and that none is missing here. Names with an underscore are private by their makers' word; ZeRO's
-have none, but its optimizers are documented nowhere.
+Look here first when a new version of torch, DeepSpeed, FairScale or torchmetrics comes out: `test_private_names.py`
+names those that are gone or missing here. Names with an underscore are private. ZeRO's optimizers have public names,
+but no documentation.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ class Use(NamedTuple):
 
 TORCH = (
     Use("torch", "_foreach_norm", "check all gradients for NaN and infinity in one call (engine/finiteness.py)"),
-    Use("torch", "_foreach_mul_", "rescale all gradients in one call (strategies/base.py)"),
     Use(
         "torch",
         "_foreach_copy_",
-        "keep what a step wrote into gathered parameters in one call (strategies/shard_write_back.py)",
+        "keep what a step wrote into gathered parameters in one call (strategies/fsdp2/vendor.py)",
     ),
-    Use("torch._C", "DisableTorchFunctionSubclass", "look at a tensor subclass without its own __torch_function__"),
     Use("torch._C", "_get_privateuse1_backend_name", "name the out-of-tree backend that `accelerator=` accepts"),
     Use(
         "torch._dynamo",
         "disable",
-        "keep fsdp's checks for writes out of a compiled graph (strategies/shard_write_back.py)",
+        "keep fsdp's checks for writes out of a compiled graph (strategies/fsdp2/vendor.py)",
     ),
     Use(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
@@ -49,27 +47,27 @@ TORCH = (
         "leave torch's profiler whole when a recording fails (profilers/pytorch.py)",
     ),
     Use(
-        "torch.autograd.Variable", "_execution_engine", "call back at a backward's end (strategies/sharded_wrapper.py)"
+        "torch.autograd",
+        "_unsafe_preserve_version_counter",
+        "pass a module its own tensors without marking them as written (engine/module_state.py)",
     ),
-    Use(
-        "torch.Tensor", "_make_subclass", "move a parameter to the meta device in its class (raw_loop/empty_weights.py)"
-    ),
+    Use("torch.autograd.Variable", "_execution_engine", "call back at a backward's end (strategies/oss/vendor.py)"),
+    Use("torch.Tensor", "_make_subclass", "move a parameter to the meta device in its class (raw_loop/bare_models.py)"),
     Use("torch.Tensor", "_version", "see that a step wrote to a parameter or a buffer in place"),
-    Use("torch.Tensor", "_is_view", "hand out results that are no views of fsdp's buffers (strategies/fsdp.py)"),
+    Use(
+        "torch.Tensor",
+        "_is_view",
+        "hand out results that are no views of fsdp's buffers (strategies/fsdp2/vendor.py)",
+    ),
     Use(
         "torch.Tensor",
         "_backward_hooks _post_accumulate_grad_hooks",
-        "run a backward that is no step's without the hooks of gradients (strategies/ddp.py)",
+        "run a backward that is no step's without the hooks of gradients (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.nn.Module",
         "_parameters _buffers _modules",
         "replace and walk a module's own tensors without its methods",
-    ),
-    Use(
-        "torch.nn.Module",
-        "_forward_pre_hooks",
-        "let torch's pruning work on a copy of a module (callbacks/pruning_method.py)",
     ),
     Use("torch.nn.Module", "_apply", "convert a module to one dtype, layer by layer (precision/single_dtype.py)"),
     Use(
@@ -78,7 +76,7 @@ TORCH = (
         "compile submodules in place, so that a state_dict keeps its names (engine/compilation.py)",
     ),
     Use("torch.nn.Module", "_forward_pre_hooks", "put hooks in order: the engines' before the user's, and each once"),
-    Use("torch.nn.Module", "_state_dict_hooks", "warn once of a state_dict of shards (strategies/deepspeed.py)"),
+    Use("torch.nn.Module", "_state_dict_hooks", "warn once of a state_dict of shards (strategies/zero/strategy.py)"),
     Use(
         "torch.nn.Module",
         "_load_from_state_dict _load_state_dict_pre_hooks _load_state_dict_post_hooks",
@@ -87,7 +85,11 @@ TORCH = (
     Use("torch.nn.Module", "_metadata", "keep the versions of modules that a state_dict carries"),
     Use("torch.nn.modules.module", "_extra_state", "store what a module keeps beside tensors (checkpoint/contents.py)"),
     Use("torch.nn.MultiheadAttention", "_reset_parameters", "initialize layers that were built on the meta device"),
-    Use("torch.nn.modules.batchnorm", "_BatchNorm", "keep normalizations in float32 under fsdp (strategies/fsdp.py)"),
+    Use(
+        "torch.nn.modules.batchnorm",
+        "_BatchNorm",
+        "keep normalizations in float32 under fsdp (strategies/fsdp2/vendor.py)",
+    ),
     Use(
         "torch.nn.modules.batchnorm",
         "_NormBase",
@@ -96,32 +98,32 @@ TORCH = (
     Use(
         "torch.nn.parallel.distributed",
         "_find_tensors",
-        "prepare DDP's reducer for a manual backward (strategies/ddp.py)",
+        "prepare DDP's reducer for a manual backward (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.nn.parallel.DistributedDataParallel",
         "_static_graph_delay_allreduce_enqueued",
-        "synchronize the first backward of a static graph, which DDP learns from (strategies/ddp.py)",
+        "synchronize the first backward of a static graph, which DDP learns from (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.nn.parallel.DistributedDataParallel",
         "_ddp_params_and_buffers_to_ignore",
-        "keep each rank's own parameters and buffers out of DDP (strategies/ddp.py)",
+        "keep each rank's own parameters and buffers out of DDP (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch._C._distributed_c10d.Reducer",
         "_reset_state",
-        "train on after a backward that failed and whose error the user has caught (strategies/ddp.py)",
+        "train on after a backward that failed and whose error the user has caught (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch._C._distributed_c10d.Reducer",
         "_rebuild_buckets",
-        "prepare DDP's reducer for a manual backward (strategies/ddp.py)",
+        "prepare DDP's reducer for a manual backward (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.distributed",
         "_broadcast_coalesced",
-        "send rank 0's buffers in few messages (strategies/synced_buffers.py)",
+        "send rank 0's buffers in few messages (strategies/ddp/vendor.py)",
     ),
     Use(
         "torch.distributed.distributed_c10d",
@@ -152,51 +154,41 @@ TORCH = (
     Use(
         "torch.distributed.tensor._utils",
         "compute_local_shape_and_global_offset",
-        "find this rank's range of a sharded parameter (strategies/fsdp.py)",
+        "find this rank's range of a sharded parameter (strategies/fsdp2/vendor.py)",
     ),
     Use("torch.distributed.tensor.DTensor", "_local_tensor", "read a shard without a graph of its own"),
     Use("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "reach what fsdp keeps of a group's parameters"),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
         "_fsdp_param_groups",
-        "keep what a step wrote into gathered parameters (strategies/shard_write_back.py)",
+        "keep what a step wrote into gathered parameters (strategies/fsdp2/vendor.py)",
         instead="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
         "_fsdp_param_group",
-        "keep what a step wrote into gathered parameters, on torch 2.11 (strategies/shard_write_back.py)",
+        "keep what a step wrote into gathered parameters, on torch 2.11 (strategies/fsdp2/vendor.py)",
         instead="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
         "_register_pre_backward_hook",
-        "gather for the backward of a loss that was made outside of a forward (strategies/fsdp.py)",
-    ),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
-        "_root_post_backward_final_callback _state_ctx",
-        "train on after a forward or backward that failed (strategies/shard_write_back.py)",
-    ),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
-        "_training_state",
-        "train on after a forward or backward that failed (strategies/shard_write_back.py)",
+        "gather for the backward of a loss that was made outside of a forward (strategies/fsdp2/vendor.py)",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
         "_reshard_after_forward_event",
-        "let what a step wrote be in the shards before they are gathered (strategies/shard_write_back.py)",
+        "let what a step wrote be in the shards before they are gathered (strategies/fsdp2/vendor.py)",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
         "_sharded_param_data _unsharded_param _orig_size _contiguous_orig_stride",
-        "keep what a step wrote into gathered parameters (strategies/shard_write_back.py)",
+        "keep what a step wrote into gathered parameters (strategies/fsdp2/vendor.py)",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
         "_param_fqn _module_info",
-        "name the parameter that was written in a low precision (strategies/shard_write_back.py)",
+        "name the parameter that was written in a low precision (strategies/fsdp2/vendor.py)",
     ),
     Use(
         "torch.distributed.fsdp._fully_shard._fully_shard",
@@ -215,11 +207,6 @@ TORCH = (
         "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
         "watch a fused step once, know optimizers that step by themselves, and join groups before a step's hooks see them",
     ),
-    Use(
-        "torch.optim.optimizer",
-        "_global_optimizer_pre_hooks _global_optimizer_post_hooks",
-        "try an optimizer's step without the hooks of all optimizers (strategies/step_probe.py)",
-    ),
     Use("torch.optim.Adam", "_init_group", "know a subclass that steps as torch's own class does"),
     Use("torch.optim.lr_scheduler", "_opt_called", "resume a scheduler without torch's warning of its first step"),
     Use(
@@ -230,12 +217,12 @@ TORCH = (
     Use(
         "torch.utils.data.DataLoader",
         "_iterator _get_iterator _auto_collation _index_sampler",
-        "start a loader's workers anew, know them, and know who iterates as torch does (data/loaders.py, fetching.py)",
+        "start a loader's workers anew, know them, and know who iterates as torch does (data/loaders.py)",
     ),
     Use(
         "torch.autograd.profiler",
         "_is_profiler_enabled",
-        "open a profiler's region only while one records (data/fetching.py)",
+        "open a profiler's region only while one records (data/loaders.py)",
     ),
     Use(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
@@ -281,45 +268,45 @@ FAIRSCALE = (
     Use(
         "fairscale.optim.OSS",
         "_broadcast_params",
-        "send this rank's parameters after a load (strategies/ddp_sharded.py)",
+        "send this rank's parameters after a load (strategies/oss/vendor.py)",
     ),
-    Use("fairscale.optim.OSS", "_param_to_rank", "know which rank steps a parameter (strategies/ddp_sharded.py)"),
+    Use("fairscale.optim.OSS", "_param_to_rank", "know which rank steps a parameter (strategies/oss/vendor.py)"),
     Use(
         "fairscale.optim.OSS",
         "_partition_parameters",
-        "deal the largest parameters out first (strategies/ddp_sharded.py)",
+        "deal the largest parameters out first (strategies/oss/vendor.py)",
     ),
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
         "_should_bucket_grad _trainable_params _bucket_list _grad_accs _trainable_param_to_rank _rank",
-        "average what each backward adds, and drop the gradients of one of several optimizers (strategies/sharded_wrapper.py)",
+        "average what each backward adds, and drop the gradients of one of several optimizers (strategies/oss/vendor.py)",
     ),
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
         "_detect_train_change _reference_trainable_mask _all_params _grad_to_be_reduced",
-        "follow a change of what is trained, once (strategies/sharded_wrapper.py)",
+        "follow a change of what is trained, once (strategies/oss/vendor.py)",
     ),
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
         "_should_accumulate_grads",
-        "accumulate gradients without a context (strategies/ddp_sharded.py)",
+        "accumulate gradients without a context (strategies/oss/vendor.py)",
     ),
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
         "_grad_hooks",
-        "take FairScale off a module (strategies/sharded_wrapper.py)",
+        "take FairScale off a module (strategies/oss/vendor.py)",
     ),
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
         "_setup_bucket_strategy _setup_backward_hooks _flush_reduce_calls _clear_counters",
-        "average what each backward adds, once (strategies/sharded_wrapper.py)",
+        "average what each backward adds, once (strategies/oss/vendor.py)",
     ),
     Use(
         "fairscale.nn.data_parallel.ShardedDataParallel",
         "_get_reduce_fn _bucket_flush_callback_set",
-        "send in one order on all ranks (strategies/sharded_wrapper.py)",
+        "send in one order on all ranks (strategies/oss/vendor.py)",
     ),
-    Use("fairscale.nn.misc.GradBucket", "_params", "find a parameter's bucket (strategies/sharded_wrapper.py)"),
+    Use("fairscale.nn.misc.GradBucket", "_params", "find a parameter's bucket (strategies/oss/vendor.py)"),
 )
 
 ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
@@ -328,107 +315,110 @@ DEEPSPEED = (
     Use(
         "deepspeed.accelerator.abstract_accelerator",
         "DeepSpeedAccelerator",
-        "find DeepSpeed's class for this run's kind of device (strategies/deepspeed_engine.py)",
+        "find DeepSpeed's class for this run's kind of device (strategies/zero/deepspeed_import.py)",
     ),
-    Use("deepspeed.comm.torch", "build_shm_op", "run on the CPU without a compiler (strategies/deepspeed_engine.py)"),
+    Use(
+        "deepspeed.comm.torch",
+        "build_shm_op",
+        "run on the CPU without a compiler (strategies/zero/deepspeed_import.py)",
+    ),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_broadcast_model _configure_basic_optimizer _do_optimizer_sanity_check",
-        "make an engine around the user's own optimizer (strategies/deepspeed_engine.py)",
+        "make an engine around the user's own optimizer (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_backward_prologue scale",
-        "run one backward through several engines (strategies/zero_optimizer.py)",
+        "run a backward through the engine (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_backward_post_hook",
-        "end a backward that has reached an engine on other ranks alone (strategies/zero_optimizer.py)",
+        "end a backward that has reached an engine on other ranks alone (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
         "_running_engine_step allreduce_gradients enable_backward_allreduce",
-        "reduce gradients before the step, to clip them (strategies/zero_state.py)",
+        "reduce gradients before the step, to clip them (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.fp16.loss_scaler",
         "CreateLossScaler",
-        "scale losses where the weights stay float32 (strategies/deepspeed_engine.py)",
+        "scale losses where the weights stay float32 (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
         "cur_scale cur_iter last_overflow_iter cur_hysteresis scale_factor scale_window",
-        "save and restore the loss scale (strategies/zero_optimizer.py)",
+        "save and restore the loss scale (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "should_refresh_expected_hook_count",
-        "refuse a backward that is not the strategy's (strategies/deepspeed_engine.py)",
+        "refuse a backward that is not the strategy's (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.base_optimizer.ZeROOptimizer",
         "_backward_hook_state clear_backward_seen_flag register_grad_acc_post_hook unregister_grad_acc_post_hooks",
-        "run one backward, and those within it, through several engines (strategies/zero_optimizer.py)",
+        "run a backward, and those within it, through the engine (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_12,
         "_use_compact_grad_partition_buffer params_in_partition cpu_offload gradient_accumulation_dtype setup_buckets "
         "get_all_grad_tensors",
-        "step with zeros where no loss reached a parameter (strategies/zero_state.py)",
+        "step with zeros where no loss reached a parameter (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_12,
         "reduce_independent_p_g_buckets_and_remove_grads independent_gradient_partition_epilogue",
-        "give gradients to the buckets in one order on all ranks (strategies/zero_order.py)",
+        "give gradients to the buckets in one order on all ranks (strategies/zero/vendor.py)",
     ),
-    Use(ZERO_12, "reduce_ipg_grads", "send the last bucket before the next engine's (strategies/zero_order.py)"),
     Use(
         ZERO_3,
         "reduce_independent_p_g_buckets_and_remove_grads independent_gradient_partition_epilogue",
-        "give gradients to the buckets in one order on all ranks (strategies/zero_order.py)",
+        "give gradients to the buckets in one order on all ranks (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_12,
         "all_grad_tensors averaged_gradients finalize_gradient_accumulation_boundary",
-        "clip and drop this rank's share of the gradients (strategies/zero_state.py)",
+        "clip and drop this rank's share of the gradients (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_12,
         "bit16_groups single_partition_of_fp32_groups parallel_partitioned_bit16_groups update_lp_params",
-        "read and write this rank's share of the masters (strategies/zero_state.py)",
+        "read and write this rank's share of the masters (strategies/zero/vendor.py)",
     ),
     Use(ZERO_12, "clip_grad overflow loss_scaler _global_grad_norm", "clip in the step, and tell how it went"),
     Use(
         ZERO_3,
         "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition averaged_gradients offload_optimizer",
-        "clip, drop and fill in this rank's share of the gradients (strategies/zero_state.py)",
+        "clip, drop and fill in this rank's share of the gradients (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_3,
         "fp16_groups fp32_partitioned_groups_flat grad_position get_param_id",
-        "read and write this rank's share of the masters (strategies/zero_state.py)",
+        "read and write this rank's share of the masters (strategies/zero/vendor.py)",
     ),
     Use(
         ZERO_3,
         "_partition_all_parameters _reassign_or_swap_out_partitioned_parameters persistent_parameters",
-        "let the weights follow masters that a load has written (strategies/zero_state.py)",
+        "let the weights follow masters that a load has written (strategies/zero/vendor.py)",
     ),
     Use(ZERO_3, "clip_grad overflow loss_scaler _global_grad_norm", "clip in the step, and tell how it went"),
     Use(
         ZERO_3,
         "_grad_acc_hooks _leaf_module_hooks ipg_buckets",
-        "free an engine's buffers with its module (strategies/zero_cleanup.py)",
+        "free an engine's buffers with its module (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.utils.mixed_precision_linkage",
         "_hp_mapping",
-        "find this rank's share of a parameter in the masters (strategies/zero_state.py)",
+        "find this rank's share of a parameter in the masters (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.utils.tensor_fragment.tensor_fragment",
         "lp_fragment_address hp_fragment_address",
-        "find this rank's share of a parameter in the masters (strategies/zero_state.py)",
+        "find this rank's share of a parameter in the masters (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.zero.partition_parameters",
@@ -438,7 +428,7 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.zero.partition_parameters",
         "ds_active_sub_modules ds_persist",
-        "shard what a failed forward has left gathered (strategies/zero_cleanup.py)",
+        "shard what a failed forward has left gathered (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.zero.partition_parameters",
@@ -454,12 +444,12 @@ DEEPSPEED = (
     Use(
         "deepspeed.runtime.zero.parameter_offload",
         "FWD_MODULE_STACK ds_inflight_param_registry",
-        "let DeepSpeed go of a module that is not trained any more (strategies/zero_cleanup.py)",
+        "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator",
-        "let DeepSpeed go of a module that is not trained any more (strategies/zero_cleanup.py)",
+        "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
     ),
 )
 
@@ -493,11 +483,11 @@ PYTHON = (
 )
 
 OTHERS = (
-    Use("tqdm.std.tqdm", "_instances", "see whether a bar is drawn (callers.py)"),
+    Use("tqdm.std.tqdm", "_instances", "see whether a bar is drawn (rank_zero.py)"),
     Use(
         "transformers.modeling_utils.PreTrainedModel",
         "_gradient_checkpointing_func",
-        "reject reentrant recomputation on several ranks (strategies/used_parameters.py)",
+        "reject reentrant recomputation on several ranks (strategies/ddp/vendor.py)",
     ),
     Use(
         "omegaconf.base.Node", "_get_parent", "know a part of a configuration that refers to the rest (plain_forms.py)"
@@ -505,7 +495,7 @@ OTHERS = (
     Use(
         "datasets.IterableDataset",
         "_ex_iterable",
-        "know a stream that is split after a shuffle (data/epoch_listeners.py)",
+        "know a stream that is split after a shuffle (data/workers.py)",
     ),
     Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
 )

@@ -1,6 +1,6 @@
-"""What a reader of the documentation has: a module, loaders, a class to shard; and the examples of docstrings.
+"""The objects of a reader of the documentation: a module, loaders, a class to shard, and the examples of docstrings.
 
-Blocks of pages and examples take these names for granted, and nothing of them is changed. Ranks of a job load this file.
+Blocks of pages and examples use these names unchanged. Ranks of a job load this file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Data(tw.DataModule):
 
 
 def make_loader(shuffle: bool = False) -> DataLoader[Any]:
-    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))  # the same on each rank
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))  # the same on all ranks
     return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=4, shuffle=shuffle)
 
 
@@ -127,7 +127,7 @@ def examples() -> Iterator[Example]:
 
 
 class Checker(doctest.OutputChecker):
-    """Compares what an example prints, without the line with the path of a fit's report unless the example shows it."""
+    """Compares the output of an example, without the line with the path of a fit's report unless the example shows it."""
 
     def check_output(self, want: str, got: str, optionflags: int) -> bool:
         if "report: " not in want:
@@ -136,7 +136,7 @@ class Checker(doctest.OutputChecker):
 
 
 def failures_of(example: Example) -> str:
-    """Run the lines of an example, and return what doctest says of those that fail."""
+    """Run the lines of an example, and return doctest's report of its failures."""
     names = {"__name__": "__main__", **reader(""), "nn": nn, "DataLoader": DataLoader, "TensorDataset": TensorDataset}
     runner = doctest.DocTestRunner(Checker(), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     test = doctest.DocTestParser().get_doctest(example.text, names, example.place, example.place, 0)
@@ -146,6 +146,6 @@ def failures_of(example: Example) -> str:
 
 
 def run_examples(folder: Path) -> dict[str, str]:
-    """Run the examples whose places a folder lists, as a rank of a job; return what doctest says of each."""
+    """Run the examples whose places a folder lists, as a rank of a job. Return doctest's reports."""
     places = json.loads((folder / "places.json").read_text())
     return {each.place: failures_of(each) for each in examples() if each.place in places}

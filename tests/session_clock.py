@@ -1,4 +1,4 @@
-"""The clock of a session of tests on a GPU: it ends what takes too long, and says on what the session runs."""
+"""The clock of a session of tests on a GPU: it ends slow tests, and prints the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SessionClock:
 
     def __init__(self, minutes: float, seconds: int) -> None:
         self.minutes, self.seconds, self.start = minutes, seconds, time.monotonic()
-        self.terminal = os.fdopen(os.dup(2), "w")  # pytest catches what goes to the one that it finds
+        self.terminal = os.fdopen(os.dup(2), "w")  # pytest captures the standard streams
         self.watches = importlib.util.find_spec("pytest_timeout") is None and hasattr(signal, "setitimer")
 
     def pytest_report_header(self) -> str:

@@ -13,7 +13,7 @@ import trainwright as tw
 from trainwright.data.transfer import to_device
 
 ACCELERATOR = os.environ.get("TRAINWRIGHT_TEST_ACCELERATOR", "cpu")
-"""What the tests train on: `make test-device` sets it."""
+"""The kind of device that the tests train on. `make test-device` sets it."""
 ON_HOST = ACCELERATOR == "cpu"
 DEVICE = torch.device("cpu") if ON_HOST else torch.accelerator.current_accelerator() or torch.device("cpu")
 
@@ -53,7 +53,7 @@ def loss_of(net: nn.Module, batch: Any) -> Tensor:
 
 
 class Classifier(tw.Module):
-    """A small classifier; every hook of the loop may be given as an attribute of a subclass."""
+    """A small classifier. Hooks of the loop may be attributes of a subclass."""
 
     def __init__(self, dropout: float = 0.0, lr: float = 0.05) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Averaging(torch.optim.SGD):
 
 
 class Packing(Tensor):
-    """Keeps its values in a way of its own, as the states of optimizers in 8 bits do."""
+    """Stores its values in an inner tensor, as the states of optimizers in 8 bits do."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Any:
@@ -129,6 +129,15 @@ class Low(torch.optim.SGD):
             if not self.late or parameter.abs().sum() > 0:  # a probe steps zeros
                 self.state[parameter].setdefault("exp_avg", Packing(torch.zeros(3)))
         return super().step(closure)
+
+
+def fit(
+    module: tw.Module, loader: Any = None, val: Any = None, *, ckpt_path: Any = None, **settings: Any
+) -> tw.Trainer:
+    """Train one epoch of 11 batches, or as the settings say, and return the trainer."""
+    trainer = tw.Trainer(**{"max_epochs": 1, "num_sanity_val_steps": 0, **QUIET, **settings})
+    trainer.fit(module, make_loader() if loader is None else loader, val, ckpt_path=ckpt_path)
+    return trainer
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

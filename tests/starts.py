@@ -1,4 +1,4 @@
-"""From which batches a test begins an epoch again: a few that tell much each day, and all of them among the slow tests."""
+"""The batches at which a test begins an epoch again: a few informative ones, and all of them among the slow tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Starts = Callable[..., Iterable[int]]
 
 
 def some(length: int, *boundaries: int) -> list[int]:
-    """Return the first and the last start, each side of every boundary, and five at random."""
+    """Return the first and the last start, both sides of every boundary, and five random ones."""
     drawn = random.Random(length).choices(range(length + 1), k=5)
     edges = [each + side for each in boundaries for side in (-1, 0, 1)]
     return sorted({each for each in (0, 1, length - 1, length, *edges, *drawn) if 0 <= each <= length})

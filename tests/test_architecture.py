@@ -1,8 +1,9 @@
-"""The shape of the code: who imports whom, how long a file and a function may be, and what stays in one place."""
+"""The shape of the code: the order of imports, the length of files, and code that stays in one place."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -13,38 +14,24 @@ from package import FILES, ROOT, imports, part_of, tree_of
 from trainwright.strategies import STRATEGIES
 
 LAYERS = [
-    {"errors", "replaced_names"},
-    {
-        "arguments",
-        "callers",
-        "compiled_names",
-        "deferred_compiler",
-        "duration",
-        "import_paths",
-        "metric_direction",
-        "paths",
-        "plain_forms",
-        "process_identity",
-        "step_types",
-        "uncompiled",
-        "value_kinds",
-    },
-    {"gradient_norms", "tensor_names"},
+    {"errors"},
+    {"arguments", "duration", "metric_direction", "paths", "plain_forms", "plots", "tensor_names", "value_kinds"},
+    {"gradient_norms", "history"},
     {"devices"},
-    {"distributed", "hyperparameters", "plots"},
-    {"precision", "checkpoint", "loggers", "profilers", "rank_zero"},
-    {"rung"},
+    {"distributed"},
+    {"rank_zero"},
+    {"hyperparameters", "precision", "checkpoint", "loggers", "profilers"},
+    {"overrides"},
     {"data"},
     {"module_hooks"},
     {"strategies", "callbacks", "module"},
-    {"ladder"},
     {"engine"},
     {"trainer", "raw_loop"},
-    {"commands", "cli"},
+    {"cli", "tools"},
 ]
-"""Each layer imports the ones before it; within a layer a part imports itself alone."""
+"""A layer imports the layers before it. Within a layer a part imports only itself."""
 LAUNCH_MAY_IMPORT = {"devices", "distributed", "errors", "launch"}
-LONGEST_FILE, LONGEST_BODY = 400, 60
+LONGEST_FILE = 400
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 BANNED_WORDS = ("utils", "helpers", "misc", "common", "manager", "handler", "connector", "impl")
 
@@ -66,24 +53,59 @@ def _may_import(part: str, target: str, at_import: bool) -> bool:
     if part == "launch":
         return target in LAUNCH_MAY_IMPORT
     if target == "launch":
-        return part == "commands" or (part == "engine" and not at_import)
+        return part == "tools" or (part == "engine" and not at_import)
     own, other = (next(i for i, layer in enumerate(LAYERS) if name in layer) for name in (part, target))
     return other < own or target == part
 
 
-def test_files_and_functions_stay_short() -> None:
+def test_only_the_command_line_names_the_tools() -> None:
+    """`__main__.py` registers them, and the ladder's file of overrides names its observer."""
+    for path in FILES:
+        if part_of(path) not in ("tools", "__main__"):
+            assert "trainwright.tools" not in path.read_text(), path
+
+
+def test_tools_import_public_names_only() -> None:
+    """A name is public if the `__all__` of its module has it. For an imported module, the attributes that are read
+    count."""
+    private = []
+    for path in FILES:
+        if part_of(path) != "tools":
+            continue
+        tree = tree_of(path)
+        read = {(ast.unparse(node.value), node.attr) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(tree):
+            module = getattr(node, "module", None) or ""
+            if isinstance(node, ast.Import):
+                assert {each.name for each in node.names if each.name.startswith("trainwright")} <= {"trainwright"}, (
+                    path
+                )
+            if not isinstance(node, ast.ImportFrom) or not module.startswith("trainwright"):
+                continue
+            if module.startswith("trainwright.tools"):
+                continue
+            for name in (each.name for each in node.names):
+                is_module = ROOT.parent.joinpath(*module.split("."), f"{name}.py").exists()
+                used = [attribute for owner, attribute in read if owner == name] if is_module else [name]
+                public = importlib.import_module(f"{module}.{name}" if is_module else module).__all__
+                private += [f"{path}:{node.lineno} uses {module}: {each}" for each in used if each not in public]
+    assert not private
+
+
+def test_plots_import_nothing_of_ours() -> None:
+    for path in FILES:
+        if part_of(path) == "plots":
+            modules = [module for module, _, _ in imports(tree_of(path)) if module.startswith("trainwright")]
+            assert all(module.startswith("trainwright.plots") for module in modules), path
+
+
+def test_files_stay_short() -> None:
     too_long = []
     for path in FILES:
         lines = len(path.read_text().splitlines())
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-                first = node.body[0]
-                lines -= (first.end_lineno or 0) - first.lineno + 1
-            if isinstance(node, ast.FunctionDef):
-                body = node.body[1:] if ast.get_docstring(node) else node.body
-                length = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-                if length > LONGEST_BODY:
-                    too_long.append(f"{path}:{node.lineno} {node.name} has {length} lines")
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
+                lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
         if lines > LONGEST_FILE:
             too_long.append(f"{path} has {lines} lines without docstrings")
     assert not too_long
@@ -127,7 +149,7 @@ UNSAFE = {"torch.save", "torch.package", "torch.serialization.load", "yaml.load"
 
 
 def test_nothing_is_pickled_or_loaded_unsafely() -> None:
-    """Checkpoints hold no pickle, and what is read of others goes through torch's restricted reader alone."""
+    """Checkpoints contain no pickle, and foreign files are read only by torch's restricted reader."""
     for path in FILES:
         if path.relative_to(ROOT).as_posix() == "launch/packing.py":
             continue  # work on its way between two processes of one user, of which nothing is kept
@@ -149,42 +171,57 @@ def test_nothing_is_pickled_or_loaded_unsafely() -> None:
 
 
 AUDIT = """
-import sys
+import sys, threading, types, warnings
 forbidden = []
 def watch(event, args):
     if event.startswith(("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn")):
         forbidden.append(event)
     if event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+"):
         forbidden.append(f"open {args[0]}")
+def is_ours(value):
+    kind = value if issubclass(type(value), (type, types.FunctionType, types.MethodType)) else type(value)
+    return str(kind.__module__).startswith("trainwright")
+def changes():
+    hooks = (sys.excepthook, sys.unraisablehook, threading.excepthook, warnings.showwarning)
+    found = [str(entry) for entry in warnings.filters if entry not in filters]
+    found += [str(entry) for entry in (*sys.meta_path, *sys.path_hooks, *hooks) if is_ours(entry)]
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] not in ("trainwright", "__main__") and isinstance(module, types.ModuleType):
+            found += [f"{name}.{key}" for key, value in vars(module).items() if key != "__name__" and is_ours(value)]
+    return found
 sys.dont_write_bytecode = True
 import torch
+filters = list(warnings.filters)
 sys.addaudithook(watch)
 import trainwright as tw
 early = set(sys.modules)
 tw.Trainer, tw.Accelerator, tw.Module
 of_a_script = set(sys.modules)
+print(changes())
 [getattr(tw, name) for name in tw.__all__]
 print(sorted(forbidden))
 print("trainwright.trainer.trainer" in early, "torch.distributed.elastic.agent" in sys.modules, "deepspeed" in sys.modules)
-print("torch._dynamo.eval_frame" in of_a_script, "torch.distributed.tensor" in of_a_script)
+print("torch._dynamo" in of_a_script, "torch.distributed.tensor" in of_a_script)
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # which imports more of torch
+filters = list(warnings.filters)
+print(changes())
 """
 
 
 @pytest.mark.launch
-def test_importing_starts_nothing_writes_nothing_and_is_lazy() -> None:
-    """It does put two finders on `sys.meta_path`."""
+def test_importing_starts_nothing_writes_nothing_changes_no_other_package_and_is_lazy() -> None:
     done = subprocess.run([sys.executable, "-W", "error", "-c", AUDIT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[]", "False False False", "False False"]
+    assert done.stdout.splitlines() == ["[]", "[]", "False False False", "False False", "[]"]
 
 
 def test_kinds_of_accelerators_are_named_in_one_place() -> None:
-    """What is CUDA's alone stands in devices/cuda.py; precisions and docstrings may speak of it."""
+    """Code for CUDA is in devices/cuda.py. Precisions and docstrings may mention it."""
     allowed = {"data/seeding.py": {"include_cuda"}}  # an argument that peers have, under their name
     for path in FILES:
         relative = str(path.relative_to(ROOT))
         # Names of peers are theirs.
-        if relative in ("devices/cuda.py", "replaced_names.py", "import_paths.py") or part_of(path) == "precision":
+        if relative in ("devices/cuda.py", "arguments.py") or part_of(path) == "precision":
             continue
         tree = tree_of(path)
         texts = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)}
@@ -201,7 +238,7 @@ def test_kinds_of_accelerators_are_named_in_one_place() -> None:
 
 
 def test_where_tests_of_devices_lie() -> None:
-    """`make test-device` looks for them in these folders alone."""
+    """`make test-device` looks for them only in these folders."""
     (line,) = re.findall(r'-m "device or gpu" .*', (ROOT.parent / "Makefile").read_text())
     folders = [ROOT.parent / each.rstrip(")") for each in line.split() if each.startswith("tests/")]
     marked = re.compile(r"\bmark\.(?:gpu|device)\b")

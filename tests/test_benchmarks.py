@@ -1,4 +1,4 @@
-"""The benchmarks run, and their tables have a line for each way."""
+"""The benchmarks run, and their tables have a line per implementation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(*arguments: str, script: str = "strategies.py") -> subprocess.CompletedP
 
 
 @pytest.mark.slow
-def test_strategies_beside_hand_written_ones() -> None:
+def test_strategies_are_compared_with_hand_written_ones() -> None:
     names = ("--strategies", "fsdp", "--loops", "by_hand,trainwright")
     done = run("--small", "--rounds", "1", "--steps", "2", *names)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,7 +40,7 @@ def test_strategies_beside_hand_written_ones() -> None:
 
 
 @pytest.mark.slow
-def test_steps_beside_hand_written_ones_and_their_goals() -> None:
+def test_steps_are_compared_with_hand_written_ones() -> None:
     names = ["hand_written", "trainwright_trainer", "trainwright_accelerator", "trainwright_accelerator_out_of_the_box"]
     done = run_python(FOLDER / "overhead.py", "--rounds", "1", "--steps", "2", "--only", ",".join(names))
     assert done.returncode == 0, done.stderr
@@ -57,7 +57,7 @@ def test_steps_beside_hand_written_ones_and_their_goals() -> None:
 
 
 @pytest.mark.slow
-def test_starts_beside_a_hand_written_one() -> None:
+def test_starts_are_compared_with_a_hand_written_one() -> None:
     names = ["hand_written", "trainwright_trainer"]
     done = run("--rounds", "1", "--only", ",".join(names), script="start.py")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -70,7 +70,7 @@ def test_starts_beside_a_hand_written_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_script_beside_itself_on_lightning() -> None:
+def test_a_script_is_compared_with_lightning() -> None:
     done = run("--rounds", "1", "--", "--reviews", "1800", "--epochs", "1", script="imdb.py")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row[1]: row for row in map(str.split, done.stdout.splitlines()) if row[0] == "32-true"}
@@ -80,17 +80,17 @@ def test_a_script_beside_itself_on_lightning() -> None:
         assert list(rows) == ["trainwright", "lightning"]
     for row in rows.values():
         assert all(float(figure) > 0 for figure in row[2:])
-        assert float(row[7]) > 57  # of 360 reviews; the frameworks begin with the same weights, and shuffle differently
+        assert float(row[7]) > 57  # of 360 reviews: the frameworks begin with the same weights, and shuffle differently
 
 
-def test_unknown_strategy_is_refused() -> None:
+def test_the_benchmark_rejects_an_unknown_strategy() -> None:
     done = run_python(FOLDER / "strategies.py", "--strategies", "ddp,fdsp")
     assert done.returncode == 2
     assert "'fdsp' is unknown here; choose from ddp, ddp_sharded, fsdp, deepspeed_stage_1" in done.stderr
 
 
 @pytest.mark.slow
-def test_checkpoints_beside_the_bare_work() -> None:
+def test_checkpoints_are_compared_with_the_bare_work() -> None:
     done = run("--small", "--rounds", "2", "--steps", "3", "--without-lightning", script="checkpoint.py")
     assert done.returncode == 0, done.stdout + done.stderr
     saves = ["bare", "trainwright", "trainwright, background", "DCP", "DCP, async_save"]

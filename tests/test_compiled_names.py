@@ -11,7 +11,7 @@ import torch
 from small import assert_equal
 from torch import nn
 
-from trainwright.compiled_names import clean_name, register_clean_names
+from trainwright.tensor_names import clean_name, register_clean_names
 
 
 class Inner(nn.Module):

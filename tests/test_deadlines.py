@@ -11,7 +11,7 @@ from deadlines import deadline, wait_until
 
 TESTS = Path(__file__).parent
 WAITS = {"communicate", "run", "wait", "join", "Barrier", "result"}
-"""What waits, and takes a limit by `timeout=`."""
+"""Waits that take a limit by `timeout=`."""
 
 
 def test_a_deadline_grows_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:

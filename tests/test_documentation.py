@@ -1,8 +1,6 @@
-"""What the pages and the docstrings show works: code blocks run as they stand, docstring examples are doctests, and commands,
-options, files and names exist.
+"""The pages and the docstrings are right: code blocks run, docstring examples are doctests, and all names exist.
 
-A reader comes to a block with a program of their own. `reader.py` holds what a block takes for granted. Nothing of a block is
-changed.
+A reader adds a block to a program, and `reader.py` has the names of this program. Blocks run unchanged.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ from torch.distributed.run import get_args_parser
 import trainwright as tw
 from trainwright import __main__ as command_line
 from trainwright.cli import TrainwrightCLI
-from trainwright.commands.ladder import Ladder
-from trainwright.commands.trials import Trials
 from trainwright.launch import cli
 from trainwright.launch.config import KEYS, find_config
+from trainwright.tools.ladder.ladder import Ladder
+from trainwright.tools.trials import Trials
 
 ROOT = Path(tw.__file__).parents[1]
 PAGES = [
@@ -85,14 +83,14 @@ def marked(block: Block) -> Any:
 
 
 @pytest.mark.parametrize("block", [marked(block) for block in PYTHON])
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, in its compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # from torch's compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # MLflow's own use of SQLAlchemy
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # from MLflow's use of SQLAlchemy
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning"
 )  # Comet's
 def test_a_code_block_runs(block: Block, tmp_path: Path) -> None:
-    """On one process as a program; what trains on several as the ranks of a job."""
+    """Run a block as a program on one process, or on the ranks of a job."""
     (tmp_path / "block.py").write_text(block.text)
     if block in TRAIN_ON_SEVERAL:
         run_job(run_block, block.devices, tmp_path)
@@ -107,7 +105,7 @@ def test_a_code_block_runs(block: Block, tmp_path: Path) -> None:
     ids=lambda each: each.place,
 )
 def test_a_block_of_several_processes_runs_as_in_a_notebook(block: Block, tmp_path: Path) -> None:
-    """A test is no script that could be started again, so each call starts its processes itself."""
+    """A test cannot be started again as a script, so the calls start their processes themselves."""
     (tmp_path / "block.py").write_text(block.text)
     run_block(tmp_path)
 
@@ -122,7 +120,7 @@ def test_few_blocks_are_marked_as_not_run() -> None:
 
 PROGRAMS = ("make", "python", "pip", "trainwright", "torchrun", "srun", "mpirun")
 PLACEHOLDERS = {"PATH": "run.ckpt", "OUT.safetensors": "out.safetensors", "FILE": "weights.pt", "OUT.ckpt": "out.ckpt"}
-"""What stands for a reader's own files."""
+"""Files of a reader."""
 
 
 class Command(NamedTuple):
@@ -155,7 +153,7 @@ def command_of(place: str, text: str) -> Iterator[Command]:
 
 
 def after(word: str) -> list[list[str]]:
-    """Return the arguments of each command that runs a program, whichever program starts it."""
+    """Return the arguments of the commands that run a program, with any launcher."""
     return [each.words[each.words.index(word) + 1 :] for each in COMMANDS if word in each.words]
 
 
@@ -187,7 +185,7 @@ def test_make_knows_each_target_and_variable() -> None:
 def test_each_script_takes_the_options_that_are_shown() -> None:
     for words in after("python"):
         script, *options = words
-        if script in ("train.py", "...") or script.startswith("-"):  # the reader's own
+        if script in ("train.py", "...") or script.startswith("-"):  # files of the reader
             continue
         source = (ROOT / script).read_text()
         for name in re.findall(r"^import (\w+)$", source, re.MULTILINE):  # a module beside it may have its options
@@ -223,7 +221,7 @@ def test_trainwright_launch_accepts_what_is_shown(
     assert script == "train.py" or (ROOT / script).is_file()
     Path(script).parent.mkdir(parents=True, exist_ok=True)
     Path(script).touch()
-    if script not in arguments:  # an option alone
+    if script not in arguments:  # an option without a command
         arguments = [*arguments, "60", script]
     Path("cluster.yaml").write_text(CONFIGS[0].text)
     assert cli.main(["launch", *arguments], command_line.check_names) == 0
@@ -288,7 +286,7 @@ SOURCES = "".join(
 
 @functools.cache
 def options_of_a_program() -> set[str]:
-    """Return the options that a TrainwrightCLI makes of signatures, without what follows a dot."""
+    """Return the options that a TrainwrightCLI makes of signatures, without the parts after a dot."""
     cli = TrainwrightCLI(Classifier, args=[], run=False)
     names = {name.partition(".")[0] for name in cli.parser.get_defaults().keys()}  # noqa: SIM118 - a Namespace
     return names | {
@@ -304,7 +302,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (page.parent / link).exists(), link
-    if page.name == "CHANGELOG.md":  # tells of what was
+    if page.name == "CHANGELOG.md":  # it describes the past
         return
     for path in re.findall(r"`((?:tests|benchmarks|examples|trainwright|docs|\.ci)/[\w./-]*)`", text):
         assert (ROOT / path).exists() or path == "benchmarks/out", path
@@ -315,9 +313,9 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 
 def test_the_architecture_is_the_one_that_is_held() -> None:
-    """The floors are those of the test of imports, and each file that is named is there."""
+    """The layers are the same as in the test of imports, and all named files exist."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    (floors,) = re.findall(r"^```\n(errors, replaced_names\n.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (floors,) = re.findall(r"^```\n(errors\n.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert [set(line.split(", ")) for line in floors.splitlines()] == LAYERS
     there = {path.name for folder in ("trainwright", "tests") for path in (ROOT / folder).rglob("*.py")}
     assert set(re.findall(r"\b\w+\.py\b", text)) - there == set()
@@ -336,13 +334,13 @@ WITHOUT_EXAMPLES = {"__version__": "a text, which has the docstring of str"}
     [pytest.param(each, id=each.place, marks=pytest.mark.launch if each.starts_processes else ()) for each in ALONE],
 )
 @pytest.mark.filterwarnings("ignore:3 samples are longer")  # the example of a warning
-def test_the_examples_of_a_docstring_run(example: Example) -> None:
+def test_examples_of_docstrings_work(example: Example) -> None:
     assert not failures_of(example)
 
 
 @pytest.mark.parametrize("needs_deepspeed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_examples_of_several_processes_run(needs_deepspeed: bool, tmp_path: Path) -> None:
-    """In one job; importing DeepSpeed takes seconds."""
+    """In one job, since importing DeepSpeed takes seconds."""
     chosen = [each for each in EXAMPLES if each.is_for_several and each.needs_deepspeed == needs_deepspeed]
     (tmp_path / "places.json").write_text(json.dumps([each.place for each in chosen]))
     for said in run_job(run_examples, 2, tmp_path):

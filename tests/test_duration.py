@@ -50,5 +50,5 @@ def test_what_is_malformed_is_refused(value: Any, text: str) -> None:
 
 @pytest.mark.parametrize("value", [3600, 1.5, None, ("00", "12")])
 def test_other_kinds_are_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"train_time_interval=.* is an? .*; expected 'DD:HH:MM:SS'"):
+    with pytest.raises(TypeError, match=r"train_time_interval=.* is an? .*. Expected 'DD:HH:MM:SS'"):
         to_seconds(value, name="train_time_interval")

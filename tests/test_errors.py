@@ -27,7 +27,7 @@ from trainwright.errors import a_type_of
         (type("", (), {})(), "a "),
     ],
 )
-def test_articles(value: Any, text: str) -> None:
+def test_types_get_their_articles(value: Any, text: str) -> None:
     assert a_type_of(value) == text
 
 

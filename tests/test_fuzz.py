@@ -1,4 +1,4 @@
-"""Random runs find no difference, and what differs is shrunk to the smallest configuration and shown by a script."""
+"""Random runs find no difference, and a difference is shrunk to the smallest configuration and shown by a script."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_value_of_which_no_script_can_be_written_is_printed_and_the_hunt_ends_
 
 
 @pytest.mark.launch
-def test_a_few_seeds() -> None:
+def test_a_few_seeds_do_not_differ() -> None:
     """Of raw the second part is a job of two ranks."""
     done = fuzz("resume", "cuts", "raw", "--seeds", "1", "--start", "2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -177,8 +177,8 @@ def test_a_few_seeds() -> None:
     ("kind", "seeds"),
     [("resume", 6), ("cuts", 6), ("ranks", 4), ("raw", 6), ("state", 6), ("layers", 6), ("peer", 6)],
 )
-def test_seeds_of_each_kind(kind: str, seeds: int) -> None:
-    """A few, or of the cells one under each strategy; `make fuzz` has more."""
+def test_seeds_of_all_kinds_do_not_differ(kind: str, seeds: int) -> None:
+    """A few seeds, or one cell under every strategy. `make fuzz` has more."""
     done = fuzz(kind, "--seeds", str(seeds), "--start", "1000" if kind not in ("state", "layers") else "0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{kind}: {seeds} cases" in done.stdout or f"{kind}: passed over" in done.stdout

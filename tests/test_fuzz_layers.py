@@ -1,4 +1,4 @@
-"""The random tests of layers reach every layer and loss of torch.nn, and those of state every optimizer and scheduler."""
+"""The random tests of layers reach every layer and loss of torch.nn, and those for state every optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_each_layer_and_loss_of_torch_is_in_a_net_or_exempt_by_name() -> None:
 
 
 def test_each_optimizer_and_scheduler_of_torch_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # the packages' own take long to import
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None
+    )  # the optimizers of packages take long to import
     from fuzz.optimizers import OPTIMIZERS, SCHEDULERS
 
     matrices = [nn.Parameter(torch.ones(3, 3))]

@@ -1,4 +1,4 @@
-"""What a constructor was given comes back: as hparams, as plain data, and as an instance built anew."""
+"""The arguments of a constructor come back: as hparams, as plain data, and in a new instance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import types
 from collections import UserDict, UserList
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import omegaconf
@@ -104,7 +104,7 @@ class Configured(HyperParameters):
         self.save_hyperparameters(config)
 
 
-def test_the_arguments_of_the_constructor() -> None:
+def test_the_arguments_of_the_constructor_are_stored() -> None:
     net = Net(3, 0.5, 7, 8, act="gelu", heads=2)
     assert net.hparams == {"width": 3, "lr": 0.5, "act": "gelu", "heads": 2}
     assert (net.hparams.lr, net.hparams["heads"], net._hparams_name) == (0.5, 2, "kwargs")
@@ -121,7 +121,7 @@ def test_a_subclass_adds_its_own_and_its_ignore_wins() -> None:
     outer = types.SimpleNamespace()
 
     class Outer(HyperParameters):
-        def __init__(self, depth: int) -> None:  # its arguments are not those of the module that it makes
+        def __init__(self, depth: int) -> None:  # the inner module has other arguments
             outer.inner = Net(1)
 
     Outer(5)
@@ -165,7 +165,7 @@ def test_hparams_change_and_the_initial_ones_do_not() -> None:
     net.hparams_initial["lr"] = 5
     assert net.hparams_initial.lr == 0.1
     del net.hparams.new
-    with pytest.raises(AttributeError, match="hyper-parameter 'new' does not exist; choose from: width, lr"):
+    with pytest.raises(AttributeError, match=r"hyper-parameter 'new' does not exist. Choose from: width, lr"):
         net.hparams.new
     net.hparams = {"only": 1}
     assert net.hparams.only == 1
@@ -199,18 +199,17 @@ def test_building_takes_what_the_constructor_takes() -> None:
 
     assert build(Positional, Positional(4).hparams, {}).hparams.width == 4
     with pytest.warns(
-        UserWarning, match=r"takes no argument depht, so load_from_checkpoint drops it; it takes width, lr\."
+        UserWarning, match=r"takes no argument depht, so load_from_checkpoint drops it. It takes width, lr\."
     ):
         build(SavesFirst, stored, {"depht": 2})
 
 
-def test_logged_ones_of_module_and_datamodule() -> None:
+def test_hyperparameters_of_module_and_datamodule_are_logged() -> None:
     first, second, silent = Net(3), Configured({"batch_size": 4, "lr": 0.1}), SavesFirst(9)
     silent._log_hyperparams = False
     first.hparams.lr = 0.9
-    merged, left_out = logged_hyper_parameters([first, None, second, silent], is_plain)
+    merged = logged_hyper_parameters([first, None, second, silent], is_plain)
     assert merged == {"width": 3, "lr": 0.1, "act": "relu", "batch_size": 4}
-    assert left_out == []
     with pytest.raises(ValueError, match=r"both log hyper-parameters named lr, with different"):
         logged_hyper_parameters([first, Configured({"lr": 0.2})], is_plain)
 
@@ -218,13 +217,13 @@ def test_logged_ones_of_module_and_datamodule() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("widht",), ValueError, r"got 'widht', which Wrong\.__init__ does not take; its arguments are size"),
+        (("widht",), ValueError, r"got 'widht', which Wrong\.__init__ does not take. Its arguments are size"),
         ((3, 0.1), TypeError, "2 values that are not all names"),
-        ((3,), TypeError, "given as 3, an int; expected names"),
+        ((3,), TypeError, "given as 3, an int. Expected names"),
         (({1: 2},), TypeError, "named by str; 1 is an int"),
     ],
 )
-def test_wrong_uses(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_wrong_hyperparameters_are_rejected(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     class Wrong(Net):
         def __init__(self, size: int = 1) -> None:
             nn.Module.__init__(self)
@@ -232,11 +231,11 @@ def test_wrong_uses(arguments: tuple[Any, ...], error: type[Exception], message:
 
     with pytest.raises(error, match=message):
         Wrong()
-    with pytest.raises(RuntimeError, match=r"outside of Net\.__init__; call it there, or give it a dict"):
+    with pytest.raises(RuntimeError, match=r"outside of Net\.__init__. Call it there, or give it a dict"):
         Net(1).save_hyperparameters()
 
 
-def test_a_file_of_hyper_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_hyper_parameters_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text('{"lr": 0.1, "layers": [1]}')
     (tmp_path / "a.yaml").write_text("lr: 0.1\nlayers: [1]\n")
     (tmp_path / "list.json").write_text("[1]")
@@ -244,9 +243,9 @@ def test_a_file_of_hyper_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_hyper_parameters(str(tmp_path / "a.json")) == {"lr": 0.1, "layers": [1]}
     (tmp_path / "a.csv").write_text("key,value\nlr,0.1\nname,deep\n")
     assert read_hyper_parameters(str(tmp_path / "a.csv")) == {"lr": 0.1, "name": "deep"}
-    with pytest.raises(ValueError, match=r"expected a \.json, \.yaml"):
+    with pytest.raises(ValueError, match=r"Expected a \.json, \.yaml"):
         read_hyper_parameters("a.toml")
-    with pytest.raises(ValueError, match="holds a list; it must hold names and values"):
+    with pytest.raises(ValueError, match=r"holds a list. It must hold names and values"):
         read_hyper_parameters(str(tmp_path / "list.json"))
     with pytest.raises(ValueError, match="cannot be read as json"):
         read_hyper_parameters(str(tmp_path / "bad.json"))
@@ -263,7 +262,7 @@ class Color(enum.Enum):
     BLUE = ("b", 2)
 
 
-class Mode(str, enum.Enum):  # noqa: UP042, what programs of older Pythons write
+class Mode(str, enum.Enum):  # noqa: UP042, as in programs for older Pythons
     FAST = "fast"
 
 
@@ -282,25 +281,6 @@ class Widened:
         self.width *= 2
 
 
-class Point(NamedTuple):
-    x: int
-    y: nn.Module | type[nn.Module]
-
-
-class Config:
-    """Has what a configuration of transformers has."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"width": self.width}
-
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Config:
-        return cls(**content)
-
-
 def doubled(value: int) -> int:
     return 2 * value
 
@@ -310,15 +290,10 @@ FORMED: dict[str, Any] = {
     "str_enum": Mode.FAST,
     "dataclass": Schedule(3, Color.BLUE),
     "namespace": argparse.Namespace(a=1, b=Color.RED),
-    "simple": types.SimpleNamespace(a=[1, nn.ReLU]),
     "class": nn.Tanh,
     "own_function": doubled,
     "functional": nn.functional.leaky_relu,
     "built_in": torch.tanh,
-    "range": range(1, 9, 2),
-    "slice": slice(1, None),
-    "complex": 1 - 2j,
-    "named": Point(1, nn.GELU),
     "nested": {"a": [Color.RED, (Mode.FAST,)], "b": {"c": nn.Tanh}},
     "omega": omegaconf.OmegaConf.create({"lr": 0.1, "twice": "${lr}", "list": [1, {"a": 2}]}),
     "omega_list": omegaconf.OmegaConf.create([1, 2]),
@@ -364,9 +339,21 @@ def test_what_has_a_plain_form_comes_back_as_it_was(name: str) -> None:
     again = build(Formed, through_json(plain), {}, "kwargs", through_json(forms))
     assert type(again.value) is type(value)
     assert again.value == value
-    merged, left_out = logged_hyper_parameters([Formed(value)], is_storable)
-    assert left_out == []
-    json.dumps(merged)
+    json.dumps(logged_hyper_parameters([Formed(value)], is_storable))
+
+
+class Config:
+    """Has the methods of a configuration of transformers."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"width": self.width}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Config:
+        return cls(**content)
 
 
 def test_partials_and_configurations_come_back() -> None:

@@ -1,4 +1,4 @@
-"""The wheel, in an environment that has nothing else: what it holds, that it imports and that it trains."""
+"""The wheel in an otherwise empty environment: its contents, an import and a training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from package import FILES, tree_of
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = ("omegaconf", "onnxscript", "pydantic")
-"""Imported where a user's own objects come from it, by the one method that needs it, or for the types of DeepSpeed."""
+"""Imported where a user's objects come from it, by the one method that needs it, or for the types of DeepSpeed."""
 DISTRIBUTION_OF = {"yaml": "PyYAML"}
 """Modules whose distribution has another name."""
 EXTRAS = (
@@ -71,7 +71,12 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
         names = archive.namelist()
     assert "trainwright/py.typed" in names
     assert all(name.startswith(("trainwright/", "trainwright-")) for name in names)
-    assert {Path(name).suffix for name in names if not name.startswith("trainwright-")} == {".py", ".typed"}
+    assert {Path(name).suffix for name in names if not name.startswith("trainwright-")} == {
+        ".py",
+        ".pyi",
+        ".toml",
+        ".typed",
+    }
     in_tree = {str(path.relative_to(ROOT)) for path in (ROOT / "trainwright").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == in_tree
     assert any(name.endswith("LICENSE") for name in names)
@@ -83,7 +88,7 @@ def test_the_wheel_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) ->
     run(sys.executable, "-m", "venv", tmp_path / "venv", folder=tmp_path)
     python = tmp_path / "venv/bin/python"
     run(python, "-m", "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt", wheel, folder=tmp_path)
-    # -I: neither PYTHONPATH nor the working directory, so what is imported is what was installed.
+    # -I: neither PYTHONPATH nor the working directory, so the installed package is imported.
     where = run(python, "-I", "-c", "import trainwright; print(trainwright.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(tmp_path / "venv")
     program = re.search(r"A complete program:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -1,4 +1,4 @@
-"""The public names and their arguments; a change here is a change for every user, so it is made on purpose."""
+"""The public names and their arguments. A change here is a change for every user, so it is made on purpose."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ METHODS = {
         reduce register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_model
         save_state set_trigger skip_first_batches split_between_processes step trigger_sync_in_backward
         unscale_gradients unwrap_model wait_for_everyone""",
-    tw.Strategy: """after_load after_run all_gather allocate_optimizer_state annotate backward barrier before_evaluation
-        broadcast check check_gradients clip_gradients close connect describe_optimizer finalize finalize_gradients
-        gathered_groups has_replaced join_job make_whole model_pieces move_to_device note_module optimizer_pieces piece reduce
-        reduce_boolean_decision refresh_toggled refresh_trainable refresh_weights release resolve run setup_module
-        setup_optimizers step sync_gradients""",
+    tw.Strategy: """after_run all_gather allocate_optimizer_state backward barrier broadcast broadcast_buffers check
+        check_gradients
+        clip_gradients close connect describe_optimizer finalize join_job model_pieces note_module
+        optimizer_pieces reduce reduce_boolean_decision refresh_trainable refresh_weights resolve run
+        setup_module setup_optimizers step sync_gradients""",
     tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context
         load_state_dict release reset state_dict step step_context track unscale""",
     tw.Trainer: """fit init_module predict print save_checkpoint stop_soon test trial validate""",
@@ -64,8 +64,8 @@ CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics ca
     log_every_n_steps loggers lr_scheduler_configs max_epochs max_steps metrics num_predict_batches
     num_sanity_val_batches num_test_batches num_training_batches num_val_batches optimizers print profiler
     progress_bar_metrics resume_source sanity_checking save_checkpoint should_stop state stop_soon strategy
-    train_dataloader world_size"""
-COUNTERS = "batch batches_that_stepped epoch_ended is_where logged_step progress total_batches validated_at validations"
+    train_dataloader trial world_size"""
+COUNTERS = "batch batches_that_stepped epoch_ended is_where logged_step progress total_batches validations"
 SAVING = "connection finish_save finiteness ranks reduce seed writer"
 METRICS = "is_outdated monitored record"
 PROGRESS = "is_in_batch is_leaving is_mid_epoch_validation is_within_window obstacle"
@@ -80,7 +80,7 @@ def public_methods(kind: type) -> list[str]:
     )
 
 
-def test_names() -> None:
+def test_public_names_are_listed() -> None:
     assert sorted(tw.__all__) == sorted(NAMES.split())
     for name in tw.__all__:
         assert getattr(tw, name) is not None
@@ -88,17 +88,15 @@ def test_names() -> None:
         tw.Trainr  # type: ignore[attr-defined]
 
 
-def test_the_trainers_arguments() -> None:
+def test_arguments_of_the_trainer_are_listed() -> None:
     parameters = inspect.signature(tw.Trainer).parameters
     assert list(parameters) == TRAINER.split()
-    kinds = {
-        each.kind for each in parameters.values() if each.name != "unknown"
-    }  # which is there to name what is wrong
+    kinds = {each.kind for each in parameters.values() if each.name != "unknown"}  # an alias that names mistakes
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)
-def test_methods(kind: type) -> None:
+def test_public_methods_have_their_arguments(kind: type) -> None:
     assert public_methods(kind) == METHODS[kind].split()
 
 
@@ -117,11 +115,11 @@ def test_what_callbacks_may_use(protocol: type, names: str) -> None:
     assert sorted(name for name in members if not name.startswith("_")) == names.split()
 
 
-def test_the_arguments_of_log() -> None:
+def test_arguments_of_log_are_lightnings() -> None:
     assert list(inspect.signature(tw.Module.log).parameters)[1:] == LOG.split()
 
 
-def test_the_arguments_of_saves() -> None:
+def test_arguments_of_saves_are_listed() -> None:
     saves = {
         tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite",
         tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite unknown",

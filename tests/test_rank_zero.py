@@ -1,4 +1,4 @@
-"""What only rank 0 does or says."""
+"""Functions that act on rank 0 only, and the lines of warnings."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def test_the_package_may_be_found_by_a_path_with_two_dots(tmp_path: Path) -> Non
     work, package = tmp_path / "work", tmp_path / "package"
     for folder in (work, package):
         folder.mkdir()
-    shutil.copy(ROOT / "callers.py", package)
-    (package / "uses.py").write_text("from callers import warn\n\ndef use():\n    warn('here')\n")
+    shutil.copy(ROOT / "rank_zero.py", package)
+    (package / "uses.py").write_text("from rank_zero import warn\n\ndef use():\n    warn('here')\n")
     program = "import sys; sys.path.insert(0, '../package'); from uses import use\nuse()"
     done = subprocess.run([sys.executable, "-c", program], cwd=work, capture_output=True, text=True, check=True)
     assert done.stderr.startswith("<string>:2: UserWarning: here")

@@ -1,4 +1,4 @@
-"""The benchmark of each rank's memory: what it counts on two ranks, and its search for the widest network."""
+"""The benchmark of the ranks' memory: its counts on two ranks, and its search for the widest network."""
 
 from __future__ import annotations
 

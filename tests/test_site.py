@@ -1,4 +1,4 @@
-"""The documentation as a site: each public name is in the reference, links and anchors exist, nothing comes from elsewhere."""
+"""The documentation as a site: the reference has all public names, links and anchors exist, nothing is external."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOADED = {
     "audio": "src",
     "link": "href",
 }
-"""What a browser loads for a page: the element, and its attribute with the address."""
+"""Elements that make a browser load a file, and their attributes with the address."""
 
 
 # -- the pages -------------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def test_the_reference_has_every_public_name_once() -> None:
 
 
 def test_each_page_of_docs_is_in_the_navigation() -> None:
-    """`make docs` fails otherwise; here it fails sooner."""
+    """`make docs` fails otherwise, but later."""
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = set(re.findall(r"[\w/]+\.md", navigation))
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
@@ -135,7 +135,7 @@ def pages(site: Path) -> dict[Path, Page]:
 
 
 def addresses(pages: dict[Path, Page]) -> Iterator[tuple[Path, str, Path, str]]:
-    """Yield each link within the site: its page, the link, and the file and the anchor that it leads to."""
+    """Yield the links within the site: the page, the link, and the file and the anchor that it leads to."""
     for path, page in pages.items():
         for link in page.links + page.loads:
             parts = urlsplit(link)
@@ -150,7 +150,7 @@ def test_links_and_anchors_lead_somewhere(pages: dict[Path, Page]) -> None:
     assert len(checked) > 1000
     assert not [(str(page), link) for page, link, target, _ in checked if not target.is_file()]
     lost = {(str(page), link) for page, link, to, anchor in checked if to in pages and anchor not in pages[to].anchors}
-    assert not {each for each in lost if not each[1].startswith("#__")}  # the theme's own, which its script makes
+    assert not {each for each in lost if not each[1].startswith("#__")}  # made by the theme's script
 
 
 @pytest.mark.slow

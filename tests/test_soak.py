@@ -1,4 +1,4 @@
-"""Runs that are killed and go on end as the one that nobody killed, and a soak that kills them finds it where they do not."""
+"""Killed runs end like uninterrupted ones, and a soak that kills them finds a difference if there is one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Soak = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def program() -> Iterator[Any]:
-    """The soak in this process, whose uninterrupted runs are made by forked ranks, once each."""
+    """The soak in this process. Forked ranks make its uninterrupted runs, once."""
     patch = pytest.MonkeyPatch()
     patch.syspath_prepend(str(FOLDER))
     module = importlib.import_module("soak")
@@ -92,8 +92,8 @@ def test_a_killed_process_ends_as_the_one_that_nobody_killed(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_three_kills_of_one_run(soak: Soak) -> None:
-    """One is of a rank, one of the launcher and one of all: after each, nothing of the job is left."""
+def test_a_run_survives_three_kills(soak: Soak) -> None:
+    """A rank, the launcher and all processes are killed. After a kill, nothing of the job remains."""
     settings = ("--strategies", "fsdp", "--per-run", "3", "--epochs", "4", "--without-torchmetrics")
     code, said = soak("--only", "3", *settings)
     assert code == 0, said
@@ -104,8 +104,8 @@ def test_three_kills_of_one_run(soak: Soak) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "strategy"), ONE_KILL.items())
-def test_one_kill_of_each_other_strategy(soak: Soak, number: int, strategy: str) -> None:
-    """What is killed, and when, follows from the run's number; `make soak` kills each strategy many times."""
+def test_runs_of_other_strategies_survive_a_kill(soak: Soak, number: int, strategy: str) -> None:
+    """The victim and the time follow from the run's number. `make soak` kills every strategy many times."""
     settings = ("--strategies", strategy, "--per-run", "1", "--epochs", "3", "--without-torchmetrics")
     code, said = soak("--only", str(number), *settings)
     assert code == 0, said

@@ -76,7 +76,7 @@ class Net(tw.Module):
 
 
 def trained(net: nn.Module) -> dict[str, Tensor]:
-    """Return the weights; recomputed batch norms take each batch into their statistics twice, as in plain torch."""
+    """Return the weights. Recomputed batch norms count every batch twice in their statistics, as in plain torch."""
     return {name: value for name, value in weights(net).items() if "running" not in name and "num_batches" not in name}
 
 
@@ -146,7 +146,7 @@ def test_a_resumed_finetuning_finds_wrapped_parameters(tmp_path: Path) -> None:
     assert [each.requires_grad for each in again.parameters()] == [each.requires_grad for each in whole.parameters()]
 
 
-def test_reports_name_wrapped_layers_as_plain_ones() -> None:
+def test_wrapped_layers_have_plain_names_in_reports() -> None:
     net = Net("wrapped")
     net.training_step([torch.ones(2, 4)], 0).backward()
     assert "grad_2.0_norm/backbone.0.lin.weight" in grad_norm(net, 2)

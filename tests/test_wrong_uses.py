@@ -1,4 +1,4 @@
-"""Wrong uses and what is said of them: what was given, what is accepted, what to do. Nothing is left behind by one."""
+"""Wrong uses and their errors, which name the value, the accepted values and the remedy. No wrong use leaves a trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import trainwright as tw
 
 SETTINGS: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False}
-"""Loggers and checkpoints stay on, so that what a refused run leaves behind shows."""
+"""Loggers and checkpoints stay on, so that traces of a rejected run show."""
 
 
 class Counted(TensorDataset):
@@ -38,7 +38,7 @@ class Counted(TensorDataset):
 
 
 class Scene:
-    """What a wrong use is made with: a module and data that are right, and checkpoints of an earlier run."""
+    """The parts of a wrong use: a right module, right data, and checkpoints of an earlier run."""
 
     def __init__(self) -> None:
         self.module = Classifier()
@@ -71,7 +71,7 @@ class Scene:
             self._changed.append(name)
 
     def mend(self) -> None:
-        """Take back what `change` did."""
+        """Undo `change`."""
         for name in self._changed:
             self.module.__dict__.pop(name, None)
 
@@ -81,7 +81,7 @@ class WrongUse(NamedTuple):
     use: Callable[[Scene], Any]
     error: type[Exception]
     message: str
-    """A regular expression of what is said."""
+    """A regular expression of the error."""
     has_begun: bool = False
     """Whether the run had begun, so that its files may be there."""
 
@@ -197,10 +197,10 @@ class ForTests(tw.DataModule):
 
 CONSTRUCTION = [
     ("strategy, a typing error", {"strategy": "dpp"}, ValueError, r"strategy='dpp' is unknown; choose from .*'ddp'\?"),
-    ("strategy, a fork", {"strategy": "ddp_fork"}, ValueError, r"strategy='ddp_fork' is not supported.* choose 'ddp_notebook'"),
+    ("strategy, a fork", {"strategy": "ddp_fork"}, ValueError, r"strategy='ddp_fork' is not supported.* Choose 'ddp_notebook'"),
     ("strategy, a class", {"strategy": tw.DDPStrategy}, TypeError, r"strategy=.*Pass an instance, not its class"),
     ("strategy for one, several devices", {"strategy": "single_device", "devices": 2}, ValueError,
-     r"strategy='single_device' runs on one process, but 2 .* pass devices=1, or"),
+     r"strategy='single_device' runs on one process, but 2 .* Pass devices=1, or"),
     ("precision, a typing error", {"precision": "b16-mixed"}, ValueError,
      (r"precision='b16-mixed' is unknown; choose from .*"
      r"Did you mean 'bf16-mixed'\?")),
@@ -221,16 +221,16 @@ CONSTRUCTION = [
     ("devices, an empty list", {"devices": []}, ValueError, r"devices=\[\] names no device; pass the numbers of some"),
     ("devices, a kind", {"devices": "mps"}, ValueError, r"devices='mps' names a kind of device; pass accelerator='mps'"),
     ("num_nodes without a place", {"num_nodes": 2}, ValueError,
-     r"num_nodes=2 .*has no NODE_RANK and no MASTER_ADDR; set NODE_RANK .* or start it there with trainwright launch"),
+     r"num_nodes=2 .*has no NODE_RANK and no MASTER_ADDR. Set NODE_RANK .* or start it there with trainwright launch"),
     ("max_epochs, a float", {"max_epochs": 2.0}, ValueError, r"max_epochs=2.0: expected an integer of at least -1"),
     ("max_epochs, too small", {"max_epochs": -2}, ValueError, r"max_epochs=-2: expected an integer of at least -1"),
     ("max_epochs, a bool", {"max_epochs": True}, ValueError, r"max_epochs=True: expected an integer"),
     ("num_sanity_val_steps", {"num_sanity_val_steps": -2}, ValueError,
      r"num_sanity_val_steps=-2: .* at least -1 \(-1 is all"),
     ("max_time without days", {"max_time": "01:00:00"}, ValueError,
-     r"max_time='01:00:00' is malformed; expected 'DD:HH:MM:SS'"),
+     r"max_time='01:00:00' is malformed. Expected 'DD:HH:MM:SS'"),
     ("max_time, seconds", {"max_time": 60}, ValueError,
-     r"max_time=60 is an int; expected 'DD:HH:MM:SS' .*. Give for"),
+     r"max_time=60 is an int. Expected 'DD:HH:MM:SS' .*. Give for"),
     ("limit, a fraction above 1", {"limit_val_batches": 1.5}, ValueError,
      r"limit_val_batches=1.5: expected a number of "),
     ("limit, a percentage", {"limit_train_batches": "10%"}, ValueError,
@@ -250,7 +250,7 @@ CONSTRUCTION = [
      r"deterministic='warning': expected True, False, 'warn'"),
     ("several at once", {"max_epochs": "3", "min_steps": -1}, ValueError, r"max_epochs='3': .*; min_steps=-1: "),
     ("default_root_dir, a number", {"default_root_dir": 3}, TypeError,
-     r"default_root_dir=3 is an int; expected a path"),
+     r"default_root_dir=3 is an int. Expected a path"),
     ("min above max", {"min_epochs": 3, "max_epochs": 2}, ValueError, r"min_epochs=3 is above max_epochs=2"),
     ("min steps above max", {"min_steps": 3, "max_steps": 2}, ValueError, r"min_steps=3 is above max_steps=2"),
     ("across epochs, a fraction", {"check_val_every_n_epoch": None, "val_check_interval": 0.5}, ValueError,
@@ -260,30 +260,30 @@ CONSTRUCTION = [
     ("barebones with a logger", {"barebones": True, "logger": True}, ValueError,
      r"barebones=True .* logger=True asks for"),
     ("checkpoints off, and on", {"enable_checkpointing": False, "callbacks": tw.ModelCheckpoint()}, ValueError,
-     r"enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; leave out one"),
+     r"enable_checkpointing=False, but callbacks= holds a ModelCheckpoint. Leave out one"),
     ("two precisions", {"precision": 16, "plugins": tw.Precision()}, ValueError,
-     r"precision=16 and plugins=.* pass one"),
+     r"precision=16 and plugins=.* Pass one"),
     ("callbacks, a class", {"callbacks": tw.ModelCheckpoint}, TypeError,
      r"callbacks= holds .*ModelCheckpoint.* instances of"),
     ("callbacks, none of them", {"callbacks": [print]}, TypeError,
-     r"callbacks= holds <built-in .* expected instances of"),
+     r"callbacks= holds <built-in .* Expected instances of"),
     ("callbacks, a number", {"callbacks": 3}, TypeError,
-     r"callbacks=3 is an int; expected a Callback or a list of them"),
+     r"callbacks=3 is an int. Expected a Callback or a list of them"),
     ("callbacks, a name", {"callbacks": "early_stopping"}, TypeError,
-     r"callbacks='early_stopping' is a str; expected"),
+     r"callbacks='early_stopping' is a str. Expected"),
     ("two of one state", {"callbacks": [tw.ModelCheckpoint(), tw.ModelCheckpoint()]}, ValueError,
      (r"callbacks= holds two of "
      r"one state_key .*; give them settings or a state_key that differ")),
     ("logger, a name", {"logger": "tensorboard"}, TypeError,
-     (r"logger='tensorboard' is a str; expected True, False or .*"
+     (r"logger='tensorboard' is a str. Expected True, False or .*"
      r"TensorBoardLogger\(")),
     ("logger, a class", {"logger": tw.CSVLogger}, TypeError,
-     r"logger=.*CSVLogger.* expected True, False or Logger inst"),
+     r"logger=.*CSVLogger.* Expected True, False or Logger inst"),
     ("plugins, a strategy", {"plugins": "ddp_sharded"}, ValueError,
-     r"plugins='ddp_sharded' .*; pass strategy='ddp_sharded'"),
+     r"plugins='ddp_sharded' .*. Pass strategy='ddp_sharded'"),
     ("plugins, something", {"plugins": [OBJECT]}, TypeError,
-     r"plugins= holds <.*>, an object; expected a Precision\..*checkpoints have one format"),
-    ("plugins, a word", {"plugins": ["x"]}, TypeError, r"plugins= holds 'x', a str; expected a Precision"),
+     r"plugins= holds <.*>, an object. Expected a Precision\..*checkpoints have one format"),
+    ("plugins, a word", {"plugins": ["x"]}, TypeError, r"plugins= holds 'x', a str. Expected a Precision"),
     ("gpus=", {"gpus": 2}, TypeError, r"no gpus= \(it was given gpus=2\): pass devices=, with accelerator='gpu'"),
     ("tpu_cores=", {"tpu_cores": 8}, TypeError, r"no tpu_cores= .*TPUs are not supported; pass devices="),
     ("resume_from_checkpoint=", {"resume_from_checkpoint": "a"}, TypeError,
@@ -299,10 +299,10 @@ CONSTRUCTION = [
 
 FIT = [
     ("no module", {"model": None}, TypeError,
-     r"trainer.fit was given no module.* pass an instance of trainwright.Module"),
+     r"trainer.fit was given no module.* Pass an instance of trainwright.Module"),
     ("a torch module", {"model": nn.Linear(2, 2)}, TypeError,
-     r"given a Linear; expected .*Subclass trainwright.Module"),
-    ("a class", {"model": Classifier}, TypeError, r"trainer.fit was given the class Classifier; pass an instance"),
+     r"given a Linear. Expected .*Subclass trainwright.Module"),
+    ("a class", {"model": Classifier}, TypeError, r"trainer.fit was given the class Classifier. Pass an instance"),
     ("no training_step", {"model": OnlyOptimizers()}, TypeError,
      r"trainer.fit needs training_step, which OnlyOptimizers"),
     ("no configure_optimizers", {"model": OnlyStep()}, TypeError,
@@ -310,48 +310,48 @@ FIT = [
     ("no super().__init__()", {"model": NoSuper.__new__(NoSuper)}, TypeError,
      r"NoSuper.__init__ did not call super\(\)"),
     ("no loader", {"train_dataloaders": None}, TypeError,
-     (r"fit was given no train_dataloaders; pass a torch DataLoader.*or "
+     (r"fit was given no train_dataloaders. Pass a torch DataLoader.*or "
      r"define train_dataloader on")),
     ("a name as loader", {"train_dataloaders": "mnist"}, TypeError,
-     r"train_dataloaders is a str; expected a torch Data"),
+     r"train_dataloaders is a str. Expected a torch Data"),
     ("a dataset's class", {"train_dataloaders": TensorDataset}, TypeError,
-     r"train_dataloaders is a type; expected a tor"),
-    ("a number", {"train_dataloaders": 3}, TypeError, r"train_dataloaders is an int; expected a torch DataLoader"),
-    ("an empty list", {"train_dataloaders": []}, ValueError, r"training loader has no batches .*; give it data"),
+     r"train_dataloaders is a type. Expected a tor"),
+    ("a number", {"train_dataloaders": 3}, TypeError, r"train_dataloaders is an int. Expected a torch DataLoader"),
+    ("an empty list", {"train_dataloaders": []}, ValueError, r"training loader has no batches .*. Give it data"),
     ("an empty dict", {"train_dataloaders": {}}, ValueError,
-     r"CombinedLoader got an empty dict; pass at least one loader"),
+     r"CombinedLoader got an empty dict. Pass at least one loader"),
     ("a name among loaders", {"train_dataloaders": {"a": make_loader(8), "b": "c"}}, TypeError,
-     r"'b' is a str; expected"),
+     r"'b' is a str. Pass DataLoaders"),
     ("an iterator among loaders", {"train_dataloaders": {"a": make_loader(8), "b": iter([1])}}, TypeError,
      r"b is a list_iterator, .*only once, but max_size_cycle restarts shorter loaders; pass a"),
     ("empty by drop_last", {"train_dataloaders": make_loader(3, 4, drop_last=True)}, ValueError,
      r"no batches .*drop_last"),
     ("validation loader, a name", {"val_dataloaders": "val"}, TypeError,
-     r"val_dataloaders is a str; expected a torch"),
+     r"val_dataloaders is a str. Expected a torch"),
     ("validation, an iterator", {"val_dataloaders": iter([1]), "val_check_interval": 1}, TypeError,
-     r"val_dataloaders is or holds a list_iterator, .*only once, .*; pass a"),
+     r"val_dataloaders is or holds a list_iterator, .*only once, .*. Pass a"),
     ("loaders and datamodule", {"train_dataloaders": make_loader(8), "datamodule": ForTests()}, ValueError,
-     r"fit was given both train_dataloaders= and datamodule=; pass one"),
-    ("a datamodule's class", {"datamodule": ForTests}, TypeError, r"the class ForTests; pass an instance of it"),
+     r"fit was given both train_dataloaders= and datamodule=. Pass one"),
+    ("a datamodule's class", {"datamodule": ForTests}, TypeError, r"the class ForTests. Pass an instance of it"),
     ("a datamodule without the hook", {"datamodule": ForTests()}, TypeError,
-     r"given no train_dataloaders; .* on the module or on a DataModule"),
+     r"given no train_dataloaders\. .* on the module or on a DataModule"),
     ("a datamodule in another place", {"datamodule": make_loader(8)}, TypeError,
-     r"datamodule=DataLoader\(...\); expected an in"),
+     r"datamodule=DataLoader\(...\). Expected an in"),
     ("train_dataloader returns None", {"train_dataloaders": None, "train_dataloader": returns(None)}, TypeError,
-     r"Classifier.train_dataloader\(\) returned None; return a torch DataLoader"),
+     r"Classifier.train_dataloader\(\) returned None. Return a torch DataLoader"),
     ("train_dataloader returns a number", {"train_dataloaders": None, "train_dataloader": returns(3)}, TypeError,
-     r"what Classifier.train_dataloader\(\) returned is an int; expected"),
+     r"what Classifier.train_dataloader\(\) returned is an int. Expected"),
     ("interval beyond the epoch", {"val_check_interval": 100, "val_dataloaders": make_loader(8)}, ValueError,
-     r"val_check_interval=100 is more than the 3 training batches .*; pass at most"),
+     r"val_check_interval=100 is more than the 3 training batches .*. Pass at most"),
     ("a fraction of no length", {"val_check_interval": 0.5, "val_dataloaders": make_loader(8),
      "train_dataloaders": DataLoader(NoLength(), batch_size=4)}, ValueError,
-     r"val_check_interval=0.5 .* no length; pass a nu"),
+     r"val_check_interval=0.5 .* no length. Pass a nu"),
     ("configure_optimizers: a number", optimizers(lambda m: 3), TypeError,
      r"configure_optimizers returned an int; expected a"),
     ("configure_optimizers: a name", optimizers(lambda m: "adam"), TypeError,
      r"returned a str; expected an Optimizer"),
     ("configure_optimizers: a class", optimizers(lambda m: [CLASS]), TypeError,
-     r"item 0 .* a type.*expected.*Make one of Adam"),
+     r"item 0 .* a type.*expected.*Make an instance of Adam"),
     ("configure_optimizers: the class", optimizers(lambda m: CLASS), TypeError,
      r"returned the class Adam, .* an instance; expected"),
     ("configure_optimizers: a list", optimizers(lambda m: [adam(m), "a"]), TypeError,
@@ -383,9 +383,9 @@ FIT = [
     ("configure_optimizers: another model's", optimizers(lambda m: other_adam()), UserWarning,
      r"not Classifier's, the first of shape \[2\]. Unless .*: Classifier's own are not trained. Make it with self.parameters"),
     ("two under automatic", optimizers(lambda m: [adam(m), adam(m)]), ValueError,
-     r"returned 2 optimizers, but .*; set automa"),
+     r"returned 2 optimizers, but .*. Set automa"),
     ("accumulation under manual", {"automatic_optimization": False, "accumulate_grad_batches": 2}, ValueError,
-     r"accumulate_grad_batches and gradient_clip_val are automatic optimization's.*accumulate and clip in training_step"),
+     r"accumulate_grad_batches and gradient_clip_val need automatic optimization.*Accumulate and clip in training_step"),
     ("clipping under manual", {"automatic_optimization": False, "gradient_clip_val": 1.0}, ValueError,
      r"clip in training_st"),
     ("LBFGS with accumulation", {**optimizers(lambda m: LBFGS(m.parameters())), "accumulate_grad_batches": 2}, ValueError,
@@ -401,7 +401,7 @@ FIT = [
     ("validation_step without a batch", {"validation_step": lambda self: None, "val_dataloaders": make_loader(8)}, TypeError,
      r"validation_step\(\) cannot be called: it is given the batch, and batch_idx and dataloader_idx"),
     ("several loaders, no index", {"val_dataloaders": [make_loader(8), make_loader(8)]}, TypeError,
-     r"takes no dataloader_idx, but there are 2 loaders; add .* or pass the loaders in a dict"),
+     r"takes no dataloader_idx, but there are 2 loaders. Add .* or pass the loaders in a dict"),
     ("ckpt_path: no such path", {"ckpt_path": "nowhere/a.ckpt"}, tw.CheckpointError,
      r"nowhere/a.ckpt is not a checkpoint: it does not exist. Give the"),
     ("ckpt_path: a text file", {"ckpt_path": "SAVED/text.ckpt"}, tw.CheckpointError, r"text.ckpt is not a checkpoint"),
@@ -410,15 +410,15 @@ FIT = [
     ("ckpt_path: a Lightning file", {"ckpt_path": "SAVED/lightning.ckpt"}, tw.CheckpointError,
      r"lightning.ckpt is not a checkpoint: it is a file.*load_from_checkpoint"),
     ("ckpt_path: another type", {"ckpt_path": 3}, TypeError,
-     r"ckpt_path=3 is an int; expected a path, 'best', 'last' or 'auto'"),
+     r"ckpt_path=3 is an int. Expected a path, 'best', 'last' or 'auto'"),
     ("ckpt_path: True", {"ckpt_path": True}, TypeError,
-     r"ckpt_path=True is a bool; expected a path, 'best', 'last' or 'auto'"),
+     r"ckpt_path=True is a bool. Expected a path, 'best', 'last' or 'auto'"),
     ("ckpt_path: best of none", {"ckpt_path": "best"}, tw.CheckpointError,
      r"'best': no checkpoint was saved .*Run fit first"),
     ("ckpt_path: last of none", {"ckpt_path": "last"}, tw.CheckpointError,
      r"'last': no checkpoint was saved .*For a first start pass 'auto', or pass a path"),
     ("ckpt_path: best without a callback", {"ckpt_path": "best", "enable_checkpointing": False}, ValueError,
-     r"ckpt_path='best' .*this trainer has none; pass a path, or leave enable_checkpointing"),
+     r"ckpt_path='best' .*this trainer has none. Pass a path, or leave enable_checkpointing"),
     ("ckpt_path: of another model", {"ckpt_path": "SAVED/width"}, tw.CheckpointError,
      r"width: it is of another model \(only in it: layer.bias"),
     ("ckpt_path: of another optimizer", {"ckpt_path": "SAVED/full", **optimizers(lambda m: SGD(m.parameters(), lr=0.1))},
@@ -432,7 +432,7 @@ FIT = [
     ("log in configure_optimizers", {"configure_optimizers": in_hook()}, RuntimeError,
      r"'a', .*in configure_optimizers, wh"),
     ("log in setup", {"setup": in_hook()}, RuntimeError,
-     r"self.log\('a', .* in setup, where nothing is collected; log in a"),
+     r"self.log\('a', .* in setup, where nothing is collected. Log in a"),
     ("log in on_fit_start", {"on_fit_start": in_hook()}, RuntimeError,
      r"self.log\('a', .*in on_fit_start, where nothing is"),
 ]  # fmt: skip
@@ -440,14 +440,14 @@ FIT = [
 
 RUNNING = [
     ("loss without a gradient", {"training_step": returns(torch.zeros(()))}, RuntimeError,
-     r"a loss that no parameter .*; com"),
+     r"a loss that no parameter .*. Com"),
     ("loss of several elements", {"training_step": returns(torch.zeros(2))}, RuntimeError,
-     r"shape \(2,\); expected one"),
+     r"shape \(2,\). Expected one"),
     ("loss, a name", {"training_step": returns("loss")}, TypeError,
-     r"training_step returned a str; expected a loss tens"),
-    ("loss, a number", {"training_step": returns(1.5)}, TypeError, r"training_step returned a float; .* loss tensor"),
+     r"training_step returned a str. Expected a loss tens"),
+    ("loss, a number", {"training_step": returns(1.5)}, TypeError, r"training_step returned a float\. .* loss tensor"),
     ("a dict without loss", {"training_step": returns({"los": 1})}, TypeError,
-     r"returned a dict with the keys 'los'; .* under 'loss'"),
+     r"returned a dict with the keys 'los'\. .* under 'loss'"),
     ("a dict with a float as loss", {"training_step": returns({"loss": 1.0})}, TypeError,
      r"dict whose 'loss' is a float"),
     ("checkpoint follows nobody", {"callbacks": tw.ModelCheckpoint(monitor="acc", mode="max")}, ValueError,
@@ -464,47 +464,47 @@ RUNNING = [
     ("log in on_validation_end", {"on_validation_end": in_hook(), "val_dataloaders": make_loader(8)}, RuntimeError,
      r"'a'.* in on_validation_end, where nothing is collected"),
     ("neither step nor epoch", {"training_step": logs("a", 1.0, on_step=False, on_epoch=False)}, ValueError,
-     r"'a', .*on_step=False and on_epoch=False; set at least one"),
+     r"'a', .*on_step=False and on_epoch=False. Set at least one"),
     ("a step where there is none", {"on_train_epoch_end": in_hook("a", 1.0, on_step=True)}, ValueError,
-     r"on_step=True.* in on_train_epoch_end, where there is no batch .*; leave on_step at False"),
+     r"on_step=True.* in on_train_epoch_end, where there is no batch .*. Leave on_step at False"),
     ("unknown reduction", {"training_step": logs("a", 1.0, reduce_fx="median")}, ValueError,
      r"reduce_fx='median' is unknown; choose from mean, sum, min, max"),
     ("a vector", {"training_step": logs("a", torch.zeros(3))}, ValueError,
-     r"'a', .*shape \(3,\); expected one element. R"),
-    ("a text", {"training_step": logs("a", "high")}, TypeError, r"'a', .*got a str; expected a number, a tensor"),
-    ("a list", {"training_step": logs("a", [1.0])}, TypeError, r"'a', .*got a list; expected a number, a tensor"),
-    ("None", {"training_step": logs("a", None)}, TypeError, r"'a', .*got a NoneType; expected a number, a tensor"),
+     r"'a', .*shape \(3,\). Expected one element. R"),
+    ("a text", {"training_step": logs("a", "high")}, TypeError, r"'a', .*got a str. Expected a number, a tensor"),
+    ("a list", {"training_step": logs("a", [1.0])}, TypeError, r"'a', .*got a list. Expected a number, a tensor"),
+    ("None", {"training_step": logs("a", None)}, TypeError, r"'a', .*got a NoneType. Expected a number, a tensor"),
     ("a name that is none", {"training_step": logs(3, 1.0)}, TypeError,
      r"a metric's name is a str; self.log got 3, an int"),
     ("a dict in a dict", {"training_step": logs("a", {"b": {"c": 1.0}})}, ValueError,
-     r"dict under 'b'; expected a flat di"),
+     r"dict under 'b'. Expected a flat di"),
     ("a group of ranks", {"training_step": logs("a", 1.0, sync_dist_group=1)}, ValueError,
      r"sync_dist_group=1; only None"),
     ("a batch size that is none", {"training_step": logs("a", 1.0, on_epoch=True, batch_size=0)}, ValueError,
      r"batch_size=0"),
     ("a metric of nobody", {"training_step": logs("a", torchmetrics.MeanMetric())}, ValueError,
-     r"a Metric that is not an attribute of the module; assign it in __init__"),
+     r"a Metric that is not an attribute of the module. Assign it in __init__"),
     ("a metric of another path", {"training_step": logs("a", torchmetrics.MeanMetric(), metric_attribute="b")}, ValueError,
      r"metric_attribute='b'\) got a Metric that Classifier does not hold there"),
     ("one name, two settings", {"training_step": lambda self, batch, index: self.log("a", 1.0, prog_bar=bool(index))
-     or loss_of(self.net, batch)}, ValueError, r"'a', .*training_step with prog_bar=False and then True; use one"),
+     or loss_of(self.net, batch)}, ValueError, r"'a', .*training_step with prog_bar=False and then True. Use one"),
     ("manual_backward of a number", {"automatic_optimization": False, "training_step":
      lambda self, batch, index: self.manual_backward(1.5)}, TypeError,
-     r"manual_backward was given a float; expected a l"),
+     r"manual_backward was given a float. Expected a l"),
     ("manual_backward under automatic", {"training_step": lambda self, batch, index:
      self.manual_backward(loss_of(self.net, batch))}, RuntimeError,
      r"manual_backward was called, but .* set automatic_optimization = False"),
     ("an optimizer of nobody is toggled", {"automatic_optimization": False, "training_step": lambda self, batch, index:
-     self.toggle_optimizer(3)}, TypeError, r"toggle_optimizer was given an int; expected .*self.optimizers\(\)"),
+     self.toggle_optimizer(3)}, TypeError, r"toggle_optimizer was given an int. Expected .*self.optimizers\(\)"),
     ("clipping by another way", {"automatic_optimization": False, "training_step": lambda self, batch, index:
      self.clip_gradients(self.optimizers(), 1.0, "agc")}, ValueError,
      r"gradient_clip_algorithm='agc' .*choose from norm"),
     ("a save over a file", {"on_train_end": lambda self: self.trainer.save_checkpoint(__file__)}, tw.CheckpointError,
      r"test_wrong_uses.py.*(exists|is there)"),
     ("dataloader_iter that nobody reads", {"training_step": lambda self, dataloader_iter: None}, RuntimeError,
-     r"training_step took no batch from its dataloader_iter; call next\(dataloader_iter\)"),
+     r"training_step took no batch from its dataloader_iter. Call next\(dataloader_iter\)"),
 ]  # fmt: skip
-"""What shows only in a step or a hook of a run."""
+"""Wrong uses that show only in a step or a hook of a run."""
 
 OTHERS = [
     WrongUse("groups as parameters", lambda s: s.make().fit(Grouped(), s.loader), TypeError,
@@ -512,15 +512,15 @@ OTHERS = [
     WrongUse("groups as parameters of a layer", lambda s: tw.Accelerator(cpu=True).prepare(nn.Sequential(GroupedLayer(4, 3))),
              TypeError, r"parameters\(\) of '0' \(GroupedLayer\) returns a dict; it has to return tensors", has_begun=True),
     WrongUse("validate without a module", lambda s: s.make().validate(), TypeError,
-             r"trainer.validate was given no module, and none was run before; pass an instance"),
+             r"trainer.validate was given no module, and none was run before. Pass an instance"),
     WrongUse("test without test_step", lambda s: s.make().test(OnlyStep(), s.loader), TypeError,
              r"trainer.test needs test_step, which OnlyStep does not define"),
     WrongUse("test without a loader", lambda s: s.make().test(s.module), TypeError,
-             r"trainer.test was given no dataloaders; pass a torch DataLoader.*or define test_dataloader on"),
+             r"trainer.test was given no dataloaders. Pass a torch DataLoader.*or define test_dataloader on"),
     WrongUse("test with a name", lambda s: s.make().test(s.module, "mnist"), TypeError,
-             r"dataloaders is a str; expected"),
+             r"dataloaders is a str. Expected"),
     WrongUse("test with no batch", lambda s: s.make().test(s.module, make_loader(3, 4, drop_last=True)), ValueError,
-             r"test loader has no batches .*; give it data"),
+             r"test loader has no batches .*. Give it data"),
     WrongUse("validate with no batch", lambda s: s.make().validate(s.module, []), ValueError,
              r"validation loader has no batches"),
     WrongUse("validation of fit with no batch", lambda s: s.fit(val_dataloaders=[]), ValueError,
@@ -530,7 +530,7 @@ OTHERS = [
              ValueError, r"test loader 'b' has no batches"),
     WrongUse("predict with loaders and datamodule",
              lambda s: s.make().predict(Forward(), s.loader, datamodule=ForTests()),
-             ValueError, r"trainer.predict was given both dataloaders= and datamodule=; pass one"),
+             ValueError, r"trainer.predict was given both dataloaders= and datamodule=. Pass one"),
     WrongUse("validate with a datamodule for tests",
              lambda s: s.make().validate(s.module, datamodule=ForTests()), TypeError,
              r"trainer.validate was given no dataloaders.* define val_dataloader"),
@@ -545,7 +545,7 @@ OTHERS = [
              r"nothing to save: save_checkpoint works from fit's beginning on"),
     WrongUse("save after a test",
              lambda s: (s.make(logger=False).test(s.module, s.loader), s.trainer.save_checkpoint("a")),
-             RuntimeError, r"latest run was an evaluation.*pass weights_only=True, or save after fit",
+             RuntimeError, r"latest run was an evaluation.*Pass weights_only=True, or save after fit",
              has_begun=True),
     WrongUse("storage_options", lambda s: s.make().save_checkpoint("a", storage_options={}), ValueError,
              r"storage_options is n"),
@@ -554,7 +554,7 @@ OTHERS = [
     WrongUse("estimated_stepping_batches outside of fit", lambda s: s.make().estimated_stepping_batches, RuntimeError,
              r"estimated_stepping_batches follows from the training data"),
     WrongUse("optimizers() outside of a run", lambda s: s.module.optimizers(), RuntimeError,
-             r"Classifier is attached to no trainer; self.trainer and what needs it work inside trainer.fit"),
+             r"Classifier is attached to no trainer\. Use self\.trainer inside trainer\.fit"),
     WrongUse("manual_backward outside of a run", lambda s: (s.change(automatic_optimization=False),
              s.module.manual_backward(torch.zeros(()))), RuntimeError,
              r"Classifier is attached to no trainer"),
@@ -565,17 +565,17 @@ OTHERS = [
     WrongUse("a callback's log outside of a run", lambda s: tw.Callback().log("a", 1.0), RuntimeError,
              r"Callback.log works in the hooks of a run only"),
     WrongUse("a step that is not there", lambda s: OnlyOptimizers().training_step(None, 0), RuntimeError,
-             r"OnlyOptimizers has no training_step; define it to call trainer.fit"),
+             r"OnlyOptimizers has no training_step. Define it to call trainer.fit"),
     WrongUse("load from an instance", lambda s: s.module.load_from_checkpoint("SAVED/width"), TypeError,
-             r"does not change this one; call it on the class and use what it returns"),
+             r"does not change this one. Call it on the class and use what it returns"),
     WrongUse("an empty ckpt_path", lambda s: s.make().test(s.module, s.loader, ckpt_path=""), ValueError,
-             r"ckpt_path='' is an empty path; pass a checkpoint's path, 'best', 'last' or 'auto'"),
+             r"ckpt_path='' is an empty path. Pass a checkpoint's path, 'best', 'last' or 'auto'"),
     WrongUse("best in a fresh trainer", lambda s: s.make(enable_checkpointing=True).test(s.module, s.loader, ckpt_path="best"),
              tw.CheckpointError, r"no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last'"),
     WrongUse("a strategy in capitals", lambda s: s.make(strategy="FSDP"), ValueError,
              r"strategy='FSDP' is unknown; .*Did you mean 'fsdp'\?"),
     WrongUse("a hook of old", lambda s: s.make().fit(OldHook(), s.loader), TypeError,
-             r"OldHook defines validation_epoch_end, which is never called; define on_validation_epoch_end"),
+             r"OldHook defines validation_epoch_end, which is never called\. Define on_validation_epoch_end"),
     WrongUse("a callback's hook of old", lambda s: s.make(callbacks=OldCallback()), UserWarning,
              r"OldCallback defines on_epoch_end of an earlier version, never called now; .*: on_train_epoch_end"),
     WrongUse("predict with nothing to call", lambda s: s.make().predict(s.module, s.loader), TypeError,
@@ -583,27 +583,27 @@ OTHERS = [
     WrongUse("load without an argument", lambda s: Width.load_from_checkpoint("SAVED/width"), TypeError,
              r"its argument width is not among the hyper-parameters .*Width.load_from_checkpoint\(path, width=\.\.\.\)"),
     WrongUse("load with an unknown one", lambda s: Width.load_from_checkpoint("SAVED/width", widht=3), UserWarning,
-             r"Width takes no argument widht, so load_from_checkpoint drops it; it takes width"),
+             r"Width takes no argument widht, so load_from_checkpoint drops it. It takes width"),
     WrongUse("load another model", lambda s: Classifier.load_from_checkpoint("SAVED/width"), tw.CheckpointError,
              r"it is of another model \(.*only in it: layer.bias .*layer.weight \(1, 3\)\)\. Build the model"),
     WrongUse("load nothing", lambda s: Classifier.load_from_checkpoint("nowhere"), tw.CheckpointError,
              r"nowhere does not exist; expected"),
     WrongUse("load a text", lambda s: Classifier.load_from_checkpoint("SAVED/text.ckpt"), tw.CheckpointError,
-             r"text.ckpt is not a checkpoint: it begins with b'some tex.*Accepted is"),
+             r"text.ckpt is not a checkpoint: it begins with b'some tex.*; expected a directory"),
     WrongUse("load an empty folder", lambda s: Classifier.load_from_checkpoint("SAVED/empty"), tw.CheckpointError,
              r"empty is a directory without a manifest.json; expected"),
     WrongUse("load objects", lambda s: Classifier.load_from_checkpoint("SAVED/objects.ckpt"), tw.CheckpointError,
-             r"objects.ckpt holds .*only tensors and plain data are read from a pickle"),
+             r"objects.ckpt contains .*only tensors and plain data are read from a pickle"),
     WrongUse("hyper-parameters of no argument", lambda s: s.module.save_hyperparameters({1: 2}), TypeError,
              r"named by str; 1"),
     WrongUse("hyper-parameters too late", lambda s: s.module.save_hyperparameters(), RuntimeError,
-             r"save_hyperparameters\(\) was called outside of Classifier.__init__; call it there, or"),
+             r"save_hyperparameters\(\) was called outside of Classifier.__init__. Call it there, or"),
     WrongUse("to_onnx without an input", lambda s: s.module.to_onnx("a.onnx"), ValueError,
              r"to_onnx has no input: pass input_"),
     WrongUse("all_gather of a group", lambda s: s.module.all_gather(1, group=2), ValueError,
-             r"all_gather was given a group; exp"),
+             r"all_gather was given a group. Exp"),
     WrongUse("from_datasets of a loader", lambda s: tw.DataModule.from_datasets(s.loader), TypeError,
-             r"train_dataset has a DataLoader; expected datasets"),
+             r"train_dataset has a DataLoader. Pass a dataset"),
     WrongUse("EarlyStopping without monitor", lambda s: tw.EarlyStopping(None), TypeError,
              r"monitor=None is a NoneType; pass"),
     WrongUse("EarlyStopping of a mode", lambda s: tw.EarlyStopping("a", mode="auto"), ValueError,
@@ -624,30 +624,30 @@ OTHERS = [
     WrongUse("a schedule of accumulation", lambda s: tw.GradientAccumulationScheduler({0: 0}), ValueError,
              r"0: 0.*from 1|0"),
     WrongUse("a Timer of nothing", lambda s: tw.Timer("soon"), ValueError,
-             r"duration='soon' is malformed; expected 'DD:HH:MM:SS'"),
+             r"duration='soon' is malformed. Expected 'DD:HH:MM:SS'"),
     WrongUse("loaders combined otherwise", lambda s: tw.CombinedLoader([s.loader], "max"), ValueError,
              r"mode='max' is unknown"),
     WrongUse("a seed that is none", lambda s: tw.seed_everything("a"), (TypeError, ValueError), r"seed='a'"),
     WrongUse("Accelerator, a precision", lambda s: tw.Accelerator(mixed_precision="fp61"), ValueError,
-             r"mixed_precision='fp61' is unknown; choose from no, fp16, bf16"),
+             r"mixed_precision='fp61' is unknown. Choose from no, fp16, bf16"),
     WrongUse("Accelerator, the Trainer's word", lambda s: tw.Accelerator(mixed_precision="bf16-mixed"), ValueError,
              r"precision='bf16-mixed' means mixed_precision='bf16'"),
     WrongUse("Accelerator, two kinds of device", lambda s: tw.Accelerator(cpu=True, accelerator="mps"), ValueError,
-             r"cpu=True and accelerator='mps' were both given; pass one"),
+             r"cpu=True and accelerator='mps' were both given. Pass one"),
     WrongUse("Accelerator, an unknown kind", lambda s: tw.Accelerator(accelerator="gpuu"), ValueError,
              r"accelerator='gpuu' is unknown.*mean 'gpu'\?"),
     WrongUse("Accelerator, two precisions", lambda s: tw.Accelerator(mixed_precision="fp16", precision=16), ValueError,
-             r"mixed_precision='fp16' and precision=16 were both given; pass one"),
+             r"mixed_precision='fp16' and precision=16 were both given. Pass one"),
     WrongUse("Accelerator, no step", lambda s: tw.Accelerator(gradient_accumulation_steps=0), ValueError,
-             r"gradient_accumulation_steps=0 is not accepted; pass an integer of at least 1"),
+             r"gradient_accumulation_steps=0 is not accepted. Pass an integer of at least 1"),
     WrongUse("Accelerator prepares a dict", lambda s: tw.Accelerator(cpu=True).prepare({}), TypeError,
-             r"prepare was given an object of type dict; expected torch modules, optimizers"),
+             r"prepare was given an object of type dict. Expected torch modules, optimizers"),
     WrongUse("Accelerator prepares a class", lambda s: tw.Accelerator(cpu=True).prepare(nn.Linear), TypeError,
-             r"prepare was given .*Linear; expected torch modules|prepare was given an object of type type; expected"),
+             r"prepare was given .*Linear. Expected torch modules|prepare was given an object of type type. Expected"),
     WrongUse("Accelerator steps a stranger", lambda s: tw.Accelerator(cpu=True).step(other_adam()), ValueError,
-             r"this optimizer was not prepared; pass one that accelerator.prepare returned"),
+             r"this optimizer was not prepared. Pass one that accelerator.prepare returned"),
     WrongUse("Accelerator's backward of a number", lambda s: tw.Accelerator(cpu=True).backward(1.5), TypeError,
-             r"backward was given a float; expected a loss tensor"),
+             r"backward was given a float. Expected a loss tensor"),
 ]  # fmt: skip
 """The other calls."""
 
@@ -662,7 +662,7 @@ WRONG_FOR_EVERY_RUN = ("callbacks", "limit_train_batches", "accumulate_grad_batc
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of an earlier run, and what looks like some."""
+    """Checkpoints of an earlier run, and look-alikes."""
     folder = tmp_path_factory.mktemp("saved")
     for name, module, options in (
         ("full", Classifier(), {}),
@@ -681,7 +681,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def global_state() -> dict[str, Any]:
-    """Return what a wrong use must not change in the process."""
+    """Return the state of the process that a wrong use must not change."""
     return {
         "torch": torch.get_rng_state().tolist(),
         "numpy": numpy.random.get_state()[1].tolist(),  # type: ignore[index]
@@ -705,7 +705,7 @@ def test_the_table_is_long_and_its_names_differ() -> None:
 
 
 @pytest.mark.parametrize("use", ALL, ids=lambda use: use.name)
-def test_wrong_use(use: WrongUse, saved: Path, tmp_path: Path) -> None:
+def test_wrong_use_is_rejected(use: WrongUse, saved: Path, tmp_path: Path) -> None:
     (tmp_path / "SAVED").symlink_to(saved)
     scene = Scene()
     modes = {name: child.training for name, child in scene.module.named_modules()}

@@ -1,107 +1,23 @@
-"""Trainwright: train PyTorch models; one changed argument speeds the training up, or lets a larger model fit.
+"""Trainwright trains PyTorch models. One changed argument speeds the training up, or lets a larger model fit.
 
 >>> import trainwright as tw
 
 Public names are loaded at their first use, so importing the package costs little more than importing torch.
-`LightningModule` and `LightningDataModule` are aliases of Module and DataModule, and Lightning's and Accelerate's module paths
-find the names too (trainwright/import_paths.py).
+`LightningModule` and `LightningDataModule` are aliases of Module and DataModule.
 """
 
 from __future__ import annotations
 
+import dis
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 try:
     import fcntl  # noqa: F401
 except ImportError as error:
     raise ImportError("trainwright needs Linux or macOS; Windows is not supported. Use WSL there.") from error
 
-from trainwright import deferred_compiler, import_paths
-from trainwright.replaced_names import instead_of
-
-if TYPE_CHECKING:
-    from trainwright.callbacks import (
-        BackboneFinetuning,
-        BaseFinetuning,
-        BasePredictionWriter,
-        BatchSizeFinder,
-        Callback,
-        ClassificationReport,
-        DeviceStatsMonitor,
-        EarlyStopping,
-        EMAWeightAveraging,
-        GradientAccumulationScheduler,
-        LambdaCallback,
-        LearningRateFinder,
-        LearningRateMonitor,
-        ModelCheckpoint,
-        ModelPruning,
-        ModelSummary,
-        OnExceptionCheckpoint,
-        ProgressBar,
-        RichModelSummary,
-        RichProgressBar,
-        RunReport,
-        SpikeDetection,
-        StochasticWeightAveraging,
-        TensorPredictionWriter,
-        ThroughputMonitor,
-        Timer,
-        TQDMProgressBar,
-        WeightAveraging,
-        load_predictions,
-    )
-    from trainwright.data.combined_loader import CombinedLoader
-    from trainwright.data.datamodule import DataModule
-    from trainwright.data.datamodule import DataModule as LightningDataModule
-    from trainwright.data.seeding import isolate_rng, seed_everything
-    from trainwright.engine.engine import Engine
-    from trainwright.engine.memory import estimate_memory
-    from trainwright.errors import CheckpointError, LaunchError, RunStopped, TrainwrightError, WorkerFailed
-    from trainwright.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-    from trainwright.module import Module
-    from trainwright.module import Module as LightningModule
-    from trainwright.precision import Precision
-    from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-    from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-    from trainwright.raw_loop.accelerator import Accelerator
-    from trainwright.raw_loop.batch_size import find_executable_batch_size
-    from trainwright.raw_loop.empty_weights import init_empty_weights, init_on_device
-    from trainwright.raw_loop.free_collectives import (
-        broadcast,
-        gather,
-        pad_across_processes,
-        reduce,
-        synchronize_rng_states,
-    )
-    from trainwright.raw_loop.launchers import debug_launcher, notebook_launcher
-    from trainwright.raw_loop.loaders import DataLoaderConfiguration, skip_first_batches
-    from trainwright.raw_loop.local_sgd import LocalSGD
-    from trainwright.raw_loop.memory import release_memory
-    from trainwright.raw_loop.options import (
-        AutocastKwargs,
-        DDPCommunicationHookType,
-        DistributedDataParallelKwargs,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-    )
-    from trainwright.raw_loop.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
-    from trainwright.raw_loop.processes import DistributedType, PartialState
-    from trainwright.raw_loop.profiling import ProfileKwargs
-    from trainwright.raw_loop.project import ProjectConfiguration
-    from trainwright.raw_loop.seeds import set_seed
-    from trainwright.raw_loop.state_views import AcceleratorState, GradientState
-    from trainwright.raw_loop.unwrapping import extract_model_from_parallel
-    from trainwright.strategies import Strategy
-    from trainwright.strategies.ddp import DDPStrategy
-    from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
-    from trainwright.strategies.deepspeed import DeepSpeedStrategy
-    from trainwright.strategies.fsdp import FSDPStrategy
-    from trainwright.strategies.whole_module import gather_module
-    from trainwright.trainer.trainer import Trainer
-    from trainwright.trainer.tuner import Tuner
 
 __version__ = "0.1.0"
 
@@ -109,153 +25,49 @@ _HOMES = {
     "trainwright.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback "
     "ClassificationReport DeviceStatsMonitor EMAWeightAveraging EarlyStopping "
     "GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor "
-    "ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary RichProgressBar "
-    "RunReport SpikeDetection "
-    "StochasticWeightAveraging TQDMProgressBar TensorPredictionWriter ThroughputMonitor Timer "
-    "WeightAveraging load_predictions",
+    "ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary "
+    "RichProgressBar RunReport SpikeDetection StochasticWeightAveraging TQDMProgressBar "
+    "TensorPredictionWriter ThroughputMonitor Timer WeightAveraging load_predictions",
     "trainwright.data.combined_loader": "CombinedLoader",
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
-    "trainwright.raw_loop.accelerator": "Accelerator",
-    "trainwright.raw_loop.free_collectives": "broadcast gather pad_across_processes reduce synchronize_rng_states",
-    "trainwright.raw_loop.loaders": "DataLoaderConfiguration skip_first_batches",
-    "trainwright.raw_loop.batch_size": "find_executable_batch_size",
-    "trainwright.raw_loop.empty_weights": "init_empty_weights init_on_device",
-    "trainwright.raw_loop.launchers": "debug_launcher notebook_launcher",
-    "trainwright.raw_loop.local_sgd": "LocalSGD",
-    "trainwright.raw_loop.memory": "release_memory",
-    "trainwright.raw_loop.options": "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs GradScalerKwargs "
-    "InitProcessGroupKwargs",
-    "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",
-    "trainwright.raw_loop.processes": "DistributedType PartialState",
-    "trainwright.raw_loop.profiling": "ProfileKwargs",
-    "trainwright.raw_loop.seeds": "set_seed",
-    "trainwright.raw_loop.state_views": "AcceleratorState GradientState",
-    "trainwright.raw_loop.unwrapping": "extract_model_from_parallel",
-    "trainwright.raw_loop.project": "ProjectConfiguration",
     "trainwright.engine.engine": "Engine",
-    "trainwright.engine.memory": "estimate_memory",
+    "trainwright.engine.memory_estimate": "estimate_memory",
     "trainwright.errors": "CheckpointError LaunchError RunStopped TrainwrightError WorkerFailed",
     "trainwright.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "trainwright.module": "Module",
     "trainwright.precision": "Precision",
     "trainwright.profilers": "AdvancedProfiler Profiler PyTorchProfiler SimpleProfiler",
     "trainwright.rank_zero": "rank_zero_info rank_zero_only rank_zero_warn",
+    "trainwright.raw_loop.accelerator": "Accelerator",
+    "trainwright.raw_loop.bare_models": "extract_model_from_parallel init_empty_weights init_on_device",
+    "trainwright.raw_loop.batch_size": "find_executable_batch_size release_memory",
+    "trainwright.raw_loop.dataloaders": "DataLoaderConfiguration set_seed skip_first_batches",
+    "trainwright.raw_loop.gathering": "broadcast gather pad_across_processes reduce synchronize_rng_states",
+    "trainwright.raw_loop.job_states": "AcceleratorState DistributedType GradientState PartialState",
+    "trainwright.raw_loop.launchers": "debug_launcher notebook_launcher",
+    "trainwright.raw_loop.local_sgd": "LocalSGD",
+    "trainwright.raw_loop.options": "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs GradScalerKwargs "
+    "InitProcessGroupKwargs ProfileKwargs",
+    "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",
+    "trainwright.raw_loop.project": "ProjectConfiguration",
     "trainwright.strategies": "Strategy",
-    "trainwright.strategies.ddp": "DDPStrategy",
-    "trainwright.strategies.ddp_sharded": "ShardedDDPStrategy",
-    "trainwright.strategies.deepspeed": "DeepSpeedStrategy",
-    "trainwright.strategies.fsdp": "FSDPStrategy",
+    "trainwright.strategies.ddp.strategy": "DDPStrategy",
+    "trainwright.strategies.oss.strategy": "ShardedDDPStrategy",
+    "trainwright.strategies.zero.strategy": "DeepSpeedStrategy",
+    "trainwright.strategies.fsdp2.strategy": "FSDPStrategy",
     "trainwright.strategies.whole_module": "gather_module",
     "trainwright.trainer.trainer": "Trainer",
     "trainwright.trainer.tuner": "Tuner",
 }
-"""The modules of the public names."""
+"""The modules of the public names. __init__.pyi has them for type checkers."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _ALIASES = {"LightningModule": "Module", "LightningDataModule": "DataModule"}
 
-__all__ = [
-    "Accelerator",
-    "AcceleratorState",
-    "AdvancedProfiler",
-    "AutocastKwargs",
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "BasePredictionWriter",
-    "BatchSizeFinder",
-    "CSVLogger",
-    "Callback",
-    "CheckpointError",
-    "ClassificationReport",
-    "CombinedLoader",
-    "CometLogger",
-    "DDPCommunicationHookType",
-    "DDPStrategy",
-    "DataLoaderConfiguration",
-    "DataModule",
-    "DeepSpeedPlugin",
-    "DeepSpeedStrategy",
-    "DeviceStatsMonitor",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "EMAWeightAveraging",
-    "EarlyStopping",
-    "Engine",
-    "FSDPStrategy",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "GradientAccumulationScheduler",
-    "GradientState",
-    "InitProcessGroupKwargs",
-    "LambdaCallback",
-    "LaunchError",
-    "LearningRateFinder",
-    "LearningRateMonitor",
-    "LightningDataModule",
-    "LightningModule",
-    "LocalSGD",
-    "Logger",
-    "MLFlowLogger",
-    "ModelCheckpoint",
-    "ModelPruning",
-    "ModelSummary",
-    "Module",
-    "OnExceptionCheckpoint",
-    "PartialState",
-    "Precision",
-    "ProfileKwargs",
-    "Profiler",
-    "ProgressBar",
-    "ProjectConfiguration",
-    "PyTorchProfiler",
-    "RichModelSummary",
-    "RichProgressBar",
-    "RunReport",
-    "RunStopped",
-    "ShardedDDPStrategy",
-    "SimpleProfiler",
-    "SpikeDetection",
-    "StochasticWeightAveraging",
-    "Strategy",
-    "TQDMProgressBar",
-    "TensorBoardLogger",
-    "TensorPredictionWriter",
-    "ThroughputMonitor",
-    "Timer",
-    "Trainer",
-    "TrainwrightError",
-    "Tuner",
-    "WandbLogger",
-    "WeightAveraging",
-    "WorkerFailed",
-    "__version__",
-    "broadcast",
-    "debug_launcher",
-    "estimate_memory",
-    "extract_model_from_parallel",
-    "find_executable_batch_size",
-    "gather",
-    "gather_module",
-    "init_empty_weights",
-    "init_on_device",
-    "isolate_rng",
-    "load_predictions",
-    "notebook_launcher",
-    "pad_across_processes",
-    "rank_zero_info",
-    "rank_zero_only",
-    "rank_zero_warn",
-    "reduce",
-    "release_memory",
-    "seed_everything",
-    "set_seed",
-    "skip_first_batches",
-    "synchronize_rng_states",
-]
+__all__ = sorted([*_HOME_OF, *_ALIASES, "__version__"])
 
 
-_PACKAGES = ("callbacks", "cli", "loggers", "profilers", "strategies", "utilities")
+_PACKAGES = ("callbacks", "cli", "loggers", "profilers", "strategies")
 """Packages that may be used in full names, such as `tw.callbacks.EarlyStopping`."""
 
 
@@ -267,7 +79,9 @@ def __getattr__(name: str) -> Any:
     original = _ALIASES.get(name, name)
     if original not in _HOME_OF:
         text = f"module 'trainwright' has no attribute {name!r}{_near(name)}"
-        raise import_paths.error_of(text, name, "trainwright", sys._getframe(1))
+        frame = sys._getframe(1)
+        is_import = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"  # hides an AttributeError's text
+        raise ImportError(text, name="trainwright") if is_import else AttributeError(text, name=name)
     value = getattr(importlib.import_module(_HOME_OF[original]), original)
     globals()[name] = value  # so this is called once for each name
     return value
@@ -276,6 +90,10 @@ def __getattr__(name: str) -> Any:
 def _near(name: str) -> str:
     import difflib
 
+    from trainwright.arguments import instead_of
+
+    if name in ("core", "utilities", "utils"):
+        return ". `trainwright migrate SCRIPT` rewrites the imports of a Lightning or Accelerate script."
     if instead := instead_of(name):
         return f"{instead}. See docs/migrating.md."
     close = difflib.get_close_matches(name, [*__all__, *_PACKAGES], n=1)
@@ -284,7 +102,3 @@ def _near(name: str) -> str:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-import_paths.install()
-deferred_compiler.defer()

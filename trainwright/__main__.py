@@ -23,17 +23,24 @@ def check_names(strategy: str | None, precision: str | None, num_processes: int)
 
 
 COMMANDS = {
-    "config": ("trainwright.commands.config:config_command", "ask what launch should use, and write it; config show"),
-    "test": ("trainwright.commands.trials:trials_command", "train under every strategy here, and compare"),
+    "config": (
+        "trainwright.tools.config_command:config_command",
+        "ask what launch should use, and write it; config show",
+    ),
+    "test": ("trainwright.tools.trials:trials_command", "train under every strategy here, and compare"),
     "ladder": (
-        "trainwright.commands.ladder:ladder_command",
+        "trainwright.tools.ladder.ladder:ladder_command",
         "run a script under each precision and strategy, and compare",
     ),
-    "estimate": ("trainwright.commands.estimate:estimate_command", "the memory that training a model takes"),
-    "env": ("trainwright.commands.environment_report:env_command", "versions, devices and settings, for a bug report"),
-    "runs": ("trainwright.commands.runs:runs_command", "list runs: state, best values, newest checkpoint"),
-    "plot": ("trainwright.commands.plot:plot_command", "draw the curves of runs as a page or an image"),
-    "checkpoint": ("trainwright.checkpoint.commands:checkpoint_command", "show, verify, export or import a checkpoint"),
+    "estimate": ("trainwright.tools.estimate:estimate_command", "the memory that training a model takes"),
+    "env": ("trainwright.tools.environment_report:env_command", "versions, devices and settings, for a bug report"),
+    "runs": ("trainwright.tools.runs:runs_command", "list runs: state, best values, newest checkpoint"),
+    "plot": ("trainwright.tools.plot:plot_command", "draw the curves of runs as a page or an image"),
+    "migrate": (
+        "trainwright.tools.migrate:migrate_command",
+        "rewrite the imports of a Lightning or Accelerate script",
+    ),
+    "checkpoint": ("trainwright.tools.checkpoints:checkpoint_command", "show, verify, export or import a checkpoint"),
 }
 """The subcommands beside launch: "module:function", imported when chosen, and a line of help."""
 LOST_READER = 141

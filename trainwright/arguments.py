@@ -1,38 +1,43 @@
-"""Arguments that a class or a function does not accept, refused in one way."""
+"""Arguments that a class or a function does not accept: one form of error for all of them."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+__all__ = ["instead_of"]
+
 
 def refuse_unknown(
     owner: str, arguments: Mapping[str, Any], known: Iterable[str], replaced: Mapping[str, str] | None = None
 ) -> None:
-    """Raise TypeError for arguments that the owner does not have; `replaced` says of some what to do instead."""
+    """Raise TypeError for arguments that the owner does not have.
+
+    `replaced` maps the names of other packages' arguments to what to do instead.
+    """
     known = list(known)
     for name, value in arguments.items():
-        if name in (replaced or {}):
-            raise TypeError(f"{owner} has no {name}= (it was given {name}={value!r}): {(replaced or {})[name]}.")
-        close = [each for each in known if each.endswith(f"_{name}")] or difflib.get_close_matches(name, known, n=1)
-        hint = (
-            f" Did you mean {'= or '.join(close)}=?" if close else f" Its arguments are {', '.join(known) or 'none'}."
-        )
-        raise TypeError(f"{owner} has no argument {name}= (it was given {name}={value!r}).{hint}")
+        if replaced is not None and name in replaced:
+            raise TypeError(f"{owner} has no {name}= (it was given {name}={value!r}): {replaced[name]}.")
+        close = [word for word in known if word.endswith(f"_{name}")] or difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {'= or '.join(close)}=?" if close else f"Its arguments are {', '.join(known) or 'none'}."
+        raise TypeError(f"{owner} has no argument {name}= (it was given {name}={value!r}). {hint}")
 
 
 def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, which raises TypeError with the nearest name for an unknown argument; a decorator."""
+    """Return a function that raises TypeError with the nearest name for an unknown argument. A decorator."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     owner = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
-    @wraps(function)
+    @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         refuse_unknown(owner, {name: value for name, value in kwargs.items() if name not in known}, known)
         return function(*args, **kwargs)
@@ -41,10 +46,10 @@ def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def refuse_by_position(owner: str, given: Sequence[Any], example: str) -> None:
-    """Raise TypeError for arguments that were not given by their name."""
+    """Raise TypeError for arguments that were passed by position."""
     if given:
         raise TypeError(
-            f"{owner} was given {', '.join(repr(each) for each in given)} by position; it takes its arguments by name, such as "
+            f"{owner} was given {', '.join(map(repr, given))} by position. It takes its arguments by name, such as "
             f"{owner}({example})."
         )
 
@@ -53,19 +58,19 @@ def check_flags(**given: Any) -> None:
     """Raise TypeError for an argument that is neither True nor False."""
     for name, value in given.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is not accepted; pass True or False.")
+            raise TypeError(f"{name}={value!r} is not accepted. Pass True or False.")
 
 
 def foreign_hint(value: Any) -> str:
-    """Return what to do about an object of Lightning's own; "" for any other."""
-    packages = {each.__module__.partition(".")[0] for each in type(value).__mro__}
-    if not packages & {"lightning", "pytorch_lightning", "lightning_fabric"}:
+    """Return the advice for an object of one of Lightning's classes, or "" for any other object."""
+    packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    if packages.isdisjoint(("lightning", "pytorch_lightning", "lightning_fabric")):
         return ""
-    return " This one is of Lightning's own classes; import its base from trainwright too (docs/migrating.md)."
+    return " This one is of Lightning's own classes. Import its base from trainwright too (docs/migrating.md)."
 
 
 class NamedArguments:
-    """Base of dataclasses that refuse unknown arguments so."""
+    """Base of dataclasses that reject unknown arguments with the nearest name."""
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         known = inspect.signature(cls).parameters
@@ -74,7 +79,7 @@ class NamedArguments:
 
 
 def check_takes(what: str, function: Callable[..., Any], given: Sequence[str]) -> None:
-    """Raise TypeError for a function that cannot be called with these arguments, by position."""
+    """Raise TypeError for a function that cannot be called with these arguments by position."""
     try:
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # a callable without a signature
@@ -86,3 +91,20 @@ def check_takes(what: str, function: Callable[..., Any], given: Sequence[str]) -
             f"{what}({', '.join(signature.parameters)}) cannot be called: it is given ({', '.join(given)}), by position "
             f"({error}). Define it with these arguments."
         ) from None
+
+
+@functools.cache
+def replaced_names() -> dict[str, str]:
+    """Return the advice on every name of Lightning and Accelerate that does not exist here."""
+    groups = tomllib.loads(Path(__file__).with_name("replaced_names.toml").read_text(encoding="utf-8"))
+    return {name: advice for names, advice in groups.items() for name in names.split()}
+
+
+def instead_of(name: str, path: str = "") -> str:
+    """Return ": " and the advice on a missing name, or "" if there is none.
+
+    `path` is the name's module in Lightning, such as "accelerators".
+    """
+    names = replaced_names()
+    advice = names.get(f"{path.partition('.')[0]}.{name}", names.get(name))
+    return "" if advice is None else f": {advice}"

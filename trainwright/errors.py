@@ -16,9 +16,21 @@ Settings are refused with the built-in exceptions, in the constructor that recei
 import difflib
 from collections.abc import Iterable
 
+__all__ = [
+    "CheckpointError",
+    "LaunchError",
+    "MissingCheckpoint",
+    "RunStopped",
+    "TrainwrightError",
+    "WorkerFailed",
+    "a_type_of",
+    "did_you_mean",
+    "with_article",
+]
+
 
 class TrainwrightError(RuntimeError):
-    """The base class of this library's errors. Wrong settings raise Python's own: ValueError, TypeError.
+    """The base class of this library's errors. Wrong settings raise ValueError or TypeError.
 
     >>> try:
     ...     module = Classifier.load_from_checkpoint("runs/epoch=9-step=90.ckpt")
@@ -54,7 +66,7 @@ class LaunchError(TrainwrightError):
 
 
 class WorkerFailed(TrainwrightError):
-    """A worker process of a call has failed; the message has the rank, the cause and its traceback.
+    """A worker process of a call has failed. The message has the rank, the cause and its traceback.
 
     >>> trainer = tw.Trainer(devices=2, strategy="ddp_spawn", max_epochs=1, enable_model_summary=False)
     >>> try:
@@ -65,14 +77,14 @@ class WorkerFailed(TrainwrightError):
 
 
 class RunStopped(SystemExit):
-    """A signal has stopped `trainer.fit`; uncaught, it ends the process with `code`, without a traceback.
+    """A signal has stopped `trainer.fit`. Uncaught, it ends the process with `code`, without a traceback.
 
     Exit code: 75 if the run was saved and can be resumed, 130 after Ctrl-C, 128 + the signal's number if nothing was saved.
 
     >>> try:
     ...     tw.Trainer(max_epochs=1, enable_model_summary=False).fit(module, loader)
     ... except tw.RunStopped as stop:
-    ...     print(f"the job was stopped; it ends with exit code {stop.code}")
+    ...     print(f"the job was stopped. It ends with exit code {stop.code}")
     ...     raise
     """
 
@@ -89,7 +101,7 @@ def with_article(name: str) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return the question " Did you mean ...?" with the known name nearest to a wrong one; "" if none is near."""
+    """Return the question " Did you mean ...?" with the known name nearest to a wrong one, or "" if none is near."""
     names = {each.lower(): each for each in known}
     close = difflib.get_close_matches(str(name).lower(), names, n=1)
     return f" Did you mean {names[close[0]]!r}?" if close else ""

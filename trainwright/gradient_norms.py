@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainwright.compiled_names import clean_name
+from trainwright.tensor_names import clean_name
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, float]:
-    """Return the norm of each parameter's gradient and of all together; call it in on_before_optimizer_step.
+    """Return the norms of all parameters' gradients, and the total. Call it in on_before_optimizer_step.
 
     Collective where the strategy shards parameters (fsdp): call it on every rank.
 
     Args:
-        module: its parameters without a gradient are left out.
-        norm_type: p of the p-norm, above 0; "inf" for the largest magnitude.
+        module: its parameters without a gradient are skipped.
+        norm_type: p of the p-norm, above 0, or "inf" for the largest magnitude.
         group_separator: joins `grad_2.0_norm` and the name of a parameter.
 
     Returns:
@@ -26,7 +26,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     """
     p = float(norm_type)
     if not p > 0:
-        raise ValueError(f"norm_type={norm_type!r} is not accepted; pass a number above 0, or 'inf'.")
+        raise ValueError(f"norm_type={norm_type!r} is not accepted. Pass a number above 0, or 'inf'.")
     norms = {
         clean_name(name): _whole(_norm(parameter.grad.detach(), p))
         for name, parameter in module.named_parameters()

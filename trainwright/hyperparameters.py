@@ -1,7 +1,7 @@
-"""Hyper-parameters: the arguments that a Module or a DataModule was constructed with, kept to construct it again.
+"""Hyper-parameters: the arguments of a Module's or DataModule's constructor, stored to construct it again.
 
-The mixin `HyperParameters` collects them, `stored_hyper_parameters` returns what a checkpoint holds of them (plain data, and
-forms of the rest: plain_forms.py), and `build` constructs an instance from that. The callers read and write checkpoints.
+The mixin `HyperParameters` collects them, and `build` constructs an instance. Callers read and write the checkpoints.
+plain_forms.py turns values that are not plain data into plain data.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import fsspec
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainwright.callers import warn
 from trainwright.errors import a_type_of
 from trainwright.plain_forms import LEFT_OUT, Form, form_of, is_same, readable, rebuild
+from trainwright.rank_zero import warn
 
 T = TypeVar("T")
 CONTENT = "<content>"
-"""The key, among the forms, of the container that the hyper-parameters are the content of."""
+"""The key, among the forms, of the container whose content the hyper-parameters are."""
 AS_ARGUMENTS = "kwargs"
-"""The `_hparams_name` of hyper-parameters that are the constructor's arguments, not the content of one of them."""
+"""The `_hparams_name` of hyper-parameters that are the constructor's arguments, not the content of one argument."""
 
 
 class AttributeDict(dict[str, Any]):
@@ -41,24 +41,24 @@ class AttributeDict(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"hyper-parameter {name!r} does not exist; choose from: {_listed(self)}.")
+            raise AttributeError(f"hyper-parameter {name!r} does not exist. Choose from: {_listed(self)}.")
         return self[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        self.__getattr__(name)  # raises for a missing name
+        del self[name]
 
     def __repr__(self) -> str:
         keys = [f'"{name}":' for name in self]
         width = max(map(len, keys), default=0)
         return "\n".join(f"{key:<{width}} {value}" for key, value in zip(keys, self.values(), strict=True))
 
-    def __delattr__(self, name: str) -> None:
-        self.__getattr__(name)  # raises for a name that is not there
-        del self[name]
-
 
 class classonly(classmethod):  # type: ignore[type-arg]
-    """A class method that raises when it is called on an instance, which it would not change."""
+    """A class method that raises TypeError when it is called on an instance, which it would not change."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         bound = super().__get__(instance, owner)
@@ -69,7 +69,7 @@ class classonly(classmethod):  # type: ignore[type-arg]
         @functools.wraps(bound)  # raising in __get__ would break tools that look at every attribute of an instance
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             raise TypeError(
-                f"{name} makes a new instance and does not change this one; call it on the class and use what it returns: "
+                f"{name} makes a new instance and does not change this one. Call it on the class and use what it returns: "
                 f"instance = {kind}.{name}(path)."
             )
 
@@ -77,12 +77,12 @@ class classonly(classmethod):  # type: ignore[type-arg]
 
 
 class HyperParameters:
-    """Mixin: `save_hyperparameters()` in `__init__` keeps its arguments in `hparams`, in checkpoints and in the loggers."""
+    """Mixin: `save_hyperparameters()` in `__init__` stores its arguments in `hparams`, in checkpoints and in the loggers."""
 
     _hparams: AttributeDict | None = None
     _hparams_initial: AttributeDict | None = None
     _hparams_name: str | None = None
-    """The argument whose content the hyper-parameters are; `AS_ARGUMENTS` if they are the arguments themselves."""
+    """The argument whose content the hyper-parameters are, or `AS_ARGUMENTS`."""
     _is_omegaconf: bool = False
     """Whether they are the content of an OmegaConf container, which a new module gets again."""
     _log_hyperparams: bool = False
@@ -95,18 +95,17 @@ class HyperParameters:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of `__init__`, and of the subclasses' `__init__`, as `hparams`.
+        """Store the arguments of `__init__`, and of the subclasses' `__init__`, as `hparams`.
 
-        The values are those that the arguments have when this is called; `*args` are left out. `hparams` holds every value.
-        Checkpoints hold plain data and what has a plain form: enum members, dataclasses, Namespaces, OmegaConf containers,
-        configurations with to_dict and from_dict, classes and functions (by name), and partials of these. Other values (a
-        network, a dataset, a lambda) are left out of checkpoints and loggers; pass them to `load_from_checkpoint`.
+        Arguments have their values at the time of this call. `*args` are not stored. Checkpoints and loggers get plain data
+        and values with a plain form: enum members, dataclasses, Namespaces, OmegaConf containers, classes and functions (by
+        name), and partials of these. Pass other values (a network, a dataset, a lambda) to `load_from_checkpoint`.
 
         Args:
-            args: names of the arguments to keep, all of them by default; or one dict, Namespace or dataclass instance
+            args: names of the arguments to store, all of them by default, or one dict, Namespace or dataclass instance
                 whose content becomes the hyper-parameters.
-            ignore: names to leave out; those that a base class kept are removed.
-            frame: where to look for the constructor's arguments; by default the calling frames.
+            ignore: names to skip, also if a base class has stored them.
+            frame: where to look for the constructor's arguments, by default the calling frames.
             logger: whether the loggers get them.
 
         Raises:
@@ -116,19 +115,19 @@ class HyperParameters:
         """
         arguments = _constructor_arguments(self, sys._getframe(1) if frame is None else frame)
         name: str | None = AS_ARGUMENTS
-        if args and not all(isinstance(each, str) for each in args):
-            if len(args) > 1:
-                raise TypeError(
-                    f"save_hyperparameters got {len(args)} values that are not all names; expected names of the "
-                    'arguments ("lr", "width"), or one dict, Namespace or dataclass instance. Give names, not values.'
-                )
-            given: dict[str, Any] = _from_collection(args[0])
+        if all(isinstance(value, str) for value in args):
+            values = _chosen(self, arguments, args)
+        elif len(args) > 1:
+            raise TypeError(
+                f"save_hyperparameters got {len(args)} values that are not all names. Expected names of the "
+                'arguments ("lr", "width"), or one dict, Namespace or dataclass instance. Give names, not values.'
+            )
+        else:
+            values = _from_collection(args[0])
             self._is_omegaconf = type(args[0]).__module__.partition(".")[0] == "omegaconf"
             # `build` passes the content back in this argument.
             name = next((key for key, value in (arguments or {}).items() if value is args[0]), None)
-        else:
-            given = _chosen(self, arguments, args)
-        self.hparams.update(given)
+        self.hparams.update(values)
         for key in (ignore,) if isinstance(ignore, str) else ignore or ():
             self.hparams.pop(key, None)
         self._hparams_name = name
@@ -137,7 +136,7 @@ class HyperParameters:
 
     @property
     def hparams(self) -> AttributeDict:
-        """Return the hyper-parameters, by attribute (`self.hparams.lr`) and by key; changes to them are kept."""
+        """Return the hyper-parameters, by attribute (`self.hparams.lr`) and by key. They may be changed."""
         if self._hparams is None:
             self._hparams = AttributeDict()
         return self._hparams
@@ -148,7 +147,7 @@ class HyperParameters:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """Return a copy of the hyper-parameters as they were when they were saved, with what a search has set since."""
+        """Return a copy of the hyper-parameters as they were saved, with the values that a search has set since."""
         copied: AttributeDict = _copied(self._hparams_initial or AttributeDict())
         return copied
 
@@ -156,17 +155,17 @@ class HyperParameters:
 def kept_hyper_parameters(owner: Any) -> list[AttributeDict]:
     """Return the hyper-parameters of a module or a data module, and the copy that its loggers get."""
     both = (owner.hparams, owner._hparams_initial) if isinstance(owner, HyperParameters) else ()
-    return [each for each in both if each is not None]
+    return [values for values in both if values is not None]
 
 
 def stored_hyper_parameters(
     owner: HyperParameters, is_plain: Callable[[Any], bool]
 ) -> tuple[dict[str, Any], dict[str, Form]]:
-    """Return the hyper-parameters that are plain data, by `is_plain`, and the forms of the others."""
+    """Return the hyper-parameters that are plain data, and the forms of the others."""
     plain, forms = _divided(owner.hparams, is_plain)
-    defaults = {name: each.default for name, each in inspect.signature(type(owner).__init__).parameters.items()}
-    for name in [name for name, form in forms.items() if form["form"] == LEFT_OUT]:
-        if owner.hparams[name] is defaults.get(name, inspect.Parameter.empty):
+    parameters = inspect.signature(type(owner).__init__).parameters
+    for name in _left_out(forms):
+        if name in parameters and owner.hparams[name] is parameters[name].default:
             del forms[name]  # the constructor has the default
     return plain, forms
 
@@ -174,9 +173,9 @@ def stored_hyper_parameters(
 def hyper_parameter_entries(
     owner: HyperParameters, prefix: str, is_plain: Callable[[Any], bool]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a checkpoint's entries for an owner, and, at the first call only, the names that they leave out."""
+    """Return a checkpoint's entries for an owner, and at the first call the names of values without a form."""
     plain, forms = stored_hyper_parameters(owner, is_plain)
-    left_out = [] if owner._has_named_left_out else [name for name, each in forms.items() if each["form"] == LEFT_OUT]
+    left_out = [] if owner._has_named_left_out else _left_out(forms)
     if left_out:
         owner._has_named_left_out = True
     if not plain and not forms:
@@ -189,14 +188,13 @@ def hyper_parameter_entries(
 
 def logged_hyper_parameters(
     owners: Iterable[HyperParameters | None], is_plain: Callable[[Any], bool]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return what the loggers get: the initial hyper-parameters of all owners that log theirs, and the names left out.
+) -> dict[str, Any]:
+    """Return the hyper-parameters for the loggers: the initial ones of all owners that log theirs.
 
     Raises:
         ValueError: two owners have different values under one name.
     """
     merged: dict[str, Any] = {}
-    left_out: list[str] = []
     for owner in owners:
         if owner is None or not owner._log_hyperparams:
             continue
@@ -206,11 +204,10 @@ def logged_hyper_parameters(
         if different:
             raise ValueError(
                 f"the module and the datamodule both log hyper-parameters named {', '.join(different)}, with different "
-                "values; rename one of them, or call save_hyperparameters(logger=False) in one of the two."
+                "values. Rename one of them, or call save_hyperparameters(logger=False) in one of the two."
             )
         merged.update(plain)
-        left_out += [name for name, form in forms.items() if form["form"] == LEFT_OUT and name not in left_out]
-    return merged, left_out
+    return merged
 
 
 def build(
@@ -220,56 +217,61 @@ def build(
     hparams_name: str | None = AS_ARGUMENTS,
     forms: Mapping[str, Form] | None = None,
 ) -> T:
-    """Construct an instance from the stored hyper-parameters that its constructor takes: plain data, and forms of others.
+    """Construct an instance from the stored hyper-parameters that its constructor takes.
 
-    `overrides` win; those that the constructor does not take are dropped with a warning. If the hyper-parameters are the
-    content of the argument `hparams_name`, they may name its items too.
+    `overrides` win over the stored values. They are dropped with a warning if the constructor does not take them. If the
+    hyper-parameters are the content of the argument `hparams_name`, overrides may name items of the content too.
 
     Raises:
-        TypeError: an argument is missing, was left out or cannot be rebuilt.
+        TypeError: an argument is missing, or its value has no form or cannot be rebuilt.
     """
-    parameters = list(inspect.signature(cls).parameters.values())
+    parameters = inspect.signature(cls).parameters.values()
     named = {each.name: each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    stored, overrides = dict(hyper_parameters), dict(overrides)
-    is_content = hparams_name in named and hparams_name != AS_ARGUMENTS and hparams_name not in stored
-    content_of = hparams_name if is_content else None
-    forms = dict(forms or {})
-    container = forms.pop(CONTENT, None)
-    for name, form in forms.items():
-        is_wanted = takes_all or name in named if content_of is None else content_of not in overrides
-        if is_wanted and name not in overrides:
-            stored[name] = _rebuilt(cls, name, form)
-    if content_of is not None:
-        for key in [key for key in overrides if key in stored and key not in named]:
-            stored[key] = overrides.pop(key)
-        content = (
-            _rebuilt(cls, content_of, {**container, "content": {"form": "plain", "value": stored}})
-            if container
-            else None
-        )
-        stored = {content_of: _with_attributes(stored) if content is None else content}
-    unknown = [] if takes_all else [key for key in overrides if key not in named]
-    if unknown:
+
+    def is_taken(name: str) -> bool:
+        return takes_all or name in named
+
+    forms = {name: form for name, form in (forms or {}).items() if name not in overrides}
+    if hparams_name in named and hparams_name not in (AS_ARGUMENTS, *hyper_parameters):
+        within = (overrides.keys() & hyper_parameters.keys()) - named.keys()
+        stored = {**hyper_parameters, **{key: overrides[key] for key in within}}
+        overrides = {key: value for key, value in overrides.items() if key not in within}
+        values = {} if hparams_name in overrides else {hparams_name: _content(cls, hparams_name, stored, forms)}
+    else:
+        rebuilt = {name: _rebuilt(cls, name, form) for name, form in forms.items() if is_taken(name)}
+        values = {**hyper_parameters, **rebuilt}
+    if unknown := [key for key in overrides if not is_taken(key)]:
         warn(
-            f"{cls.__name__} takes no argument {', '.join(unknown)}, so load_from_checkpoint drops it; it takes "
+            f"{cls.__name__} takes no argument {', '.join(unknown)}, so load_from_checkpoint drops it. It takes "
             f"{_listed(named)}.",
             stacklevel=4,
         )
-        overrides = {key: value for key, value in overrides.items() if key not in unknown}
-    values = {key: value for key, value in stored.items() if takes_all or key in named} | overrides
-    missing = [each.name for each in named.values() if each.default is each.empty and each.name not in values]
+    values = {key: value for key, value in {**values, **overrides}.items() if is_taken(key)}
+    _refuse_missing(cls, named, values, hyper_parameters)
+    first = [each.name for each in named.values() if each.kind is each.POSITIONAL_ONLY and each.name in values]
+    return cls(*[values.pop(name) for name in first], **values)
+
+
+def _refuse_missing(
+    cls: type[Any], named: Mapping[str, inspect.Parameter], values: Mapping[str, Any], stored: Mapping[str, Any]
+) -> None:
+    """Raise TypeError if arguments without a default have no value."""
+    missing = [name for name, each in named.items() if each.default is each.empty and name not in values]
     if missing:
         example = ", ".join(f"{name}=..." for name in missing)
         raise TypeError(
             f"{cls.__name__} cannot be constructed: its argument {', '.join(missing)} is not among the hyper-parameters "
-            f"that were stored ({_listed(hyper_parameters)}). Pass it: {cls.__name__}.load_from_checkpoint(path, "
-            f"{example}); what save_hyperparameters() keeps in __init__ is stored if it is plain data."
+            f"that were stored ({_listed(stored)}). Pass it: {cls.__name__}.load_from_checkpoint(path, {example}). "
+            "save_hyperparameters() in __init__ stores arguments that are plain data."
         )
-    positional = [
-        values.pop(name) for name, each in named.items() if each.kind is each.POSITIONAL_ONLY and name in values
-    ]
-    return cls(*positional, **values)
+
+
+def _content(cls: type[Any], name: str, stored: Mapping[str, Any], forms: Mapping[str, Form]) -> Any:
+    """Return the argument whose content the hyper-parameters are: an AttributeDict, or the container that it was."""
+    if CONTENT in forms:
+        return _rebuilt(cls, name, {**forms[CONTENT], "content": {"form": "plain", "value": dict(stored)}})
+    return _with_attributes({**stored, **{key: _rebuilt(cls, key, form) for key, form in forms.items()}})
 
 
 def read_hyper_parameters(path: str) -> dict[str, Any]:
@@ -277,27 +279,25 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     kind = str(path).rpartition(".")[2].lower()
     if kind not in ("json", "yaml", "yml", "csv"):
         raise ValueError(
-            f"hparams_file={str(path)!r} is of an unknown kind; expected a .json, .yaml, .yml or .csv file."
+            f"hparams_file={str(path)!r} is of an unknown kind. Expected a .json, .yaml, .yml or .csv file."
         )
-    with fsspec.open(str(path), "r", encoding="utf-8") as file:
-        text = file.read()
-    if kind == "csv":
-        rows = csv.DictReader(text.splitlines())
-        if not {"key", "value"} <= set(rows.fieldnames or ()):
-            raise ValueError(
-                f"hparams_file={str(path)!r} has the columns {rows.fieldnames}; it must have key and value."
-            )
-        return {row["key"]: _literal(row["value"]) for row in rows}
     try:
         loads = json.loads if kind == "json" else importlib.import_module("yaml").safe_load
     except ImportError as error:
         raise ImportError(f"reading {path} needs PyYAML: pip install pyyaml, or give a .json file.") from error
+    with fsspec.open(str(path), "r", encoding="utf-8") as file:
+        text = file.read()
     try:
+        if kind == "csv":
+            rows = csv.DictReader(text.splitlines())
+            if not {"key", "value"} <= set(rows.fieldnames or ()):
+                raise ValueError(f"the columns are {rows.fieldnames}, and must be key and value")
+            return {row["key"]: _literal(row["value"]) for row in rows}
         values = loads(text)
     except Exception as error:  # the parsers have no common error
-        raise ValueError(f"hparams_file={str(path)!r} cannot be read as {kind}: {error}") from error
+        raise ValueError(f"hparams_file={str(path)!r} cannot be read as {kind}: {error!r}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(f"hparams_file={str(path)!r} holds {a_type_of(values)}; it must hold names and values.")
+        raise ValueError(f"hparams_file={str(path)!r} holds {a_type_of(values)}. It must hold names and values.")
     return values
 
 
@@ -309,15 +309,15 @@ def _literal(text: str) -> Any:
 
 
 def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any] | None:
-    """Return the arguments of every running `__init__` of the owner, a subclass's last; None outside of them."""
+    """Return the arguments of every running `__init__` of the owner, a subclass's last, or None if none is running."""
     found: list[dict[str, Any]] = []
     while frame is not None:
         code = frame.f_code
-        # A wrapper of the constructor has another name: the constructor's own frame is before or after it.
+        # A wrapper of the constructor has another name. The constructor's frame is before or after it.
         if code.co_name == "__init__" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is owner:
             found.append(_frame_arguments(owner, frame))
         frame = frame.f_back
-    return {key: value for each in found for key, value in each.items()} if found else None
+    return {key: value for arguments in found for key, value in arguments.items()} if found else None
 
 
 def _frame_arguments(owner: object, frame: FrameType) -> dict[str, Any]:
@@ -335,27 +335,27 @@ def _chosen(owner: object, arguments: dict[str, Any] | None, names: Sequence[str
     kind = type(owner).__name__
     if arguments is None:
         raise RuntimeError(
-            f"save_hyperparameters() was called outside of {kind}.__init__; call it there, or give it a dict of the "
+            f"save_hyperparameters() was called outside of {kind}.__init__. Call it there, or give it a dict of the "
             "hyper-parameters."
         )
     unknown = [name for name in names if name not in arguments]
     if unknown:
         raise ValueError(
-            f"save_hyperparameters got {', '.join(map(repr, unknown))}, which {kind}.__init__ does not take; "
-            f"its arguments are {_listed(arguments)}."
+            f"save_hyperparameters got {', '.join(map(repr, unknown))}, which {kind}.__init__ does not take. "
+            f"Its arguments are {_listed(arguments)}."
         )
     return {name: arguments[name] for name in names} if names else arguments
 
 
 def _from_collection(value: Any) -> AttributeDict:
-    """Return the items of a dict, Namespace, dataclass instance or other Mapping (OmegaConf's, say)."""
+    """Return the items of a dict, Namespace, dataclass instance or other Mapping, such as OmegaConf's."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"hyper-parameters were given as {value!r:.80}, {a_type_of(value)}; expected names of arguments, "
+            f"hyper-parameters were given as {value!r:.80}, {a_type_of(value)}. Expected names of arguments, "
             "or one dict, Namespace or dataclass instance."
         )
     wrong = [key for key in value if not isinstance(key, str)]
@@ -378,7 +378,7 @@ def _with_attributes(value: Any) -> Any:
 
 
 def _without_attributes(value: Any) -> Any:
-    if type(value) in (dict, AttributeDict):  # a subclass of the user's stays, for a form of its kind
+    if type(value) in (dict, AttributeDict):  # a user's subclass has a form of its kind
         return {key: _without_attributes(item) for key, item in value.items()}
     return value
 
@@ -386,13 +386,16 @@ def _without_attributes(value: Any) -> Any:
 def _divided(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> tuple[dict[str, Any], dict[str, Form]]:
     plain: dict[str, Any] = {}
     forms: dict[str, Form] = {}
-    for key, given in values.items():
-        value = _without_attributes(given)
+    for key, value in _without_attributes(AttributeDict(values)).items():
         if is_plain(value) and not isinstance(value, enum.Enum):
             plain[key] = value
         else:
             forms[key] = form_of(value, is_plain)
     return plain, forms
+
+
+def _left_out(forms: Mapping[str, Form]) -> list[str]:
+    return [name for name, form in forms.items() if form["form"] == LEFT_OUT]
 
 
 def _rebuilt(cls: type[Any], name: str, form: Form) -> Any:
@@ -408,13 +411,13 @@ def _rebuilt(cls: type[Any], name: str, form: Form) -> Any:
         return rebuild(form, cls)
     except (LookupError, TypeError, ValueError, AttributeError, ImportError) as error:
         raise TypeError(
-            f"{cls.__name__} was trained with an argument {name!r} that cannot be rebuilt: {error}. Import what defines it, "
+            f"{cls.__name__} was trained with an argument {name!r} that cannot be rebuilt: {error}. Import its module, "
             f"allow it with torch.serialization.add_safe_globals, or pass it. {advice}"
         ) from error
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy that keeps the object itself where it is large (a network, a dataset) or cannot be copied."""
+    """Return a deep copy, in which large objects (a network, a dataset) and uncopyable ones are the same objects."""
     if isinstance(value, (nn.Module, Dataset, DataLoader)):
         return value
     try:

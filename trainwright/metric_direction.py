@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+__all__ = ["Direction", "direction_of"]
+
 Direction = Literal["min", "max"]
 _LEAST = re.compile(
     r"(?:^|[^a-z]|[a-z](?=loss))"
@@ -22,7 +24,7 @@ _GREATEST = re.compile(
 
 
 def direction_of(name: str) -> Direction | None:
-    """Return "min" or "max"; None if the name does not say which."""
+    """Return "min" or "max", or None if the name does not say which."""
     if _LEAST.search(name):
         return "min"
     return "max" if _GREATEST.search(name) else None

@@ -1,4 +1,4 @@
-"""Module: the class that users subclass. It defines what a step computes; the Trainer decides when and where."""
+"""Module: the class that users subclass. It defines the computation of a step. The Trainer decides when and where."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
-from trainwright.callers import warn
 from trainwright.checkpoint.conversion import export_tensors
 from trainwright.checkpoint.editing import load_state
 from trainwright.checkpoint.foreign_formats import read_weights
 from trainwright.checkpoint.reader import Verify
-from trainwright.compiled_names import register_clean_names
 from trainwright.data.transfer import map_leaves, to_device
 from trainwright.distributed import collectives
 from trainwright.errors import a_type_of
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
-from trainwright.module_hooks import ModuleHooks
-from trainwright.rank_zero import rank_zero_only
+from trainwright.module_hooks import AnyTrainer, ModuleHooks
+from trainwright.rank_zero import rank_zero_only, warn
+from trainwright.tensor_names import register_clean_names
 from trainwright.value_kinds import is_collection, is_dtensor, is_metric
 
 if TYPE_CHECKING:
+    from trainwright import Trainer
     from trainwright.loggers.base import Logger
-    from trainwright.trainer.trainer import Trainer
 
 Self = TypeVar("Self", bound="Module")
 
@@ -38,7 +37,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     """A torch module with the steps and the optimizers of its training.
 
     Override `training_step` and `configure_optimizers`, and any other method as needed. A step is called with the batch on its
-    device, the batch's index within the epoch, and with several loaders the loader's index; it may take only the first, or the
+    device, the batch's index within the epoch, and with several loaders the loader's index. It may take only the first, or the
     first two. A step with an argument named `dataloader_iter` gets an iterator of (batch, batch_idx, dataloader_idx) instead.
 
     >>> class Classifier(tw.Module):
@@ -58,38 +57,38 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     strict_loading = True
     """False: a checkpoint may lack tensors of this module, or have others."""
     prepare_data_per_node = True
-    """False: `prepare_data` runs once in the job instead of once on each node."""
+    """False: `prepare_data` runs once in the job instead of once per node."""
     example_input_array: Any = None
     """An input of `forward`, for the summary's shapes, the logger's graph and `to_onnx`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._trainer: Trainer | None = None
+        self._trainer: AnyTrainer = None
         self._toggled: dict[Tensor, bool] = {}
         register_clean_names(self)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | dict[str, Any] | None:
         """Return the loss of one batch: a tensor of one element, or a dict that holds it under "loss"."""
-        raise RuntimeError(f"{type(self).__name__} has no training_step; define it to call trainer.fit.")
+        raise RuntimeError(f"{type(self).__name__} has no training_step. Define it to call trainer.fit.")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one batch during fit and `trainer.validate`; log its metrics."""
-        raise RuntimeError(f"{type(self).__name__} has no validation_step; define it to call trainer.validate.")
+        """Evaluate one batch during fit and `trainer.validate`. Log its metrics."""
+        raise RuntimeError(f"{type(self).__name__} has no validation_step. Define it to call trainer.validate.")
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one batch in `trainer.test`."""
-        raise RuntimeError(f"{type(self).__name__} has no test_step; define it to call trainer.test.")
+        raise RuntimeError(f"{type(self).__name__} has no test_step. Define it to call trainer.test.")
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the predictions of one batch, for `trainer.predict`; by default what `forward` returns."""
+        """Return the predictions of one batch, for `trainer.predict`. By default it calls `forward`."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, or (optimizers, schedulers), or a dict with "optimizer" and "lr_scheduler"."""
-        raise RuntimeError(f"{type(self).__name__} has no configure_optimizers; define it to call trainer.fit.")
+        raise RuntimeError(f"{type(self).__name__} has no configure_optimizers. Define it to call trainer.fit.")
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward on a loss, already multiplied by the precision's loss scale; override it to change how."""
+        """Run backward on a loss, already multiplied by the precision's loss scale. Override it to change how."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
@@ -99,9 +98,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         optimizer: Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer at the end of a window; override it to step differently, or not at all.
+        """Step the optimizer at the end of a window. Override it to step differently, or not at all.
 
-        The gradients are computed and clipped by then. The closure's first call returns their loss; each later call recomputes
+        The gradients are computed and clipped by then. The closure's first call returns their loss. Later calls recompute
         the window, for optimizers such as LBFGS.
         """
         optimizer.step(closure=optimizer_closure)
@@ -116,11 +115,11 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients before a step; override it to clip differently. The values are the Trainer's."""
+        """Clip the gradients before a step. Override it to clip differently. The values are the Trainer's."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step a scheduler; `metric` is the value of its monitor, or None."""
+        """Step a scheduler. `metric` is the value of its monitor, or None."""
         if metric is None:
             scheduler.step()
         else:
@@ -151,16 +150,16 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 an attribute of this module (computed and reset when the epoch ends), or a flat dict of these, which are
                 logged as name/key.
             prog_bar, logger: whether the progress bar and the loggers show it.
-            on_step: log the value of each step; the default in training_step.
-            on_epoch: log the reduction over the epoch and all ranks; the default elsewhere.
+            on_step: log the value of every step, the default in training_step.
+            on_epoch: log the reduction over the epoch and all ranks, the default elsewhere.
             reduce_fx: "mean" (weighted by batch_size), "sum", "min" or "max".
             enable_graph: keep the graph of the latest value.
-            sync_dist: has no effect: epoch values are exact over all ranks, step values are this rank's own.
+            sync_dist: has no effect: epoch values are exact over all ranks, step values are local.
             sync_dist_group: only None is accepted, since values are reduced over all ranks.
             add_dataloader_idx: with several loaders, add the loader to the name.
-            batch_size: samples behind this value; by default found in the batch.
+            batch_size: samples behind this value, by default found in the batch.
             metric_attribute: the name of the attribute that holds the Metric, if it cannot be found.
-            rank_zero_only: log rank 0's value alone; such a value cannot be monitored.
+            rank_zero_only: log only rank 0's value. Such a value cannot be monitored.
 
         Raises:
             RuntimeError: called in a hook that cannot log.
@@ -170,10 +169,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, add_dataloader_idx,
             metric_attribute, rank_zero_only,
         )  # fmt: skip
-        if is_compiling():  # within a graph: break it once here, not at each thing that log does
-            from trainwright.uncompiled import log
-
-            log(self, name, value, settings, batch_size)
+        if is_compiling():  # within a graph: one break here, instead of one at every line below
+            torch.compiler.disable(Module.log)(self, name, value, *settings[:-2], batch_size, *settings[-2:])  # type: ignore[no-untyped-call]
             return
         trainer = self._trainer
         if trainer is None:
@@ -186,16 +183,16 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         collector = trainer.run.logbook.collector
         if collector is None:
             raise RuntimeError(
-                f"self.log({name!r}, ...) was called {_calling_hook()}where nothing is collected; log in a step, or in a hook "
+                f"self.log({name!r}, ...) was called {_calling_hook()}where nothing is collected. Log in a step, or in a hook "
                 "from the start of an epoch to its end."
             )
         collector.log(name, value, settings, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log each value of a flat dict, or each metric of a MetricCollection; the other arguments are those of `log`."""
+        """Log the values of a flat dict, or the metrics of a MetricCollection. `log` describes the other arguments."""
         if is_metric(dictionary):
             raise TypeError(
-                f"log_dict was given {a_type_of(dictionary)}, which is one Metric; log it with self.log(name, metric): "
+                f"log_dict was given {a_type_of(dictionary)}, which is one Metric. Log it with self.log(name, metric): "
                 "the items that it computes are then logged as name_key."
             )
         items: Callable[..., Any] = dictionary.items
@@ -205,29 +202,29 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of several, for manual optimization.
 
-        They step through the strategy and the precision; use_pl_optimizer=False returns the original ones.
+        They step through the strategy and the precision. With use_pl_optimizer=False the original ones are returned.
         """
         trainer = self.trainer
         found: list[Any] = list(trainer.run.trained.prepared_optimizers if use_pl_optimizer else trainer.optimizers)
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, or a list of several, for manual optimization; None without one."""
+        """Return the scheduler, or a list of several, for manual optimization, or None if there is none."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward on a loss under manual optimization, scaled and averaged over ranks as needed.
 
-        The other arguments are those of `Tensor.backward`, such as retain_graph=True.
+        The other arguments go to `Tensor.backward`, such as retain_graph=True.
         """
         if self.automatic_optimization:
             raise RuntimeError(
                 f"manual_backward was called, but {type(self).__name__}.automatic_optimization is True, so the Trainer runs "
-                "backward on the loss that training_step returns; return it, or set automatic_optimization = False."
+                "backward on the loss that training_step returns. Return it, or set automatic_optimization = False."
             )
         if not isinstance(loss, Tensor):
-            raise TypeError(f"manual_backward was given {a_type_of(loss)}; expected a loss tensor.")
+            raise TypeError(f"manual_backward was given {a_type_of(loss)}. Expected a loss tensor.")
         names = ("gradient", "retain_graph", "create_graph", "inputs")  # of Tensor.backward, in its order
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         send = self.backward if is_overridden("backward", self, Module) else None
@@ -239,13 +236,13 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of one optimizer, by "norm" (the default) or by "value"; without a limit it does nothing."""
+        """Clip the gradients of one optimizer, by "norm" (the default) or by "value". It does nothing without a limit."""
         self.trainer.run.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Freeze the parameters of all other optimizers until `untoggle_optimizer`."""
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"toggle_optimizer was given {a_type_of(optimizer)}; expected one of self.optimizers().")
+            raise TypeError(f"toggle_optimizer was given {a_type_of(optimizer)}. Expected one of self.optimizers().")
         self.untoggle_optimizer(optimizer)  # of an optimizer that was toggled before
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         groups = [group for each in self.trainer.optimizers for group in each.param_groups]
@@ -253,7 +250,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             if parameter not in own and parameter not in self._toggled:
                 self._toggled[parameter] = parameter.requires_grad
                 parameter.requires_grad = False
-        self.trainer.strategy.refresh_toggled()
+        self.trainer.strategy.refresh_trainable((), in_step=True)
 
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Undo `toggle_optimizer`."""
@@ -262,7 +259,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         for parameter, required in self._toggled.items():
             parameter.requires_grad = required
         self._toggled.clear()
-        self.trainer.strategy.refresh_toggled()
+        self.trainer.strategy.refresh_trainable((), in_step=True)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
@@ -274,7 +271,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             self.untoggle_optimizer(optimizer)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return a nested structure with each tensor's values of all ranks, stacked along a new first dimension.
+        """Return a nested structure with the tensors of all ranks, stacked along a new first dimension.
 
         Numbers become tensors. One process returns tensors unchanged. If the last round leaves some ranks with fewer samples,
         they repeat some of their rows, with a warning. Collective: call on every rank, with equal shapes.
@@ -282,30 +279,21 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         Args:
             data: tensors and numbers, or a nested structure of them.
             group: only None is accepted: all ranks of the job take part.
-            sync_grads: let gradients flow back to the rank of each tensor.
+            sync_grads: let gradients flow back to the tensors' ranks.
 
         Raises:
             ValueError, TypeError: the shapes or dtypes differ across ranks before the last round, or a group was given.
         """
         if group is not None:
-            raise ValueError("all_gather was given a group; expected None: all ranks of the job take part.")
-        gather = collectives.all_gather_with_gradients if sync_grads else collectives.all_gather
-        is_alone = self.trainer.world_size == 1
+            raise ValueError("all_gather was given a group. Expected None: all ranks of the job take part.")
         collector = self.trainer.run.logbook.collector
         is_uneven = collector is not None and collector.batch is not None and collector.is_uneven
+        on_uneven = collector.warn_of_rows if collector is not None and is_uneven else None
 
         def joined(leaf: Any) -> Any:
             if isinstance(leaf, (int, float)):
                 leaf = torch.tensor(leaf, device=self.device)
-            if is_alone or not isinstance(leaf, Tensor):
-                return leaf
-            if is_uneven:
-                leaf, rows = collectives.filled_up(leaf)
-                if collector is not None and len(set(rows)) > 1:
-                    collector.warn_of_rows(rows)
-            else:
-                collectives.refuse_unequal(leaf)
-            return torch.stack(gather(leaf))
+            return collectives.gather_stacked(leaf, sync_grads, on_uneven) if isinstance(leaf, Tensor) else leaf
 
         return map_leaves(joined, data)
 
@@ -335,15 +323,15 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """Return a new module with the weights of a checkpoint, constructed with the hyper-parameters in it.
 
         Args:
-            checkpoint_path: a checkpoint of a Trainer, of any strategy and number of processes; also a Lightning `.ckpt` file,
+            checkpoint_path: a checkpoint of a Trainer, of any strategy and number of processes, a Lightning `.ckpt` file,
                 a file with a state_dict, or a safetensors file.
             map_location: the device to put the module on, or as in torch.load a dict of devices or a function of a storage and
-                its location; the stored tensors are on the CPU, which is the default.
+                its location. The stored tensors are on the CPU, which is the default.
             hparams_file: a JSON, YAML or CSV file with hyper-parameters, to use instead of those in the checkpoint.
-            strict: refuse a checkpoint that lacks tensors, or has others; by default the module's strict_loading.
+            strict: refuse a checkpoint that lacks tensors, or has others, by default the module's strict_loading.
             weights_only: has no effect: only plain data and tensors are ever read.
             verify: how a checkpoint of a Trainer is verified first: "full" (every digest), "size", or "off".
-            kwargs: arguments of the constructor, which win over what was saved; others are dropped with a warning.
+            kwargs: arguments of the constructor, which override the saved ones. Others are dropped with a warning.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, one of another model, or one with more than plain data and tensors.
@@ -372,19 +360,19 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """Write the weights as one safetensors file that other libraries read, on rank 0, as `checkpoint export` does.
 
         Args:
-            file_path: a local path that ends in .safetensors and does not exist yet; a model of transformers reads
+            file_path: a local path that ends in .safetensors and does not exist yet. A model of transformers reads
                 "folder/model.safetensors" by from_pretrained, with its config in the folder.
             strip_prefix: write only the tensors whose names begin with this, without it.
-            prefix: added before each name.
+            prefix: added before all names.
             dtype: the dtype to convert floating-point tensors to.
 
         Raises:
             CheckpointError: the file exists or cannot be written, or no name begins with the prefix.
-            ValueError: the weights are divided over the ranks: export what tw.gather_module returns.
+            ValueError: the weights are divided over the ranks: export the result of tw.gather_module.
         """
         if any(is_dtensor(each) or hasattr(each, "ds_id") for each in self.parameters()):
             raise ValueError(
-                f"the weights of {type(self).__name__} are divided over the ranks; call tw.gather_module(module) on all of "
+                f"the weights of {type(self).__name__} are divided over the ranks. Call tw.gather_module(module) on all of "
                 "them, and export what it returns, or use `trainwright checkpoint export`."
             )
         if rank_zero_only.rank == 0:
@@ -393,7 +381,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             )
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Export `forward` in evaluation mode as an ONNX file; the keyword arguments are those of torch.onnx.export.
+        """Export `forward` in evaluation mode as an ONNX file. torch.onnx.export gets the keyword arguments.
 
         Raises:
             ValueError: input_sample was not given, and the module has no example_input_array.
@@ -413,37 +401,35 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             with torch.no_grad():
                 return torch.onnx.export(self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs)
         finally:
-            for (
-                child,
-                training,
-            ) in was_training.items():  # each by itself: some are in evaluation mode while others train
+            for child, training in was_training.items():  # one by one, because train() would change all children
                 child.training = training
 
     @property
     def trainer(self) -> Trainer:
-        """Return the trainer that runs this module; RuntimeError outside of a run."""
+        """Return the trainer that runs this module (RuntimeError outside of a run)."""
         if self._trainer is None:
             raise RuntimeError(
-                f"{type(self).__name__} is attached to no trainer; self.trainer and what needs it work inside "
-                "trainer.fit, trainer.validate, trainer.test and trainer.predict."
+                f"{type(self).__name__} is attached to no trainer. Use self.trainer inside trainer.fit, "
+                "trainer.validate, trainer.test and trainer.predict only."
             )
-        return self._trainer
+        trainer: Trainer = self._trainer
+        return trainer
 
     @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
+    def trainer(self, trainer: AnyTrainer) -> None:
         for child in self.modules():
             if isinstance(child, Module):
                 child._trainer = trainer
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the first parameter; the CPU without parameters."""
+        """Return the device of the first parameter, or the CPU if there is none."""
         parameter = next(self.parameters(), None)
         return parameter.device if parameter is not None else torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the first floating-point parameter; torch's default without one."""
+        """Return the type of the first floating-point parameter, or torch's default if there is none."""
         return next((each.dtype for each in self.parameters() if each.is_floating_point()), torch.get_default_dtype())
 
     @property
@@ -453,22 +439,22 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     @property
     def current_epoch(self) -> int:
-        """Return the current epoch, counted from 0; 0 outside of a run."""
+        """Return the current epoch, counted from 0, or 0 outside of a run."""
         return self._trainer.current_epoch if self._trainer is not None else 0
 
     @property
     def global_step(self) -> int:
-        """Return the number of optimizer steps made; 0 outside of a run."""
+        """Return the number of optimizer steps made, or 0 outside of a run."""
         return self._trainer.global_step if self._trainer is not None else 0
 
     @property
     def global_rank(self) -> int:
-        """Return this process's rank in the job; 0 outside of a run."""
+        """Return this process's rank in the job, or 0 outside of a run."""
         return self._trainer.global_rank if self._trainer is not None else 0
 
     @property
     def local_rank(self) -> int:
-        """Return this process's rank on its node; 0 outside of a run."""
+        """Return this process's rank on its node, or 0 outside of a run."""
         return self._trainer.local_rank if self._trainer is not None else 0
 
     @property
@@ -482,7 +468,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         return list(self._trainer.loggers) if self._trainer is not None else []
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle holds the module alone, not the run that it is in.
+        # A copy or a pickle contains only the module, not its run.
         return {**self.__dict__, "_trainer": None, "_toggled": {}}
 
 
@@ -492,7 +478,7 @@ def _device_of(location: Any) -> torch.device:
         targets = {str(each) for each in location.values()}
         if "cpu" not in location and len(targets) > 1:
             raise ValueError(
-                f"map_location={location!r} names several devices, and a checkpoint's tensors are all on the CPU; pass one "
+                f"map_location={location!r} names several devices, and a checkpoint's tensors are all on the CPU. Pass one "
                 "device, or a dict with 'cpu'."
             )
         location = location.get("cpu", next(iter(targets), "cpu"))
@@ -513,19 +499,19 @@ def _calling_hook() -> str:
     return ""
 
 
-def trainer_of(module: Module) -> Trainer | None:
-    """Return the Trainer that runs a module or has run it last; None if none has."""
+def trainer_of(module: Module) -> AnyTrainer:
+    """Return the Trainer that runs a module or has run it last, or None if none has."""
     return module._trainer
 
 
 def is_overridden(method: str, owner: object, base: type) -> bool:
-    """Return whether the owner's class, or the owner itself, overrides a method of the base class; None switches it off."""
+    """Return whether the owner's class, or the owner itself, overrides a method of the base class. None switches it off."""
     own = vars(owner)[method] if method in vars(owner) else getattr(type(owner), method, None)
     return own is not None and own is not getattr(base, method)
 
 
 def hook_of(owner: object, method: str, base: type) -> Callable[..., Any]:
-    """Return a hook of the owner; that of the base class if the owner has switched its own off by setting it to None."""
+    """Return a hook of the owner, or the base class's if the owner has set it to None."""
     hook: Callable[..., Any] = getattr(owner, method)
     return hook if hook is not None else getattr(base, method).__get__(owner)
 

@@ -1,53 +1,76 @@
-"""The hooks of a Module: methods that it may override and that a run calls, in the order of trainer/hooks.py."""
+"""The hooks of a Module, in the order of trainer/hooks.py, and the types of its methods' arguments and results."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.data.transfer import to_device
 
+AnyTrainer: TypeAlias = Any
+"""The Trainer of a hook or a module. Users may annotate it with `tw.Trainer` or with `tw.callbacks.TrainerProtocol`."""
+STEP_OUTPUT: TypeAlias = Tensor | Mapping[str, Any] | None
+"""The result of a step: a loss, a dict with one under "loss", or None to skip the batch."""
+TRAIN_DATALOADERS: TypeAlias = Any
+EVAL_DATALOADERS: TypeAlias = Any
+"""A loader, or a nested structure of them."""
+LRSchedulerTypeUnion: TypeAlias = LRScheduler
+LRSchedulerPLType: TypeAlias = LRScheduler
+OptimizerLRSchedulerConfig: TypeAlias = Mapping[str, Any]
+"""A dict with "optimizer", and if it has a scheduler "lr_scheduler"."""
+OptimizerLRScheduler: TypeAlias = (
+    Optimizer
+    | Sequence[Optimizer]
+    | tuple[Sequence[Optimizer], Sequence[LRScheduler | Mapping[str, Any]]]
+    | OptimizerLRSchedulerConfig
+    | Sequence[OptimizerLRSchedulerConfig]
+    | None
+)
+"""The result of configure_optimizers."""
+
 
 class ModuleHooks:
-    """Methods that a run calls at certain points. They do nothing, or what is usual, unless overridden."""
+    """Methods that a run calls at certain points. They do nothing, or the usual work, unless overridden."""
 
     def configure_callbacks(self) -> Any:
-        """Return a callback, or a list of them, for the Trainer; each replaces a callback of its class that the Trainer has."""
+        """Return a callback, or a list of them, for the Trainer. It replaces a callback of its class that the Trainer has."""
         return []
 
     def prepare_data(self) -> None:
-        """Called first, on one process of each node: download and unpack here, and store nothing on self."""
+        """Called first, on one process per node: download and unpack here, and store nothing on self."""
 
     def setup(self, stage: str) -> None:
-        """Called after the callbacks' setup, on every rank; stage is "fit", "validate", "test" or "predict"."""
+        """Called after the callbacks' setup, on every rank. Stage is "fit", "validate", "test" or "predict"."""
 
     def configure_model(self) -> None:
-        """Called after setup, before the module moves to its device and the optimizers are made; make large layers here.
+        """Called after setup, before the module moves to its device and the optimizers are made. Make large layers here.
 
-        It is called at the start of each run, so do nothing if the layers exist already. By default it calls
+        It is called at the start of every run, so do nothing if the layers exist already. By default it calls
         configure_sharded_model, its name in earlier trainers, if the module defines that.
         """
         if callable(earlier := getattr(self, "configure_sharded_model", None)):
             earlier()
 
     def train_dataloader(self) -> Any:
-        """Return the training loader, or several; used when none is passed to fit."""
-        raise RuntimeError(f"{type(self).__name__} has no train_dataloader; define it, or pass the loaders to fit.")
+        """Return the training loader, or several. It is used if none is passed to fit."""
+        raise RuntimeError(f"{type(self).__name__} has no train_dataloader. Define it, or pass the loaders to fit.")
 
     def val_dataloader(self) -> Any:
         """Return the validation loader, or several in a list or a dict of names."""
-        raise RuntimeError(f"{type(self).__name__} has no val_dataloader; define it, or pass the loaders.")
+        raise RuntimeError(f"{type(self).__name__} has no val_dataloader. Define it, or pass the loaders.")
 
     def test_dataloader(self) -> Any:
         """Return the test loader, or several in a list or a dict of names."""
-        raise RuntimeError(f"{type(self).__name__} has no test_dataloader; define it, or pass the loaders.")
+        raise RuntimeError(f"{type(self).__name__} has no test_dataloader. Define it, or pass the loaders.")
 
     def predict_dataloader(self) -> Any:
-        """Return the loader of what to predict, or several in a list or a dict of names."""
-        raise RuntimeError(f"{type(self).__name__} has no predict_dataloader; define it, or pass the loaders.")
+        """Return the loader of the samples to predict, or several in a list or a dict of names."""
+        raise RuntimeError(f"{type(self).__name__} has no predict_dataloader. Define it, or pass the loaders.")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch to move to the device, such as a changed one."""
@@ -62,14 +85,14 @@ class ModuleHooks:
         return batch
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is written, with its contents; keys may be added or removed.
+        """Called before a checkpoint is written, with its contents. Keys may be added or removed.
 
-        `checkpoint["state_dict"]` maps names to this rank's tensors; "callbacks", "lr_schedulers", "position" and
+        `checkpoint["state_dict"]` maps names to this rank's tensors. "callbacks", "lr_schedulers", "position" and
         "hyper_parameters" are plain data. Added values must be plain data and tensors.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called with the contents of a checkpoint before they are loaded; its "state_dict" may be changed."""
+        """Called with the contents of a checkpoint before they are loaded. Its "state_dict" may be changed."""
 
     def teardown(self, stage: str) -> None:
         """Called last, on every rank, also after a failure."""
@@ -93,7 +116,7 @@ class ModuleHooks:
         """Called after the last batch of an epoch and the validation that follows it."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Called with the batch on its device, before training_step; return -1 on every rank to end the epoch here."""
+        """Called with the batch on its device, before training_step. Return -1 on every rank to end the epoch here."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called after the steps of optimizer and schedulers, with training_step's outputs as a dict, its loss as "loss".
@@ -108,10 +131,10 @@ class ModuleHooks:
         """Called before backward, with the loss divided by the window's length."""
 
     def on_after_backward(self) -> None:
-        """Called after backward; gradients may still be multiplied by the loss scale."""
+        """Called after backward. Gradients may still be multiplied by the loss scale."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before the gradients are clipped and the optimizer steps; the loss scale is divided out by then."""
+        """Called before the gradients are clipped and the optimizer steps. The loss scale is divided out by then."""
 
     def on_validation_start(self) -> None:
         """Called before validation, with the module in evaluation mode."""
@@ -123,7 +146,7 @@ class ModuleHooks:
         """Called before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """Called after the last validation batch; what is logged here counts for this validation."""
+        """Called after the last validation batch. Values logged here count for this validation."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before validation_step."""
@@ -141,7 +164,7 @@ class ModuleHooks:
         """Called before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """Called after the last test batch; what is logged here counts for this test."""
+        """Called after the last test batch. Values logged here count for this test."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before test_step."""
@@ -165,10 +188,10 @@ class ModuleHooks:
         """Called before predict_step."""
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called after predict_step, with what it returned."""
+        """Called after predict_step, with its result."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Called before a validation in fit, unless an accumulation window is open; by default it clears the gradients."""
+        """Called before a validation in fit, unless an accumulation window is open, by default it clears the gradients."""
         self.zero_grad()  # type: ignore[attr-defined]
 
     def on_validation_model_eval(self) -> None:
@@ -176,7 +199,7 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]
 
     def on_validation_model_train(self) -> None:
-        """Called after a validation; if not overridden, each submodule returns to the mode it was in."""
+        """Called after a validation. If not overridden, it restores the submodules' earlier modes."""
         self.train()  # type: ignore[attr-defined]
 
     def on_test_model_eval(self) -> None:
@@ -184,7 +207,7 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]
 
     def on_test_model_train(self) -> None:
-        """Called after a test; if not overridden, each submodule returns to the mode it was in."""
+        """Called after a test. If not overridden, it restores the submodules' earlier modes."""
         self.train()  # type: ignore[attr-defined]
 
     def on_predict_model_eval(self) -> None:
@@ -192,5 +215,5 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]
 
     def on_predict_model_train(self) -> None:
-        """Called after predicting; if not overridden, each submodule returns to the mode it was in."""
+        """Called after predicting. If not overridden, it restores the submodules' earlier modes."""
         self.train()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Plain forms: values that are not plain data (an enum's member, a dataclass, a class by its name), as plain data and back.
+"""Plain forms: values such as enum members, dataclasses and classes as plain data, which a checkpoint can store.
 
-`form_of` makes the form that a checkpoint stores, `rebuild` makes the value again. A form may name a class or a function, which
-`find` looks up among the modules that are imported already. So a file cannot make this process import anything but omegaconf.
+`form_of` makes a form and `rebuild` makes the value again. A form may name a class or a function, which `find` looks up among
+the imported modules. So a file cannot make this process import anything except omegaconf.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import enum
 import functools
 import inspect
 import sys
-import types
 import typing
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,34 +24,28 @@ from torch.optim.lr_scheduler import LRScheduler
 
 Form = dict[str, Any]
 LEFT_OUT = "left_out"
-"""The form of a value that has none; it holds the value's type."""
+"""The form of a value that has no other form. It contains the value's type."""
 MAX_DEPTH = 32
-NAMESPACES: dict[type[Any], str] = {argparse.Namespace: "namespace", types.SimpleNamespace: "simple_namespace"}
-STEPS = ("start", "stop", "step")
-PARTS: dict[type[Any], tuple[str, ...]] = {range: STEPS, slice: STEPS, complex: ("real", "imag")}
-"""Types that are constructed from some of their attributes."""
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "dict": dict,
     "list": lambda *items: list(items),
     "tuple": lambda *items: items,
-    **{name: kind for kind, name in NAMESPACES.items()},
-    **{kind.__name__: kind for kind in PARTS},
+    "namespace": argparse.Namespace,
 }
-"""What makes the value of a form from its items, if the form names no class."""
+"""How the items of a form become a value, if the form names no class."""
 CLASSES: dict[str, Callable[[Any], bool]] = {
     "enum": lambda cls: issubclass(cls, enum.Enum),
     "dataclass": dataclasses.is_dataclass,
-    "namedtuple": lambda cls: issubclass(cls, tuple) and hasattr(cls, "_fields"),
     "config": lambda cls: callable(getattr(cls, "from_dict", None)),
 }
-"""Forms that name a class, and what that class must be."""
+"""The forms that name a class, and the test which that class must pass."""
 
 
 def form_of(value: Any, is_plain: Callable[[Any], bool]) -> Form:
-    """Return the plain form of a value; a form `LEFT_OUT` if it, or something in it, has none."""
+    """Return the plain form of a value, which is `LEFT_OUT` if a part of the value has no form."""
     try:
         return _describe(value, is_plain)
-    except Exception:  # also what a foreign to_dict raises
+    except Exception:  # also from a foreign to_dict
         kind = type(value)
         return {"form": LEFT_OUT, "kind": f"{kind.__module__}.{kind.__qualname__}"}
 
@@ -66,55 +59,63 @@ def _describe(value: Any, is_plain: Callable[[Any], bool], depth: int = 0) -> Fo
         return {"form": "enum", "path": path_of(kind), "value": inner(value.value)}
     if is_plain(value):
         return {"form": "plain", "value": value}
-    if kind in NAMESPACES:
-        return {"form": NAMESPACES[kind], "items": {key: inner(each) for key, each in vars(value).items()}}
-    is_dict = isinstance(value, dict) and kind.__name__ in ("dict", "AttributeDict")
-    if is_dict and all(type(key) is str for key in value):
-        return {"form": "dict", "items": {key: inner(each) for key, each in value.items()}}
-    if kind in (list, tuple):
-        return {"form": kind.__name__, "items": [inner(each) for each in value]}
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {"form": "namedtuple", "path": path_of(kind), "items": [inner(each) for each in value]}
-    if kind in PARTS:
-        return {"form": kind.__name__, "items": [inner(getattr(value, name)) for name in PARTS[kind]]}
-    if isinstance(value, functools.partial):
-        function, args = value.func, value.args
-        if function.__module__.startswith("jsonargparse.") and isinstance(args[-1], type):  # which makes that class
-            function, args = args[-1], ()
-        call = {"function": inner(function), "args": [inner(each) for each in args]}
-        return {"form": "partial", **call, "items": {key: inner(each) for key, each in value.keywords.items()}}
     if isinstance(value, type) or inspect.isroutine(value):
         return {"form": "name", "path": path_of(value)}
-    return _describe_object(value, inner, is_plain)
+    if kind in (list, tuple):
+        return {"form": kind.__name__, "items": [inner(item) for item in value]}
+    if kind.__module__.split(".")[0] == "omegaconf":
+        from omegaconf import OmegaConf  # it made the value, so it is installed
 
-
-def _describe_object(value: Any, inner: Callable[[Any], Form], is_plain: Callable[[Any], bool]) -> Form:
-    kind = type(value)
-    if dataclasses.is_dataclass(value):
-        fields = {each.name: inner(getattr(value, each.name)) for each in dataclasses.fields(value) if each.init}
-        _refuse_changed(value, is_plain)
-        return {"form": "dataclass", "path": path_of(kind), "items": fields}
-    if kind.__module__.split(".")[0] == "omegaconf" and hasattr(value, "_get_parent"):
-        from omegaconf import OmegaConf  # it made the value, so it is there
-
-        is_part = value._get_parent() is not None  # its interpolations may point out of it
+        is_part = value._get_parent() is not None  # its interpolations may refer to the rest of the configuration
         return {"form": "omegaconf", "content": inner(OmegaConf.to_container(value, resolve=is_part))}
-    if callable(getattr(value, "to_dict", None)) and callable(getattr(kind, "from_dict", None)):
-        content = value.to_dict()
-        again = kind.from_dict(content)
-        if type(again) is kind and again.to_dict() == content:
-            return {"form": "config", "path": path_of(kind), "content": inner(content)}
+    form: Form = {}
+    if not dataclasses.is_dataclass(value) and callable(getattr(kind, "from_dict", None)):
+        return {"form": "config", "path": path_of(kind), "content": inner(_config_content(value))}
+    if isinstance(value, functools.partial):
+        function, args = value.func, value.args
+        if function.__module__.startswith("jsonargparse.") and isinstance(args[-1], type):  # it makes this class
+            function, args = args[-1], ()
+        form = {"function": inner(function), "args": [inner(item) for item in args]}
+    elif dataclasses.is_dataclass(value):
+        form = {"path": path_of(kind)}
+        _refuse_changed(value, is_plain)
+    name, items = _named_items(value)
+    return {"form": name, **form, "items": {key: inner(item) for key, item in items.items()}}
+
+
+def _named_items(value: Any) -> tuple[str, dict[str, Any]]:
+    """Return the form of a container with named items, and these items (TypeError for any other value)."""
+    kind = type(value)
+    if isinstance(value, functools.partial):
+        return "partial", value.keywords
+    if dataclasses.is_dataclass(value):
+        return "dataclass", {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init
+        }
+    if kind is argparse.Namespace:
+        return "namespace", vars(value)
+    if kind.__name__ in ("dict", "AttributeDict") and all(type(key) is str for key in value):
+        return "dict", value
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__} has no plain form")
 
 
+def _config_content(value: Any) -> dict[str, Any]:
+    """Return the dict of a configuration such as transformers.PretrainedConfig, which `from_dict` turns back into it."""
+    content: dict[str, Any] = value.to_dict()
+    again = type(value).from_dict(content)
+    if type(again) is not type(value) or again.to_dict() != content:
+        raise TypeError(f"{type(value).__qualname__}.from_dict does not rebuild the value")
+    return content
+
+
 def _refuse_changed(value: Any, is_plain: Callable[[Any], bool]) -> None:
-    """Refuse a dataclass whose fields would construct another one, for example in its __post_init__ (TypeError)."""
-    fields, kind = dataclasses.fields(value), type(value)
-    again = kind(**{each.name: getattr(value, each.name) for each in fields if each.init})
-    for each in fields:
-        was, now = getattr(value, each.name, None), getattr(again, each.name, None)
-        if (each.init or is_plain(was)) and not is_same(was, now):
-            raise TypeError(f"a {kind.__qualname__} constructed from its fields has another {each.name}")
+    """Raise TypeError for a dataclass that its fields would construct with other values, as by a __post_init__."""
+    fields = dataclasses.fields(value)
+    again = type(value)(**{field.name: getattr(value, field.name) for field in fields if field.init})
+    for field in fields:
+        before, after = getattr(value, field.name, None), getattr(again, field.name, None)
+        if (field.init or is_plain(before)) and not is_same(before, after):
+            raise TypeError(f"a {type(value).__qualname__} constructed from its fields has another {field.name}")
 
 
 def is_same(left: Any, right: Any) -> bool:
@@ -126,7 +127,7 @@ def is_same(left: Any, right: Any) -> bool:
 
 
 def readable(form: Form) -> Any:
-    """Return what a logger shows for a form: plain data, with names for classes, functions and members."""
+    """Return plain data for the loggers, with names instead of classes, functions and enum members."""
     kind, items = form["form"], form.get("items", [])
     if kind == "plain":
         return form["value"]
@@ -136,19 +137,17 @@ def readable(form: Form) -> Any:
         return f"{form['path'].rpartition('.')[2]}({readable(form['value'])!r})"
     if kind == "name":
         return form["path"].replace(":", ".")
-    if kind == "partial":
-        return {"partial": readable(form["function"]), **{key: readable(each) for key, each in items.items()}}
     if isinstance(items, dict):
-        return {key: readable(each) for key, each in items.items()}
-    values = [readable(each) for each in items]
-    return repr(CONSTRUCTORS[kind](*values)) if kind in ("range", "slice", "complex") else values
+        function = {"partial": readable(form["function"])} if kind == "partial" else {}
+        return function | {key: readable(item) for key, item in items.items()}
+    return [readable(item) for item in items]
 
 
 def rebuild(form: Form, cls: type[Any]) -> Any:
     """Return the value of a form, for the constructor of a class.
 
     Raises:
-        LookupError: a name is not found, or not allowed: see `find`.
+        LookupError: a name does not exist, or is not allowed (see `find`).
         ValueError, TypeError, KeyError: the form is malformed, or its class has changed.
     """
     kind, items = form["form"], form.get("items", [])
@@ -161,11 +160,10 @@ def rebuild(form: Form, cls: type[Any]) -> Any:
         from omegaconf import OmegaConf
 
         return OmegaConf.create(again(form["content"]))
+    make: Any = CONSTRUCTORS.get(kind)
     if kind == "partial":
-        keywords = {key: again(each) for key, each in items.items()}
-        return functools.partial(again(form["function"]), *(again(each) for each in form["args"]), **keywords)
-    make = CONSTRUCTORS.get(kind)
-    if kind in CLASSES:
+        make = functools.partial(functools.partial, again(form["function"]), *map(again, form["args"]))
+    elif kind in CLASSES:
         make = find(form["path"], cls)
         if not isinstance(make, type) or not CLASSES[kind](make):
             raise LookupError(f"{form['path']} is not a class of the kind {kind}")
@@ -174,14 +172,14 @@ def rebuild(form: Form, cls: type[Any]) -> Any:
     if kind == "enum":
         return make(again(form["value"]))
     if kind == "config":
-        return make.from_dict(again(form["content"]))  # type: ignore[attr-defined]
+        return make.from_dict(again(form["content"]))
     if isinstance(items, dict):
-        return make(**{key: again(each) for key, each in items.items()})
-    return make(*(again(each) for each in items))
+        return make(**{key: again(item) for key, item in items.items()})
+    return make(*map(again, items))
 
 
 def path_of(value: Any) -> str:
-    """Return where a class or function is found, as "module:name" (TypeError for a lambda, or one made in a function)."""
+    """Return the "module:name" of a class or function. TypeError for a lambda or a local function."""
     path = _own_path(value)
     with suppress(LookupError):
         if look_up(path) is value:
@@ -197,56 +195,59 @@ def _own_path(value: Any) -> str:
 
 
 def look_up(path: str) -> Any:
-    """Return the class or function of that name, which an imported module has to define itself (LookupError)."""
+    """Return the class or function of a name, which an imported module must define itself (LookupError)."""
     module, _, names = path.partition(":")
-    found: Any = sys.modules.get(module)
-    if found is None:
+    value: Any = sys.modules.get(module)
+    if value is None:
         raise LookupError(f"{module} is not imported")
     for name in names.split("."):
-        found = getattr(found, name, None)
-    if not (isinstance(found, type) or inspect.isroutine(found)) or _own_path(found) != path:
+        value = getattr(value, name, None)
+    if not (isinstance(value, type) or inspect.isroutine(value)) or _own_path(value) != path:
         raise LookupError(f"{module} defines no class or function {names}")
-    return found
+    return value
 
 
 def find(path: str, cls: type[Any]) -> Any:
-    """Return the class or function of this name, from a checkpoint that a class is constructed from.
+    """Return the class or function of a name in a checkpoint, for the constructor of a class.
 
-    Allowed are the package of the class; torch's modules, optimizers, schedulers and functions of tensors; the types in the
-    constructor's annotations and defaults; and what `torch.serialization.add_safe_globals` was given.
+    Allowed are the package of the class, torch's modules, optimizers, schedulers and functions of tensors, the types in
+    the constructor's annotations and defaults, and everything passed to `torch.serialization.add_safe_globals`.
 
     Raises:
         LookupError: it is not imported, or not allowed.
     """
-    if path.startswith("__main__:"):  # of the training script, which this one may import as a module
+    if path.startswith("__main__:"):  # of the training script, which this script may import as a module
         with suppress(LookupError):
             return look_up(f"{cls.__module__}:{path.partition(':')[2]}")
-    found = look_up(path)
-    packages = {each.__module__.split(".")[0] for each in cls.__mro__} - {"builtins", "torch", "trainwright"}
-    if path.split(":")[0].split(".")[0] in packages or _is_of_torch(found, path) or _is_known(found, cls):
-        return found
+    value = look_up(path)
+    packages = {base.__module__.split(".")[0] for base in cls.__mro__} - {"builtins", "torch", "trainwright"}
+    if path.split(":")[0].split(".")[0] in packages or _is_of_torch(value, path) or _is_known(value, cls):
+        return value
     raise LookupError(f"{path} belongs neither to torch nor to the package of {cls.__name__}")
 
 
-def _is_known(found: Any, cls: type[Any]) -> bool:
-    safe = [each[0] if isinstance(each, tuple) else each for each in torch.serialization.get_safe_globals()]
-    if any(found is each for each in safe):
+def _is_known(value: Any, cls: type[Any]) -> bool:
+    """Return whether the user allows a class or function, or a constructor's signature contains this type."""
+    safe = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
+    if any(value is entry for entry in safe):
         return True
     known: list[Any] = []
-    for each in inspect.signature(cls).parameters.values():
-        known += [each.default, type(each.default)]
-    with suppress(Exception):  # annotations may name what is not there
+    for parameter in inspect.signature(cls).parameters.values():
+        known += [parameter.default, type(parameter.default)]
+    with suppress(Exception):  # annotations may contain names that do not exist
         for hint in typing.get_type_hints(cls.__init__).values():
             known += [hint, *typing.get_args(hint)]
-    return isinstance(found, type) and any(found is each for each in known)
+    return isinstance(value, type) and any(value is entry for entry in known)
 
 
-def _is_of_torch(found: Any, path: str) -> bool:
+def _is_of_torch(value: Any, path: str) -> bool:
     module = path.partition(":")[0]
     if module.split(".")[0] != "torch":
         return False
-    if isinstance(found, type):
-        return issubclass(found, (nn.Module, Optimizer, LRScheduler, enum.Enum))
-    if module in ("torch", "torch._C._nn"):  # functions of tensors are built in; the ones that run files are not
-        return inspect.isbuiltin(found) and found.__name__ != "from_file"
-    return module in ("torch.nn.functional", "torch.nn.init")
+    if isinstance(value, type):
+        return issubclass(value, (nn.Module, Optimizer, LRScheduler, enum.Enum))
+    if module in ("torch.nn.functional", "torch.nn.init"):
+        return True
+    # Functions of tensors are built in. torch's functions that load files are not, except this one.
+    is_function_of_tensors = module == "torch" or getattr(nn.functional, value.__name__, None) is value
+    return is_function_of_tensors and inspect.isbuiltin(value) and value.__name__ != "from_file"

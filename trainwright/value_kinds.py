@@ -30,7 +30,7 @@ def is_collection(value: object) -> TypeGuard[MetricCollection]:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Return whether a value is a DTensor, of which each rank holds a part."""
+    """Return whether a value is a DTensor, which is divided over the ranks."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
 

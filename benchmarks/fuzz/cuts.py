@@ -48,7 +48,7 @@ class Cut(Exception):
 class Cutter(tw.Callback):
     """Ends the run at the n-th call of a hook, after all other callbacks."""
 
-    runs_last = True
+    priority = -10
 
     def __init__(self, cut: str) -> None:
         self.way, hook, call = cut.split()
@@ -111,7 +111,7 @@ def script(config: Config, found: list[str]) -> str:
         does = "raise KeyError" if way == "exception" else f"os.kill(os.getpid(), signal.{way})"
         lines += [
             "    class Cut(tw.Callback):",
-            f"        runs_last, left = True, {call}",
+            f"        priority, left = -10, {call}",
             f"        def {hook}(self, trainer, *_):",
             "            self.left -= not trainer.sanity_checking",
             f"            if self.left == 0: {does}",

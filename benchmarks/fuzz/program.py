@@ -224,7 +224,7 @@ def _callbacks(c: Config) -> list[str]:
     if c["own_save"]:
         lines += [
             "class Save(tw.Callback):",
-            "    runs_last = True",
+            "    priority = -10",
             f"    def {c['own_save']}(self, trainer, *_):",
             "        if not trainer.sanity_checking:",
             '            trainer.save_checkpoint(f"{self.folder}/own/{trainer.global_step}.ckpt", overwrite=True)',

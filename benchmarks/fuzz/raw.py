@@ -91,6 +91,8 @@ def on_ranks(config: Config) -> Config:
         settled["overflow"] = None
     if config["strategy"] != "ddp":
         settled["copies"] = False  # a model that an engine holds is copied by tw.gather_module
+    if config["strategy"].startswith("deepspeed"):
+        settled |= {"models": 1, "contexts": "one", "every": 1}  # DeepSpeed trains one optimizer
     return settled
 
 

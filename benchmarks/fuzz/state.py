@@ -130,13 +130,23 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x[:, :1] - x[:, 1:2].square()), batch_size=4 // processes(), shuffle=True)
 
 
+def accepting(config: Config) -> Any:
+    """Return the strategy, which accepts the optimizers that step each element independently and are not torch's."""
+    strategy, is_elementwise = config["strategy"], config["optimizer"].startswith(("PlainState", "ScheduleFree"))
+    if is_elementwise and strategy == "fsdp":
+        return tw.FSDPStrategy(elementwise=True)
+    if is_elementwise and strategy.startswith("deepspeed"):
+        return tw.DeepSpeedStrategy(stage=int(strategy[-1]), elementwise=True)
+    return strategy
+
+
 def run(config: Config, path: Path, epochs: int, resume: Path | None = None) -> list[float | None]:
     """Train under the configuration's strategy, or on one process, save, and return the rates at the end."""
     is_sparse = config["optimizer"] == "SparseAdam"
     module = (SparseNet if is_sparse else Net)(config)
     with refusals(module):
         trainer = bare_trainer(
-            strategy=config["strategy"] if processes() > 1 else "single_device",
+            strategy=accepting(config) if processes() > 1 else "single_device",
             precision=config["precision"],
             max_epochs=epochs,
             accumulate_grad_batches=1 if is_sparse else 2,

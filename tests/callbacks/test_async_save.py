@@ -1,4 +1,4 @@
-"""ModelCheckpoint(async_save=True): it keeps what a blocking one keeps, and lets nothing go before the new one is there."""
+"""ModelCheckpoint(async_save=True) keeps the same checkpoints as a blocking one, and removes none before the new one exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainwright.checkpoint.reader import open_checkpoint
 
 
 class Scored(Classifier):
-    """Logs a given score each epoch."""
+    """Logs a given score every epoch."""
 
     def __init__(self, scores: list[float]) -> None:
         super().__init__(dropout=0.2)
@@ -93,20 +93,20 @@ def test_a_run_goes_on_from_one(tmp_path: Path) -> None:
 
 
 def settle(trainer: tw.Trainer) -> None:
-    """Let the save in flight end, committed or failed; nobody is told."""
+    """Let the save in flight end, committed or failed, without a report."""
     if trainer.engine.writer.in_flight is not None:
         assert trainer.engine.writer.in_flight.wait(deadline(20))
 
 
 class Settles(tw.Callback):
-    """Lets each save commit before the next batch."""
+    """Lets every save commit before the next batch."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         settle(trainer)
 
 
 def test_the_checkpoint_of_a_resume_goes_at_a_later_one(tmp_path: Path) -> None:
-    """A run of 11 steps, and two that go on to 22 and 33 steps; each saves every third step."""
+    """A run of 11 steps, and two that continue to 22 and 33 steps. All save every third step."""
     for epochs, kept in ((1, [9]), (2, [9, 21]), (3, [21, 33])):
         callback = tw.ModelCheckpoint(tmp_path, every_n_train_steps=3, async_save=True, filename="{step}")
         trainer = trainer_of(Settles(), callback, epochs=epochs)
@@ -137,7 +137,7 @@ class Watched(tw.Callback):
 
 
 def test_nothing_goes_before_the_new_one_is_there(tmp_path: Path) -> None:
-    """Saves after steps 3, 6 and 9 of 11; the second is held up until step 7."""
+    """Saves after steps 3, 6 and 9 of 11, the second of which is delayed until step 7."""
     watched = Watched(tmp_path, 6, 7)
     callback = tw.ModelCheckpoint(f"held://{tmp_path}", every_n_train_steps=3, async_save=True, filename="{step}")
     with held(is_shut=False):
@@ -161,7 +161,7 @@ class Fills(tw.Callback):
 
 @pytest.mark.parametrize("first_bad", [4, 8])
 def test_a_failed_save_leaves_what_was_kept(tmp_path: Path, first_bad: int) -> None:
-    """The save after step 6 fails, which the one after step 9 says; or that after step 9, which the end says."""
+    """The save after step 6 fails and the next save reports it, or the save after step 9 fails and the end reports it."""
     callback = tw.ModelCheckpoint(f"held://{tmp_path}", every_n_train_steps=3, async_save=True, filename="{step}")
     trainer = trainer_of(Fills(first_bad), callback)
     kept, bad = (3, 6) if first_bad == 4 else (6, 9)
@@ -176,7 +176,7 @@ def test_a_failed_save_leaves_what_was_kept(tmp_path: Path, first_bad: int) -> N
 
 
 class StopsAfterAFailure(Fills):
-    """Lets a save fail; then there is room again, and a signal stops the run."""
+    """Lets a save fail. Then there is room again, and a signal stops the run."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, module, batch, batch_idx)
@@ -210,7 +210,7 @@ def test_an_error_elsewhere_lets_it_commit(tmp_path: Path) -> None:
 
 
 def test_saves_of_ones_own(tmp_path: Path) -> None:
-    """Within a window it waits for the window's end; a hook's changes are in it; what comes next waits for it."""
+    """Within a window a save waits for the window's end. It has a hook's changes, and later saves wait for it."""
     said = []
 
     class Saves(tw.Callback):
@@ -269,7 +269,7 @@ class Cramped(tw.Callback):
 
 def two_ranks(folder: Path) -> dict[str, Any]:
     said: dict[str, Any] = {}
-    # Rank 1 alone cannot write the save after step 4.
+    # Only rank 1 cannot write the save after step 4.
     place = folder / "cramped"
     for ending in (6, 5):  # the save after step 6 says so, or the end of fit
         cramped = Cramped(3)
@@ -283,7 +283,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
             said[str(ending)] = [str(error), trainer.global_step, callback.best_model_path]
         if trainer.global_rank == 1:
             cramped.limit.__exit__(None, None, None)
-    # In a loop of one's own.
+    # In a raw loop.
     accelerator = tw.Accelerator(cpu=ON_HOST, devices=2)
     net = torch.nn.Linear(8, 3)
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
@@ -299,7 +299,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     return said
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_ranks_keep_the_same_checkpoints_in_async_saves(tmp_path: Path) -> None:
     results = run_job(two_ranks, 2, tmp_path)
     for ending, at_step in ((6, 6), (5, 5)):
         folder = tmp_path / "cramped" / str(ending)
@@ -348,7 +348,7 @@ tw.Trainer(devices=2, max_epochs=2, callbacks=[Ends(), callback], **settings).fi
 
 @pytest.mark.slow
 def test_a_rank_that_fails_while_a_save_is_in_flight(tmp_path: Path) -> None:
-    """Where both ranks live the save commits; where one is killed the other leaves, and the checkpoint before is there."""
+    """If both ranks live the save commits. If one is killed the other leaves, and the previous checkpoint exists."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     started = {

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: what takes the name of another, and what is kept while there is no finite metric to judge by."""
+"""ModelCheckpoint: checkpoints that take the name of another, and the kept ones while no metric is finite."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAN = math.nan
 
 
 class Scored(Classifier):
-    """Logs a given score each epoch."""
+    """Logs a given score every epoch."""
 
     def __init__(self, scores: list[float]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def run(folder: Path, scores: list[float], ckpt_path: str | None = None, **kwarg
 
 
 def found(folder: Path) -> dict[str, int]:
-    """Return the checkpoints of a folder with the epochs they have seen; there is nothing else in it."""
+    """Return the checkpoints of a folder with their numbers of epochs. There is nothing else in it."""
     entries = {Path(entry.path).name: entry.epoch + 1 for entry in find_checkpoints(str(folder))}
     assert {*entries, "last.ckpt"} == {*os.listdir(folder), "last.ckpt"}
     return entries
@@ -59,13 +59,13 @@ def found(folder: Path) -> dict[str, int]:
 
 def test_the_newest_is_kept_while_the_metric_is_not_finite(tmp_path: Path) -> None:
     scores = [NAN, math.inf, NAN]
-    with pytest.warns(UserWarning, match=r"monitors 'score', which is nan, not finite; .* the newest") as caught:
+    with pytest.warns(UserWarning, match=r"monitors 'score', which is nan, not finite\. .* the newest") as caught:
         callback = run(tmp_path, scores)
     assert len(caught) == 1
     assert found(tmp_path) == {"epoch=2-step=33.ckpt": 3}
     assert (callback.best_model_path, callback.best_k_models, callback.best_model_score) == ("", {}, None)
     assert callback.last_model_path == f"{tmp_path}/epoch=2-step=33.ckpt"
-    # A resumed run knows it; it stays for the run which goes on from it, and its like of that run goes.
+    # A resumed run knows it. It stays for the run that resumes from it, and that run removes its counterpart.
     with pytest.warns(UserWarning, match="not finite"):
         callback = run(tmp_path, [*scores, NAN, 2.0, NAN, 3.0], "last")
     assert found(tmp_path) == {"epoch=2-step=33.ckpt": 3, "epoch=4-step=55.ckpt": 5}
@@ -96,12 +96,12 @@ def test_saves_before_the_metrics_of_a_name_are_there(tmp_path: Path) -> None:
     assert sorted(found(tmp_path)) == ["step=11-score=1.0-other=7.ckpt"]
 
 
-# -- the name of the one that goes ---------------------------------------------------------------------------------------
+# -- the name of a removed checkpoint ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saves", [1, 2, 3, 4])
 def test_one_name_for_all_is_the_plain_one(tmp_path: Path, saves: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it was saved; at each moment a complete checkpoint is there."""
+    """However often it was saved, a complete checkpoint exists at every moment."""
     seen = []
 
     def watched(place: str, path: str) -> None:
@@ -115,14 +115,14 @@ def test_one_name_for_all_is_the_plain_one(tmp_path: Path, saves: int, monkeypat
     path = f"{tmp_path}/best.ckpt"
     assert callback.best_model_path == callback.last_model_path == callback.kth_best_model_path == path
     assert list(callback.best_k_models) == [path]
-    # A resumed run finds it, and leaves it alone.
+    # A resumed run finds it, and does not touch it.
     again = run(tmp_path, [*[0.0] * saves, -9.0, -10.0, -11.0], "last", filename="best")
     assert found(tmp_path) == {"best-v1.ckpt": saves + 3, "best.ckpt": saves}
     assert again.best_model_path == f"{tmp_path}/best-v1.ckpt"
     assert again.best_model_score == -11.0
 
 
-def test_each_of_several_keeps_its_name(tmp_path: Path) -> None:
+def test_kept_checkpoints_keep_their_names(tmp_path: Path) -> None:
     callback = run(tmp_path, [3.0, 2.0, 4.0, 1.0, 0.0, 5.0], filename="best", save_top_k=2, save_last=True)
     assert found(tmp_path) == {"best-v1.ckpt": 5, "best.ckpt": 4, "epoch=5-step=66.ckpt": 6}
     assert callback.last_model_path == f"{tmp_path}/epoch=5-step=66.ckpt"
@@ -140,8 +140,8 @@ def test_the_checkpoint_of_another_run_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old_one_is_gone", [True, False])
-def test_a_run_that_was_killed_before_the_renaming(tmp_path: Path, old_one_is_gone: bool) -> None:
-    """The newest checkpoint has the place where it was written, and knows of a path that is not its own."""
+def test_run_that_was_killed_before_the_renaming_is_resumed(tmp_path: Path, old_one_is_gone: bool) -> None:
+    """The newest checkpoint is still where it was written, and its state names its final path."""
 
     class Killed(BaseException):
         pass
@@ -163,8 +163,8 @@ def test_a_run_that_was_killed_before_the_renaming(tmp_path: Path, old_one_is_go
     assert callback.best_model_path == callback.last_model_path == entry.path
 
 
-def test_what_goes_for_a_newer_one(tmp_path: Path) -> None:
-    """Complete checkpoints of ours alone, once the newer one is whole, and not the one that the run was resumed from."""
+def test_newer_checkpoint_replaces_older_ones(tmp_path: Path) -> None:
+    """Only our complete checkpoints go, once the newer one is complete, and the resume source stays."""
     for name in ("old", "source", "damaged", "new"):
         run(tmp_path, [1.0], filename=name)
     elsewhere = run(tmp_path / "elsewhere", [1.0]).best_model_path
@@ -172,7 +172,7 @@ def test_what_goes_for_a_newer_one(tmp_path: Path) -> None:
     (tmp_path / "theirs.ckpt").mkdir()
     (tmp_path / "damaged.ckpt" / "manifest.json").write_text("{}")
     trainer = tw.Trainer(**QUIET)
-    trainer.run.trained.resumed_from(f"{tmp_path}/source.ckpt")
+    trainer.run.update_trained(resume_source=f"{tmp_path}/source.ckpt")
     paths = [f"{tmp_path}/{name}.ckpt" for name in ("old", "source", "damaged", "link", "theirs", "new")]
     manifest = tmp_path / "new.ckpt" / "manifest.json"
     manifest.rename(tmp_path / "kept.json")
@@ -238,7 +238,7 @@ def test_a_place_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None:
     for damaged in (whole[:-20], b""):
         manifest.write_bytes(damaged)
         with pytest.raises(
-            tw.CheckpointError, match=r"best-v1\.ckpt is not a complete checkpoint, so .*best\.ckpt is kept"
+            tw.CheckpointError, match=r"best-v1\.ckpt is not a complete checkpoint, so .*best\.ckpt is not replaced"
         ):
             replace_checkpoint(place, path)
         assert is_checkpoint(path)
@@ -267,7 +267,7 @@ def test_one_that_cannot_be_removed_ends_no_run(
 
 
 def test_what_is_left_of_a_replaced_one_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name is free by then; on a network file system a file that somebody reads may stay for long."""
+    """Its name is free by then. On a network file system a file that somebody reads may stay for long."""
 
     def busy(files: Any, path: str) -> None:
         raise OSError(16, "Device or resource busy", path)
@@ -322,7 +322,7 @@ def test_a_source_that_a_link_leads_to_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", ["real", "link"])
 def test_a_folder_that_a_link_leads_to_is_the_same(tmp_path: Path, first: str) -> None:
-    """A run that goes on through it keeps its best ones, judges by them, and removes what they make room for."""
+    """A run that resumes through it keeps its best checkpoints, compares with them, and removes the replaced ones."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     other = "link" if first == "real" else "real"
@@ -336,7 +336,7 @@ def test_a_folder_that_a_link_leads_to_is_the_same(tmp_path: Path, first: str) -
 
 
 def test_a_name_that_is_spelled_in_two_ways_is_kept(tmp_path: Path) -> None:
-    """What a run has replaced through the link is no other checkpoint, which a later run would have to remove."""
+    """A checkpoint that a run replaced through the link is not another one that a later run would have to remove."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     scores = [3.0, 1.0, 2.0, 5.0, 4.0]
@@ -353,7 +353,7 @@ def test_a_name_that_is_spelled_in_two_ways_is_kept(tmp_path: Path) -> None:
 
 def two_ranks(folder: Path) -> list[Any]:
     class RankScored(Classifier):
-        """Rank 1's scores are finite, and always better; rank 0's are not finite at first."""
+        """Rank 1's scores are finite, and always better. Rank 0's are not finite at first."""
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -370,7 +370,7 @@ def two_ranks(folder: Path) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("trainwright.callbacks.checkpoint_policy.warn", lambda text, **kwargs: said.append(text))
             trainer.fit(RankScored(), make_loader())
-        assert is_checkpoint(callback.last_model_path)  # on each rank, once the fit is over
+        assert is_checkpoint(callback.last_model_path)  # on every rank, after the fit
         said.append(callback.state_dict())
     return said
 

@@ -1,4 +1,4 @@
-"""A checkpoint never gives its place to weights that are not finite, and what may hold such values by design is saved."""
+"""Weights that are not finite never replace a checkpoint, and tensors that may be infinite by design are saved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVING: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "limit_train_ba
 
 
 class Changes(tw.Callback):
-    """Writes a value into a tensor of the module at given steps; None makes all of it a new module's."""
+    """Writes a value into a tensor of the module at given steps. None takes all values of a new module."""
 
     def __init__(self, name: str, values: dict[int, float | None]) -> None:
         self.name, self.values = name, values

@@ -78,13 +78,13 @@ def check(found: Any) -> None:
     assert found["logged"]["val_report/dog/recall"] == pytest.approx(table["dog"]["recall"])
 
 
-def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_equals_scikit_learn_on_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(tmp_path)
     check(found)
     assert found["texts"]["test"] in capsys.readouterr().out
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_report_counts_every_sample_once_on_two_ranks(tmp_path: Path) -> None:
     first, second = run_job(report, 2, tmp_path)
     assert (first["tables"], first["texts"]) == (second["tables"], second["texts"])
     check(first)
@@ -120,7 +120,7 @@ def test_a_picture_goes_to_loggers_that_take_one() -> None:
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == NAMES
 
 
-def test_what_is_refused() -> None:
+def test_report_rejects_wrong_settings() -> None:
     class Returns(Classifier):
         output: Any = None
 
@@ -153,7 +153,7 @@ def test_what_is_refused() -> None:
 
 
 class Given(Classifier):
-    """Its steps return what they are given."""
+    """Its steps return their batches."""
 
     def __init__(self, predictions: Any = None, targets: Any = None) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def report_of(predictions: Any, targets: Any, **options: Any) -> tw.Classificati
     return report
 
 
-def test_labels_of_narrow_types() -> None:
+def test_labels_may_have_narrow_types() -> None:
     labels = torch.arange(20, dtype=torch.uint8)
     scores = report_of(labels, labels, num_classes=21).scores["test"]
     assert scores.as_dict()["macro avg"]["f1-score"] == 1.0  # class 20 does not occur
@@ -193,7 +193,7 @@ def test_labels_of_narrow_types() -> None:
     ],
     ids=["one column", "probabilities", "float targets", "one-hot", "pictures"],
 )
-def test_other_kinds_are_refused(predictions: Any, targets: Any, given: str) -> None:
+def test_other_kinds_of_scores_are_rejected(predictions: Any, targets: Any, given: str) -> None:
     with pytest.raises(TypeError, match=given + r".*expected class numbers .* Turn one probability"):
         report_of(predictions, targets)
 
@@ -203,7 +203,7 @@ def test_scores_that_are_nan_are_refused() -> None:
         report_of(torch.tensor([[0.0, torch.nan]]), torch.tensor([0]))
 
 
-def test_a_test_without_samples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_test_without_samples_has_no_scores(capsys: pytest.CaptureFixture[str]) -> None:
     nothing = torch.zeros(0).long()
     assert report_of(nothing, nothing).scores == {}
     assert "test: no samples" in capsys.readouterr().out
@@ -220,6 +220,6 @@ def test_scores_of_an_earlier_call_are_not_shown_again(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("name", ["accuracy", "macro avg", "weighted avg"])
-def test_names_of_rows(name: str) -> None:
+def test_class_names_must_differ_from_rows(name: str) -> None:
     with pytest.raises(ValueError, match=f"class_names has '{name}', the name of another row"):
         tw.ClassificationReport(["cat", name])

@@ -1,4 +1,4 @@
-"""What a callback takes from a checkpoint right after its setup lasts until the training begins."""
+"""State that a callback loads from a checkpoint right after its setup lasts until the training begins."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def fit(*callbacks: tw.Callback, **settings: Any) -> tw.Trainer:
     return trainer
 
 
-def test_early_stopping() -> None:
+def test_early_stopping_keeps_a_state_that_is_loaded_early() -> None:
     state = {**EarlyStopping("val_loss").state_dict(), "wait_count": 2, "best_score": 0.0}
     callback = loaded(EarlyStopping, state, "val_loss", patience=3)
     assert fit(callback).current_epoch == 1
     assert callback.wait_count == 3
 
 
-def test_timer() -> None:
+def test_timer_keeps_a_state_that_is_loaded_early() -> None:
     callback = loaded(Timer, {"time_elapsed": {"train": 5000.0}}, {"hours": 1})
     assert fit(callback).global_step == 0
     assert 5000.0 <= callback.time_elapsed() < 5060.0
 
 
-def test_model_checkpoint(tmp_path: Path) -> None:
+def test_model_checkpoint_keeps_a_state_that_is_loaded_early(tmp_path: Path) -> None:
     earlier = tw.ModelCheckpoint(str(tmp_path), monitor="val_loss")
     fit(earlier, enable_checkpointing=True, max_epochs=1)
     state = {**earlier.state_dict(), "best_k_models": {earlier.best_model_path: -1.0}}
@@ -57,7 +57,7 @@ def test_model_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [Path(earlier.best_model_path).name]
 
 
-def test_what_is_kept_of_learning_rates(tmp_path: Path) -> None:
+def test_rates_that_setup_has_loaded_continue(tmp_path: Path) -> None:
     class Keeps(LearningRateMonitor):
         """Lets a resumed run go on with the rates of the run before."""
 

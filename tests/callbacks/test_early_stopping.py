@@ -1,4 +1,4 @@
-"""EarlyStopping: what ends a run, when it looks, and that a resumed run ends where the other one would."""
+"""EarlyStopping: why and when it ends a run, and a resumed run ends at the same step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.callbacks.early_stopping import EarlyStopping, EarlyStoppingRea
 
 
 class Scored(Classifier):
-    """Logs a given score in each validation, and another at each training epoch's end."""
+    """Logs a given score in every validation, and another at the end of every training epoch."""
 
     def __init__(self, scores: list[float], train_scores: list[float] | None = None) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def run(
         ({"patience": 9}, [3.0, 2.0], 8, "NOT_STOPPED", 2.0),
     ],
 )
-def test_what_ends_a_run(
+def test_early_stopping_ends_a_run(
     kwargs: dict[str, Any], scores: list[float], checks: int, reason: str, best: float, capsys: Any
 ) -> None:
     callback = EarlyStopping("score", verbose=True, **kwargs)
@@ -134,7 +134,7 @@ def test_a_resumed_run_stops_where_the_other_one_does(tmp_path: Path) -> None:
     trainer = run(callback, scores, tw.ModelCheckpoint(str(tmp_path), save_top_k=-1), ckpt_path="last", **settings)
     assert trainer.current_epoch == 4
     assert (callback.wait_count, callback.best_score.item(), callback.stopped_epoch) == (3, 3.0, 3)
-    # The checkpoint of the end knows that the run was stopped; a new fit counts anew.
+    # The checkpoint of the end knows that the run was stopped. A new fit starts to count again.
     again = EarlyStopping("score", patience=3)
     again.load_state_dict(callback.state_dict())
     assert again.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
@@ -143,7 +143,7 @@ def test_a_resumed_run_stops_where_the_other_one_does(tmp_path: Path) -> None:
     assert (again.wait_count, again.stopping_reason) == (0, EarlyStoppingReason.NOT_STOPPED)
 
 
-def test_a_metric_that_is_missing(recwarn: pytest.WarningsRecorder) -> None:
+def test_missing_metric_raises_or_is_skipped(recwarn: pytest.WarningsRecorder) -> None:
     with pytest.raises(ValueError, match=r"EarlyStopping follows 'other', which was not logged; there are .*score"):
         run(EarlyStopping("other"), [1.0])
     with pytest.warns(UserWarning, match="monitors 'other', which was not logged; the check is skipped") as caught:
@@ -166,14 +166,14 @@ def test_nothing_is_checked_in_a_trial_run() -> None:
         ({"monitor": None}, TypeError, "the name of a metric"),
     ],
 )
-def test_refusals(kwargs: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_early_stopping_rejects_wrong_settings(kwargs: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         EarlyStopping(**{"monitor": "score", **kwargs})
 
 
 def two_ranks(folder: Path) -> dict[str, Any]:
     class RankScored(Classifier):
-        """Its step values are each rank's own: rank 0 stops getting better, rank 1 does not."""
+        """Its step values differ by rank: rank 0 stops getting better, rank 1 does not."""
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -203,7 +203,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
 
 
 def test_two_ranks_stop_together(tmp_path: Path) -> None:
-    """By what rank 0 has, also where a metric was logged on one rank alone."""
+    """Rank 0's value decides, also if only one rank has logged the metric."""
     first, second = run_job(two_ranks, 2, tmp_path)
     assert (first.pop("warned"), second.pop("warned")) == (1, 0)
     assert first == second

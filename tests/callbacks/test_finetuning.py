@@ -1,4 +1,4 @@
-"""BaseFinetuning and BackboneFinetuning: what trains when, and that a resumed run ends as the uninterrupted one."""
+"""BaseFinetuning and BackboneFinetuning: which layers train when, and a resumed run equals the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def groups(trainer: tw.Trainer) -> list[tuple[float, int]]:
     return [(round(group["lr"], 6), len(group["params"])) for group in trainer.optimizers[0].param_groups]
 
 
-def test_what_trains() -> None:
+def test_finetuning_trains_the_unfrozen_layers() -> None:
     frozen = Pretrained().backbone.state_dict()
     trainer, module = fit(Unfreezes, max_epochs=1)
     assert groups(trainer) == [(0.1, 4)]
@@ -99,7 +99,7 @@ def test_a_resumed_run_ends_the_same(tmp_path: Path, make: Any) -> None:
         assert all(torch.equal(value, module.state_dict()[name]) for name, value in whole.state_dict().items()), step
 
 
-def test_what_is_refused() -> None:
+def test_finetuning_rejects_wrong_modules_and_strategies() -> None:
     class Adds(BaseFinetuning):
         pass
 
@@ -133,7 +133,7 @@ def _whole(value: Any) -> Tensor:
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path: Path) -> None:
+def test_resumed_finetuning_is_bitwise_equal_on_two_ranks(tmp_path: Path) -> None:
     first, second = run_job(two_ranks, 2, tmp_path)
     for name in ("ddp", "fsdp"):
         assert all(torch.equal(value, first[f"{name} resumed"][key]) for key, value in first[name].items()), name
@@ -235,7 +235,7 @@ def fit_backbone(module: Any, *callbacks: tw.Callback, epochs: int = 4) -> list[
     return [[round(group["lr"], 6) for group in each.param_groups] for each in trainer.optimizers]
 
 
-def test_only_groups_that_were_added_get_the_backbones_rate() -> None:
+def test_only_added_groups_get_the_backbones_rate() -> None:
     class All(Pretrained):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([{"params": self.backbone.parameters()}, {"params": self.net.parameters()}], lr=0.1)

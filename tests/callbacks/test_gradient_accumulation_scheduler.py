@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: the window of each epoch, and what it refuses."""
+"""GradientAccumulationScheduler: the windows of the epochs, and rejected settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumu
 
 
 class Steps(tw.Callback):
-    """Keeps the number of steps at each epoch's end."""
+    """Keeps the number of steps at every epoch's end."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -28,7 +28,7 @@ def run(epochs: int, *callbacks: tw.Callback, ckpt_path: str | None = None, **se
     return trainer
 
 
-def test_the_window_of_each_epoch(tmp_path: Path) -> None:
+def test_every_epoch_has_its_window(tmp_path: Path) -> None:
     """11 batches an epoch: 11 steps, then 3 of windows of 4, then 6 of windows of 2."""
     schedule, steps = GradientAccumulationScheduler({1: 4, 3: 2}), Steps()
     checkpoint = tw.ModelCheckpoint(str(tmp_path), save_top_k=-1)
@@ -45,7 +45,7 @@ def test_the_window_of_each_epoch(tmp_path: Path) -> None:
     assert_equal(weights(fixed.lightning_module), weights(scheduled.lightning_module))
 
 
-def test_refusals() -> None:
+def test_accumulation_scheduler_rejects_wrong_settings() -> None:
     for scheduling, error, match in (
         ({}, TypeError, "pass a dict of epoch and number of batches"),
         ([4], TypeError, "pass a dict of epoch and number of batches"),
@@ -78,7 +78,7 @@ def test_what_it_says_of_itself() -> None:
 def test_a_number_that_is_no_window_is_refused(batches: Any) -> None:
     trainer = tw.Trainer(**QUIET)
     with pytest.raises(
-        ValueError, match=f"trainer.accumulate_grad_batches={batches} is not accepted; set it to an integer"
+        ValueError, match=f"trainer.accumulate_grad_batches={batches} is not accepted. Set it to an integer"
     ):
         trainer.accumulate_grad_batches = batches
     assert trainer.accumulate_grad_batches == 1

@@ -8,7 +8,7 @@ import pytest
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.callbacks.lambda_callback import HOOKS, LambdaCallback
+from trainwright.callbacks.base import HOOKS, LambdaCallback
 from trainwright.module import is_overridden
 
 
@@ -31,7 +31,7 @@ def test_every_hook_may_be_given() -> None:
     assert {"setup", "teardown", "on_exception", "on_save_checkpoint", "on_predict_batch_end"} <= set(HOOKS)
 
 
-def test_refusals() -> None:
+def test_lambda_callback_rejects_unknown_hooks() -> None:
     with pytest.raises(
         TypeError, match=r"'on_train_batch_stop', which is not a hook; .* Did you mean 'on_train_batch_st"
     ):

@@ -74,7 +74,7 @@ def test_a_link_of_another_name_goes(tmp_path: Path) -> None:
 
 
 def test_a_link_stays_in_its_folder(tmp_path: Path) -> None:
-    """A run that goes on elsewhere leaves the link there; one that goes on through a symbolic link has one."""
+    """A run that resumes elsewhere keeps the link there. A run that resumes through a symbolic link has one."""
     source = fit(tw.ModelCheckpoint(tmp_path / "first", save_last=True)).checkpoint_callback.last_model_path
     fit(tw.ModelCheckpoint(tmp_path / "second", save_last=True), 3, ckpt_path=source)
     assert pointed(f"{tmp_path}/first/last.ckpt") == source
@@ -91,7 +91,7 @@ def test_what_is_no_link_stays(tmp_path: Path) -> None:
     assert pointed(f"{tmp_path}/last-v1.ckpt") == f"{tmp_path}/epoch=1-step={2 * BATCHES}.ckpt"
 
 
-def test_links_by_hand(tmp_path: Path) -> None:
+def test_links_that_users_make_are_followed(tmp_path: Path) -> None:
     link = f"{tmp_path}/last.ckpt"
     assert not is_last_link(link)
     remove_link(link)
@@ -101,7 +101,7 @@ def test_links_by_hand(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["last.ckpt"]
     remove_link(link)
     assert os.listdir(tmp_path) == []
-    os.symlink("/elsewhere/a.ckpt", link)  # the user's own
+    os.symlink("/elsewhere/a.ckpt", link)  # a user's link
     assert (pointed(link), is_last_link(link)) == (link, False)
     remove_link(link)
     assert os.path.islink(link)
@@ -168,7 +168,7 @@ def test_a_link_leads_into_a_folder_of_the_name(tmp_path: Path) -> None:
     assert not is_last_link(str(tmp_path / "away.ckpt"))
 
 
-def test_a_checkpoint_with_the_name_of_the_link(tmp_path: Path) -> None:
+def test_link_does_not_replace_a_checkpoint_of_its_name(tmp_path: Path) -> None:
     fit(tw.ModelCheckpoint(tmp_path, filename="last", save_last=True))
     links = {name for name in os.listdir(tmp_path) if is_last_link(str(tmp_path / name))}
     assert len(links) == 1
@@ -179,7 +179,7 @@ def test_a_checkpoint_with_the_name_of_the_link(tmp_path: Path) -> None:
 def test_a_link_follows_a_background_save_at_once(tmp_path: Path) -> None:
     class Waits(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.trainer.global_step == 4:  # the save has begun; the link follows at the end of this batch
+            if self.trainer.global_step == 4:  # the save has begun, and the link follows at the end of this batch
                 self.trainer.engine.finish_save()
             elif self.trainer.global_step == 5:
                 self.led_to = pointed(str(tmp_path / "last.ckpt"))

@@ -58,7 +58,7 @@ def rows(callback: LearningRateMonitor, module: tw.Module, **settings: Any) -> l
     return memory.rows
 
 
-def test_epoch_and_step_rows() -> None:
+def test_monitor_writes_epoch_and_step_rows() -> None:
     def by_epoch(parameters: Any) -> Any:
         optimizer = AdamW(parameters, lr=1.0)
         return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
@@ -80,13 +80,13 @@ def test_epoch_and_step_rows() -> None:
     ]
     assert [row[0] for row in rows(LearningRateMonitor("step"), Tuned(by_epoch))] == [3, 7, 11, 15, 19]
     assert rows(LearningRateMonitor("step"), Tuned(by_epoch), log_every_n_steps=0) == []
-    # 6 windows of 2 batches an epoch, the last one shorter; each step is logged once.
+    # 6 windows of 2 batches an epoch, the last one shorter. Every step is logged once.
     module = Tuned(lambda parameters: SGD(parameters, lr=1.0))
     settings = {"accumulate_grad_batches": 2, "log_every_n_steps": 1}
     assert [row[0] for row in rows(LearningRateMonitor("step"), module, **settings)] == list(range(12))
 
 
-def test_names() -> None:
+def test_rows_are_named_by_optimizer_and_group() -> None:
     def groups(parameters: Any) -> Any:
         return SGD(
             [{"params": parameters[:1]}, {"params": parameters[1:], "name": "rest", "lr": 0.5}], lr=0.1, momentum=0.9
@@ -118,7 +118,7 @@ def test_names() -> None:
     assert values == {"epoch": 0, "lr-Adam": 0.2, "lr-Adam-1": 0.1, "lr-SGD": 0.3}
 
 
-def test_refusals() -> None:
+def test_learning_rate_monitor_rejects_wrong_settings() -> None:
     with pytest.raises(ValueError, match="choose from step, epoch"):
         LearningRateMonitor("batch")
     with pytest.raises(ValueError, match="but logger=False"):
@@ -158,7 +158,7 @@ def test_a_run_that_goes_on_within_an_epoch_writes_its_row_once(tmp_path: Path) 
     whole = run(tmp_path / "whole", max_epochs=3)
     assert (
         len(whole.splitlines()) == 32
-    )  # with the columns, three epochs' beginnings, validations and ends, and two rows of each third step
+    )  # with the columns, three epochs' beginnings, validations and ends, and two rows of every third step
     run(tmp_path / "part", max_epochs=3, max_steps=15)
     assert run(tmp_path / "part", "last", max_epochs=3) == whole
 
@@ -184,7 +184,7 @@ def test_a_run_that_a_signal_ends_at_an_epochs_start_writes_its_row_once(tmp_pat
     assert [row[column] for row in rows[1:] if row[column]] == ["0.05"] * 2
 
 
-def test_two_of_unlike_settings_in_one_run() -> None:
+def test_two_monitors_with_different_settings_work_in_one_run() -> None:
     callbacks = [LearningRateMonitor("step"), LearningRateMonitor("epoch", log_momentum=True)]
     trainer = tw.Trainer(max_epochs=1, callbacks=callbacks, **{**QUIET, "logger": Memory()})
     trainer.fit(Classifier(), make_loader(8))

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: what it keeps, under which name, and what it never deletes."""
+"""ModelCheckpoint: the kept checkpoints and their names, and files that it never deletes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainwright.checkpoint.discovery import latest_checkpoint
 
 
 class Scored(Classifier):
-    """Logs a given score each epoch."""
+    """Logs a given score every epoch."""
 
     def __init__(self, scores: list[float]) -> None:
         super().__init__()
@@ -58,7 +58,9 @@ def names(folder: Path) -> list[str]:
         ({"save_top_k": -1, "every_n_epochs": 2}, [1, 3], 3),
     ],
 )
-def test_what_is_kept(tmp_path: Path, kwargs: dict[str, Any], kept: list[int], best: int | None) -> None:
+def test_model_checkpoint_keeps_the_best(
+    tmp_path: Path, kwargs: dict[str, Any], kept: list[int], best: int | None
+) -> None:
     callback = run(tmp_path / "kept", [3.0, 5.0, 1.0, 2.0, 4.0], **kwargs)
     expected = [f"epoch={epoch}-step={11 * (epoch + 1)}.ckpt" for epoch in kept]
     assert (names(tmp_path / "kept") if kept else []) == expected
@@ -74,7 +76,7 @@ def test_a_score_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
 
 
 def test_a_training_metric_scores_the_epoch_that_logs_it(tmp_path: Path) -> None:
-    """It is logged every second epoch; the epochs between do not take its value for theirs, also in a resumed run."""
+    """It is logged every second epoch. The epochs between do not use its value, also in a resumed run."""
 
     class Sometimes(Classifier):
         def on_train_epoch_end(self) -> None:
@@ -102,7 +104,7 @@ def test_a_resumed_run_keeps_judging_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("move", [shutil.copytree, shutil.move])
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_a_moved_folder_keeps_what_it_kept(tmp_path: Path, move: Any, weights_only: bool) -> None:
-    """The best and the scores are those of a run in one place; the best of the first folder stays there."""
+    """The best checkpoints and scores equal those in one folder. The best of the first folder stays there."""
 
     def fit(folder: Path, scores: list[float], **kwargs: Any) -> dict[str, float]:
         best = tw.ModelCheckpoint(folder, "best-{epoch}", "val/score", save_top_k=2, save_weights_only=weights_only)
@@ -133,7 +135,7 @@ def test_a_folder_of_another_run_is_no_moved_one(tmp_path: Path) -> None:
     assert kept == {"first/epoch=0-step=11.ckpt": 1.0, "second/epoch=2-step=33.ckpt": 2.0}
 
 
-def test_names_and_versions(tmp_path: Path) -> None:
+def test_taken_names_get_versions(tmp_path: Path) -> None:
     kwargs = {"filename": "{epoch}-{val/score:.2f}", "save_top_k": -1}
     run(tmp_path, [0.5], **kwargs)
     run(tmp_path, [0.5], **kwargs)
@@ -162,7 +164,7 @@ def test_a_step_value_can_be_followed(tmp_path: Path) -> None:
 
 
 def test_each_fit_keeps_its_own(tmp_path: Path) -> None:
-    """The second module is worse, but it is the one that was trained; the files of the first stay."""
+    """The second module is worse, but it was trained last. The files of the first stay."""
     callback = tw.ModelCheckpoint(str(tmp_path), monitor="val/score", save_last=True)
     trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
     trainer.fit(Scored([1.0]), make_loader(), make_loader(4))
@@ -175,7 +177,7 @@ def test_each_fit_keeps_its_own(tmp_path: Path) -> None:
     trained = weights(second)
     trainer.validate(second, make_loader(4), ckpt_path="best", verbose=False)
     assert_equal(weights(second), trained)
-    # A fit that goes on keeps what it goes on from; one that is refused before it begins changes nothing.
+    # A resumed fit keeps its source. A fit that is rejected before it begins changes nothing.
     with pytest.warns(UserWarning, match="lr of group 0 of optimizer 0 is 0.5 there and 0.05 here"):
         trainer.fit(Scored([1.0]), make_loader(), make_loader(4), ckpt_path="last")
     assert callback.best_model_score == 2.0
@@ -223,7 +225,7 @@ def test_a_failed_save_is_told_and_the_kept_ones_stay(tmp_path: Path) -> None:
         ({"filename": "{epoch"}, "a brace without its pair"),
     ],
 )
-def test_refusals(kwargs: dict[str, Any], match: str) -> None:
+def test_model_checkpoint_rejects_wrong_settings(kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         tw.ModelCheckpoint(**kwargs)
 
@@ -285,7 +287,7 @@ def test_of_two_runs_in_one_folder_the_newer_is_the_last(tmp_path: Path) -> None
 
 
 def train(callback: tw.ModelCheckpoint | None, *more: tw.Callback, **kwargs: Any) -> tw.Trainer:
-    """Train a module with dropout; its batches are shuffled, 11 of them an epoch."""
+    """Train a module with dropout on 11 shuffled batches an epoch."""
     tw.seed_everything(3)
     module, collate = kwargs.pop("module", Classifier), kwargs.pop("collate_fn", None)
     ckpt_path, has_validation = kwargs.pop("ckpt_path", None), kwargs.pop("has_validation", False)
@@ -301,8 +303,8 @@ def end(trainer: tw.Trainer) -> dict[str, Tensor]:
     return weights(trainer.lightning_module)
 
 
-def test_every_n_train_steps(tmp_path: Path) -> None:
-    """A run that goes on from any of them ends as the one that was never stopped."""
+def test_checkpoint_saves_every_n_train_steps(tmp_path: Path) -> None:
+    """A run resumed from any of them equals the uninterrupted run."""
     callback = tw.ModelCheckpoint(str(tmp_path), save_top_k=-1, every_n_train_steps=5)
     whole = end(train(callback))
     steps = (5, 10, 15, 20, 25, 30)
@@ -326,15 +328,15 @@ def test_a_save_holds_what_the_modules_own_hook_did(tmp_path: Path) -> None:
     assert again.lightning_module.seen == 11
 
 
-def test_every_n_train_steps_of_windows(tmp_path: Path) -> None:
-    """Windows of 4 batches: 3 steps an epoch, each of them saved once."""
+def test_checkpoint_counts_the_steps_of_windows(tmp_path: Path) -> None:
+    """Windows of 4 batches: 3 steps an epoch, all saved once."""
     callback = tw.ModelCheckpoint(str(tmp_path), save_top_k=-1, every_n_train_steps=2)
     train(callback, accumulate_grad_batches=4)
     assert names(tmp_path) == [f"epoch={epoch}-step={step}.ckpt" for epoch, step in ((0, 2), (1, 4), (1, 6), (2, 8))]
 
 
-def test_every_n_train_steps_of_two_optimizers(tmp_path: Path) -> None:
-    """One step in the first batch and two in each other: the number of steps is odd after every batch."""
+def test_checkpoint_counts_the_steps_of_two_optimizers(tmp_path: Path) -> None:
+    """One step in the first batch and two in the others: the number of steps is odd after every batch."""
 
     class Two(Classifier):
         automatic_optimization = False
@@ -359,7 +361,7 @@ def test_every_n_train_steps_of_two_optimizers(tmp_path: Path) -> None:
 
 
 def test_a_step_save_before_the_metric_is_there(tmp_path: Path) -> None:
-    """Until the first validation nothing can be judged; that validation is what the save waits for."""
+    """Before the first validation there is no score, so the save waits for that validation."""
     callback = tw.ModelCheckpoint(str(tmp_path), monitor="val_loss", save_last=True, every_n_train_steps=8)
     with pytest.warns(UserWarning, match="monitors 'val_loss', which was not logged yet") as caught:
         train(callback, has_validation=True, max_epochs=1)
@@ -370,7 +372,7 @@ def test_a_step_save_before_the_metric_is_there(tmp_path: Path) -> None:
     assert callback.last_model_path == f"{tmp_path}/epoch=1-step=22.ckpt"
 
 
-def test_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_saves_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("trainwright.callbacks.model_checkpoint.time", clock)
 
@@ -383,7 +385,7 @@ def test_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(tmp_path) == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"]
 
 
-def test_after_each_validation_within_an_epoch(tmp_path: Path) -> None:
+def test_checkpoint_saves_after_validations_within_an_epoch(tmp_path: Path) -> None:
     """Of 11 batches an epoch two validations, or three: the one at the epoch's end is saved with it."""
     ends = ((0, 11), (1, 22))
     within = ((0, 5), (0, 10), (1, 16), (1, 21))
@@ -426,7 +428,7 @@ def test_epochs_without_validation_are_not_saved(tmp_path: Path) -> None:
         assert names(tmp_path / folder) == [f"epoch={epoch}-step={11 * (epoch + 1)}.ckpt" for epoch in epochs]
 
 
-def test_switched_off(tmp_path: Path) -> None:
+def test_checkpoint_can_be_switched_off(tmp_path: Path) -> None:
     for kwargs in ({"every_n_epochs": 0}, {"every_n_train_steps": 0}):
         callback = tw.ModelCheckpoint(str(tmp_path / "none"), **kwargs)
         train(callback, max_epochs=1)
@@ -455,7 +457,7 @@ class Fails(tw.Callback):
 
 
 def failing_collate(batch: int, error: BaseException) -> Any:
-    """Return what makes a batch of samples, and fails at the given one of the second epoch, as broken data do."""
+    """Return a collate function that fails at the given batch of the second epoch, as broken data do."""
     made: list[int] = []
 
     def collate(samples: Any) -> Any:
@@ -552,7 +554,7 @@ def test_one_name_for_all_replaces_the_one_before(tmp_path: Path) -> None:
     trainer = tw.Trainer(max_epochs=4, **QUIET)
     trainer.fit(Scored([3.0, 5.0, 1.0, 4.0]), make_loader(), make_loader(4), ckpt_path=callback.best_model_path)
     assert trainer.global_step == 44
-    # The one that is still the best, or that the run was resumed from, is not replaced.
+    # The best checkpoint and the resume source are not replaced.
     callback = run(tmp_path / "last", [3.0, 1.0, 4.0], save_last=True, **kwargs)
     assert names(tmp_path / "last") == ["best.ckpt", "epoch=2-step=33.ckpt"]
     assert callback.best_model_path == f"{tmp_path}/last/best.ckpt"
@@ -577,7 +579,7 @@ def test_values_are_tensors_and_come_back(tmp_path: Path) -> None:
     assert again.kth_best_model_path == callback.kth_best_model_path
 
 
-def test_format_checkpoint_name() -> None:
+def test_format_checkpoint_name_fills_the_template() -> None:
     values = {"epoch": 2, "step": 7, "val/loss": torch.tensor(0.5)}
     callback = tw.ModelCheckpoint("runs/", "{epoch:02d}-{val/loss:.2f}")
     assert callback.format_checkpoint_name(values) == f"{Path.cwd()}/runs/epoch=02-val_loss=0.50.ckpt"
@@ -585,7 +587,7 @@ def test_format_checkpoint_name() -> None:
     assert tw.ModelCheckpoint(filename="fixed").format_checkpoint_name(values) == "fixed.ckpt"
 
 
-def test_lightnings_order_of_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_arguments_have_lightnings_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     callback = tw.ModelCheckpoint(
         tmp_path, "{epoch}", "val/score", True, "link", 2, False, True, "max", False, 0, None, 1
     )

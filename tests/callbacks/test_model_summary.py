@@ -47,7 +47,7 @@ def test_the_table_counts_parameters(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[-1][:5] == ["159", "parameters,", "42", "of", "them"]
 
 
-def test_depth() -> None:
+def test_summary_shows_children_to_a_depth() -> None:
     module = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(1, 1))))
     assert [len(summarize(module, depth).splitlines()) for depth in (0, 1, 2, 3, -1)] == [1, 3, 4, 5, 5]
     for depth in (-2, 1.5):

@@ -43,7 +43,7 @@ def fit(callback: tw.Callback, module: tw.Module | None = None, **settings: Any)
 # -- ThroughputMonitor -----------------------------------------------------------------------------------------------
 
 
-def test_throughput() -> None:
+def test_throughput_is_logged() -> None:
     monitor = tw.ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: batch[0].numel(), available_flops=1e12)
     rows = fit(monitor, max_epochs=2).with_name("train/device")
     assert [step for step, _ in rows] == list(range(3, 22, 2))
@@ -51,14 +51,14 @@ def test_throughput() -> None:
         rate = row["train/device/batches_per_sec"]
         assert row["train/device/samples_per_sec"] == pytest.approx(4 * rate)
         assert row["train/device/items_per_sec"] == pytest.approx(32 * rate)
-        # 2 x 4 samples x (8 x 13 + 13 x 3): the forward; the first layer's backward is once more, the second's twice.
+        # 2 x 4 samples x (8 x 13 + 13 x 3): the forward. The first layer's backward is once more, the second's twice.
         assert row["train/device/flops_per_sec"] == pytest.approx(2 * 4 * (2 * 8 * 13 + 3 * 13 * 3) * rate)
         assert row["train/device/mfu"] == pytest.approx(row["train/device/flops_per_sec"] / 1e12)
         assert row["train/samples_per_sec"] == row["train/device/samples_per_sec"]
         assert 0.0 <= row["train/data_wait"] <= 1.0
 
 
-def test_throughput_with_given_flops() -> None:
+def test_throughput_uses_given_flops() -> None:
     class Known(Classifier):
         flops_per_batch = 10.0
 
@@ -68,7 +68,7 @@ def test_throughput_with_given_flops() -> None:
     assert not fit(tw.ThroughputMonitor(lambda batch: 1, flops_per_batch=0)).with_name("flops")
 
 
-def test_throughput_of_what_is_wrong() -> None:
+def test_throughput_rejects_wrong_settings() -> None:
     with pytest.raises(TypeError, match="pass functions"):
         tw.ThroughputMonitor(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs 2 rows or more"):
@@ -77,7 +77,7 @@ def test_throughput_of_what_is_wrong() -> None:
         fit(tw.ThroughputMonitor(len), logger=False)
 
 
-def test_rows_of_windows_of_batches() -> None:
+def test_throughput_writes_rows_of_windows_of_batches() -> None:
     both = [tw.ThroughputMonitor(len), tw.DeviceStatsMonitor(cpu_stats=True)]
     memory = Memory()
     settings = {**QUIET, "logger": memory, "max_epochs": 1, "log_every_n_steps": 1}
@@ -125,7 +125,7 @@ def test_saving_is_no_wait_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )
-def test_peaks_of_devices(monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None) -> None:
+def test_peaks_of_devices_are_known(monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None) -> None:
     device = SimpleNamespace(get_device_name=lambda device: name)
     monkeypatch.setattr(torch, "get_device_module", lambda device: device_module)
     device_module = device
@@ -148,7 +148,7 @@ def test_flops_are_those_of_a_whole_batch() -> None:
     assert row["train/device/flops_per_sec"] == pytest.approx(wanted)
 
 
-def test_flops_of_a_method_and_a_step_that_empties_its_batch() -> None:
+def test_flops_come_from_a_method_if_a_step_empties_its_batch() -> None:
     class Pops(Classifier):
         def flops_per_batch(self) -> float:
             return 10.0
@@ -166,7 +166,7 @@ def test_flops_of_a_method_and_a_step_that_empties_its_batch() -> None:
     assert row["train/samples_per_sec"] == pytest.approx(4 * row["train/device/batches_per_sec"])
 
 
-def test_samples_of_a_step_that_pulls_its_batches() -> None:
+def test_samples_of_a_step_that_pulls_its_batches_are_counted() -> None:
     class Pulls(Classifier):
         def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
             return super().training_step(next(dataloader_iter)[0], 0)
@@ -178,7 +178,7 @@ def test_samples_of_a_step_that_pulls_its_batches() -> None:
 # -- DeviceStatsMonitor ----------------------------------------------------------------------------------------------
 
 
-def test_statistics_of_the_processor() -> None:
+def test_statistics_of_the_processor_are_logged() -> None:
     rows = fit(tw.DeviceStatsMonitor(cpu_stats=True)).with_name("DeviceStatsMonitor")
     assert [step for step, _ in rows] == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9]
     assert {f"DeviceStatsMonitor.on_train_batch_start/{name}" for name in ("cpu_percent", "cpu_vm_percent")} < set(
@@ -241,7 +241,7 @@ def test_a_spike_ends_the_run(tmp_path: Path, options: dict[str, Any], value: fl
         with pytest.raises(TrainingSpikeException, match="The loss of batch 7 in epoch 0 is") as error:
             fit(SpikeDetection(**options, exclude_batches_path=path), Jumps(value))
         assert error.value.batch_idx == 7
-        assert json.loads(path.read_text()) == [7]  # each index once
+        assert json.loads(path.read_text()) == [7]  # every index once
 
 
 @pytest.mark.parametrize(
@@ -254,12 +254,12 @@ def test_a_spike_ends_the_run(tmp_path: Path, options: dict[str, Any], value: fl
         ({}, 9.0, 0),
     ],
 )
-def test_what_is_no_spike(tmp_path: Path, options: dict[str, Any], value: float, at: int) -> None:
+def test_some_changes_are_no_spike(tmp_path: Path, options: dict[str, Any], value: float, at: int) -> None:
     fit(SpikeDetection(**options, exclude_batches_path=tmp_path / "skipped.json"), Jumps(value, at))
     assert os.listdir(tmp_path) == []
 
 
-def test_losses_that_are_nan_from_the_first_on(tmp_path: Path) -> None:
+def test_loss_that_is_nan_from_the_first_batch_raises(tmp_path: Path) -> None:
     path = tmp_path / "skipped.json"
     with pytest.raises(TrainingSpikeException, match="batch 3 in epoch 0 is nan, and no batch had a finite one"):
         fit(SpikeDetection(warmup=3, exclude_batches_path=path), NeverFinite())
@@ -284,7 +284,7 @@ def test_a_damaged_file_hides_no_spike(tmp_path: Path, text: str, said: str, kep
     assert path.read_text() == kept
 
 
-def test_arguments_of_spikes() -> None:
+def test_spike_detection_rejects_wrong_settings() -> None:
     for options, message in (
         ({"mode": "mean"}, "choose from min, max"),
         ({"window": 0}, "window=0 is not accepted"),
@@ -323,7 +323,7 @@ def two_ranks(folder: Path) -> Any:
     return None
 
 
-@pytest.mark.slow  # the job of a failed rank waits for the others' own errors
+@pytest.mark.slow  # the job of a failed rank waits for the errors of the others
 def test_all_ranks_end_at_a_spike_of_one(tmp_path: Path) -> None:
     first, second = run_job(two_ranks, 2, tmp_path)
     assert first[:2] == second[:2] == (3, "The loss of batch 3 in epoch 0 is 5, where the last 3 batches had 1.")

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
 
-SAMPLES = 21  # in batches of 4: two ranks have three batches each, the last of which has one sample
+SAMPLES = 21  # in batches of 4: both ranks have three batches, the last of which has one sample
 
 
 class Forward(tw.Module):
@@ -42,7 +42,7 @@ class Pulling(One):
 
 
 class Taking(tw.BasePredictionWriter):
-    """Keeps what it is given."""
+    """Keeps its arguments."""
 
     def __init__(self, write_interval: str) -> None:
         super().__init__(write_interval)
@@ -153,14 +153,14 @@ def check_files(found: dict[str, Any]) -> None:
     assert "holds the predictions of another run" in found["refused"]
 
 
-def test_one_process(tmp_path: Path) -> None:
+def test_writer_stores_every_sample_once_on_one_process(tmp_path: Path) -> None:
     check([job(tmp_path)])
     assert len(list((tmp_path / "plain").glob("*.safetensors"))) == 1
     assert len(list((tmp_path / "small").glob("*.safetensors"))) == 6
     assert taken(numbers(), "batch", Pulling())["batches"][0][1] is None
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_writer_stores_every_sample_once_on_two_ranks(tmp_path: Path) -> None:
     check(run_job(job, 2, tmp_path))
     assert len(list((tmp_path / "plain").glob("*.safetensors"))) == 2
 
@@ -185,7 +185,7 @@ def test_a_run_that_was_cut_off_leaves_no_predictions_and_may_be_repeated(tmp_pa
     assert len(manifest["loaders"][0]["files"]) == 1
 
 
-def test_wrong_uses(tmp_path: Path) -> None:
+def test_wrong_uses_of_a_prediction_writer_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="write_interval='step' is unknown; choose from batch, epoch, batch_and_epoch"):
         tw.BasePredictionWriter("step")
     with pytest.raises(ValueError, match="file_megabytes=0 is not accepted; pass a number above 0"):

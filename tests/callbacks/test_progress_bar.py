@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 import trainwright as tw
-from trainwright.callers import warn
+from trainwright.rank_zero import warn
 
 SETTINGS = {**QUIET, "enable_progress_bar": True}
 
@@ -41,7 +41,7 @@ class Shown(Classifier):
         self.log("val_shown", 2.0, prog_bar=True)
 
 
-def test_one_plain_line_an_epoch_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bar_writes_one_plain_line_an_epoch_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     tw.Trainer(max_epochs=2, **SETTINGS).fit(Shown(), make_loader(), make_loader())
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" in ")[0] for line in lines] == ["epoch 0: 11/11 batches", "epoch 1: 11/11 batches"]
@@ -54,7 +54,7 @@ def test_a_package_that_imports_ipykernel_makes_no_notebook(capsys: pytest.Captu
     assert capsys.readouterr().err.startswith("epoch 0: 2/2 batches")
 
 
-def test_lines_within_a_long_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bar_writes_lines_within_a_long_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(line_seconds=0.0)], **SETTINGS)
     trainer.fit(Shown(), make_loader())
     lines = capsys.readouterr().err.splitlines()
@@ -62,7 +62,7 @@ def test_lines_within_a_long_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "shown 0.1235" in lines[4]
 
 
-def test_a_bar_in_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_is_live_in_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     trainer = tw.Trainer(max_epochs=2, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
     trainer.fit(Shown(), make_loader(), make_loader())
@@ -80,7 +80,7 @@ def test_a_terminal_that_has_no_size_shows_bars(monkeypatch: pytest.MonkeyPatch)
         trainer = tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
         trainer.fit(Shown(), make_loader(8))
         shown = b""
-        while b"Epoch 0: 100%" not in shown:  # the terminal hands on what was written in its own time
+        while b"Epoch 0: 100%" not in shown:  # the terminal forwards the output with a delay
             assert select.select([leader], [], [], 60.0)[0], shown
             shown += os.read(leader, 1 << 16)
     os.close(leader)
@@ -106,7 +106,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Own(tw.TQDMProgressBar):
-    """Has a bar of its own at each stage, and notes which."""
+    """Makes a bar for every stage, and records which."""
 
     def __init__(self, leave: bool) -> None:
         super().__init__(refresh_seconds=0.0, leave=leave)
@@ -136,8 +136,10 @@ class Own(tw.TQDMProgressBar):
 
 
 @pytest.mark.parametrize("leave", [False, True])
-def test_bars_of_a_subclass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, leave: bool) -> None:
-    """What `init_train_tqdm` and the others return is what is shown, with the callback's counts and metrics."""
+def test_subclass_makes_other_bars(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, leave: bool
+) -> None:
+    """The results of `init_train_tqdm` and the others are shown, with the callback's counts and metrics."""
     terminal(monkeypatch)
     bar = Own(leave)
     trainer = tw.Trainer(max_epochs=2, callbacks=[bar], **SETTINGS)
@@ -156,7 +158,7 @@ def test_bars_of_a_subclass(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "4/4" in shown.out
 
 
-def test_a_format_of_the_class(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_sets_the_format(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     class Short(tw.TQDMProgressBar):
         BAR_FORMAT = "({desc} {n_fmt})"
 
@@ -166,7 +168,7 @@ def test_a_format_of_the_class(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 class Reached(tw.TQDMProgressBar):
-    """Reaches its bars from hooks, and notes what each is."""
+    """Reaches its bars from hooks, and records their classes."""
 
     def __init__(self) -> None:
         super().__init__(refresh_seconds=0.0)
@@ -206,7 +208,7 @@ class Reached(tw.TQDMProgressBar):
 
 
 @pytest.mark.parametrize("is_live", [True, False])
-def test_the_bars_that_hooks_of_a_subclass_reach(
+def test_bars_are_available_in_hooks_of_a_subclass(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_live: bool
 ) -> None:
     if is_live:
@@ -239,7 +241,7 @@ def test_the_bars_that_hooks_of_a_subclass_reach(
     assert ("epoch 0: 11/11 batches" in shown) is not is_live
 
 
-def test_a_subclass_that_returns_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subclass_must_return_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     class Without(tw.TQDMProgressBar):
         def init_train_tqdm(self) -> Any:
             return None
@@ -293,7 +295,7 @@ def test_a_stream_that_max_steps_ends_has_a_total(
 
 
 def test_messages_appear_above_the_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each begins on an empty line: the bar is erased before it, and drawn again after it."""
+    """They begin on an empty line: the bar is erased before it, and drawn again after it."""
 
     class Warns(Shown):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -318,7 +320,7 @@ def test_messages_appear_above_the_bar(capsys: pytest.CaptureFixture[str], monke
         assert not frames[at - 1].strip()
 
 
-def test_bars_of_several_loaders_and_of_prediction(
+def test_bars_show_several_loaders_and_predictions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal(monkeypatch)
@@ -334,7 +336,7 @@ def test_bars_of_several_loaders_and_of_prediction(
     assert "4/4" in shown
 
 
-def test_a_bar_without_a_known_length(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_works_without_a_known_length(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     terminal(monkeypatch)
     trainer = tw.Trainer(max_epochs=2, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
     trainer.fit(Shown(), torch.utils.data.DataLoader(Streamed(), batch_size=4))
@@ -360,7 +362,9 @@ def test_a_resumed_bar_goes_on_where_it_was(
     assert not any(f" {count}/11" in shown for count in range(7))
 
 
-def test_its_own_metrics_and_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subclass_shows_other_metrics_and_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Bar(tw.TQDMProgressBar):
         def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
             self.print("a line above")
@@ -412,7 +416,7 @@ def test_nothing_is_shown_when_it_is_switched_off(capsys: pytest.CaptureFixture[
         tw.TQDMProgressBar(-1)
 
 
-def test_lines_of_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluations_write_lines(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = tw.Trainer(callbacks=[tw.TQDMProgressBar(line_seconds=0.0)], **SETTINGS)
     trainer.test(Shown(), make_loader(8))
     trainer.predict(Predictor(), make_loader(8))
@@ -434,6 +438,6 @@ def test_a_bar_is_copied_without_its_terminal(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_bar_that_the_trainer_is_to_leave_out() -> None:
     with pytest.raises(
-        ValueError, match="enable_progress_bar=False, but callbacks= holds a TQDMProgressBar; leave out"
+        ValueError, match=r"enable_progress_bar=False, but callbacks= holds a TQDMProgressBar. Leave out"
     ):
         tw.Trainer(callbacks=[tw.TQDMProgressBar()], enable_progress_bar=False)

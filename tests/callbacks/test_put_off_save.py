@@ -18,12 +18,12 @@ class Killed(Exception):
 
 
 class DiesBeforeItsSave(tw.ModelCheckpoint):
-    """Ends the run between the save of another callback and its own, at the same step."""
+    """Ends the run between the saves of another callback and of this one, at the same step."""
 
-    def _save(self, trainer: Any) -> None:
+    def on_save_point(self, trainer: Any, module: Any) -> None:
         if trainer.global_step == KILLED_AT and trainer.resume_source is None:
             raise Killed
-        super()._save(trainer)
+        super().on_save_point(trainer, module)
 
 
 def run(folder: Path, second: type[tw.ModelCheckpoint], ckpt_path: str | None = None) -> Any:

@@ -45,7 +45,7 @@ class Shown(Classifier):
 
 
 class Terminal:
-    """A pseudo-terminal for stdout and stderr, what was written to it, and the lines that it shows."""
+    """A pseudo-terminal for stdout and stderr, the text written to it, and the lines that it shows."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
         monkeypatch.setenv("TERM", "xterm")
@@ -106,7 +106,7 @@ def in_terminal(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any], column
     return shown
 
 
-def test_bars_in_a_terminal_with_prints_and_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prints_and_logs_appear_above_the_bars_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Speaks(Shown):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 5:
@@ -145,7 +145,7 @@ def test_bars_in_a_terminal_with_prints_and_logs(monkeypatch: pytest.MonkeyPatch
     assert "\x1b[?25l" not in shown  # the cursor is never hidden: a killed run could not show it again
 
 
-def test_the_speed_of_a_loop_that_is_over_at_its_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_that_ends_at_its_first_update_shows_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         bar = tw.RichProgressBar(refresh_seconds=1e3)
         tw.Trainer(callbacks=[bar], **SETTINGS).test(Shown(), make_loader(8), verbose=False)
@@ -161,7 +161,7 @@ class Streamed(torch.utils.data.IterableDataset[Any]):
         return iter([make_data(12)[index] for index in range(12)])
 
 
-def test_epochs_that_are_kept_and_totals_that_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_keep_epochs_and_show_unknown_totals(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         bar = tw.RichProgressBar(
             leave=True, theme=RichProgressBarTheme(metrics_format=".1f", metrics_text_delimiter=" | ")
@@ -208,7 +208,7 @@ def test_it_prints_to_a_file_what_tqdm_does(
     assert lines[0] == lines[1]
 
 
-def test_columns_and_metrics_of_a_subclass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subclass_sets_columns_and_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.progress import TextColumn
 
     class Own(tw.RichProgressBar):
@@ -249,7 +249,7 @@ def test_a_bar_of_ones_own_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     bar.reset_dataloader_idx_tracker()
     trainer.test(Shown(), make_loader(4), verbose=False)
     trainer.predict(Shown(), make_loader(4))
-    assert totals == [2, 2, 3, 2, 1, 1]  # the sanity check takes two batches of each
+    assert totals == [2, 2, 3, 2, 1, 1]  # the sanity check takes two batches of every loader
     assert capsys.readouterr().out == "50% {'shown': 0.123456}\n100% {'shown': 0.123456}\n"
     bar.disable()
     assert bar.is_disabled
@@ -259,7 +259,7 @@ def test_a_bar_of_ones_own_is_short(capsys: pytest.CaptureFixture[str]) -> None:
         tw.Trainer(max_epochs=1, callbacks=[bar, tw.RichProgressBar()], **SETTINGS).fit(Shown(), make_loader(8))
 
 
-def test_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rich_rejects_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="refresh_rate=-1 is not accepted"):
         tw.RichProgressBar(-1)
     with pytest.raises(TypeError, match="expected a RichProgressBarTheme"):
@@ -316,7 +316,7 @@ def test_rank_0_alone_shows_them(tmp_path: Path) -> None:
     assert second == {"bar": "", "summary": "", "is_enabled": False}
 
 
-def test_the_table_of_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rich_summary_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     module = Classifier()
     module.a_name_that_is_longer_than_a_line_of_a_file_has_columns_since_it_was_generated_by_a_program = (
         torch.nn.Identity()
@@ -345,9 +345,9 @@ print("printed")
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_bars_in_a_notebook() -> None:
+def test_bars_are_live_in_a_notebook() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the clients' own
+        warnings.simplefilter("ignore")  # warnings of the clients
         import nbformat
         from notebook_client import run_notebook
 

@@ -1,4 +1,4 @@
-"""RunReport: what the page of a run holds, for each way in which one ends, and that no run depends on it."""
+"""RunReport: the contents of the page for every way in which a run ends, and no run depends on it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.callbacks import run_report, work_tree
-from trainwright.callbacks.work_tree import describe_work_tree
+from trainwright.callbacks import run_facts, run_report
+from trainwright.callbacks.run_facts import describe_work_tree
 from trainwright.errors import RunStopped
 
 FOLDER = "version_0"
@@ -107,7 +107,7 @@ def test_what_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("name", ["advanced", "pytorch"])
-def test_tables_of_other_profilers(tmp_path: Path, name: str) -> None:
+def test_report_has_the_tables_of_other_profilers(tmp_path: Path, name: str) -> None:
     kinds = {"advanced": tw.AdvancedProfiler, "pytorch": tw.PyTorchProfiler}
     options = {"schedule": None, "export_to_chrome": False} if name == "pytorch" else {}  # which records until the end
     profiler = kinds[name](dirpath=tmp_path / "profiles", **options)
@@ -126,7 +126,7 @@ def test_no_part_of_a_page_runs_what_a_name_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("command")
-def test_a_run_that_fails(tmp_path: Path) -> None:
+def test_report_shows_the_error_of_a_failed_run(tmp_path: Path) -> None:
     module = Scored()
     module.error = ValueError(f"{ODD}\nsecret-token of http://me:pass@host")
     trainer = trainer_in(tmp_path)
@@ -164,11 +164,11 @@ def test_a_run_that_ends_with_nan_is_not_shown_as_finished(tmp_path: Path) -> No
 
 
 def test_scores_of_a_test_and_a_validation_are_added_to_the_report(tmp_path: Path) -> None:
-    class Tested(Scored):
+    class Scores(Scored):
         def test_step(self, batch: Any, batch_idx: int) -> None:
             self.log("score", self.score)
 
-    module = Tested()
+    module = Scores()
     trainer = trainer_in(tmp_path)
     trainer.fit(module, make_loader(), make_loader(8))
     trainer.validate(module, make_loader(8), verbose=False)
@@ -185,7 +185,7 @@ def test_scores_of_a_test_and_a_validation_are_added_to_the_report(tmp_path: Pat
 @pytest.mark.parametrize(
     ("error", "number"), [(KeyboardInterrupt(), 0), (None, signal.SIGTERM)], ids=["ctrl-c", "signal"]
 )
-def test_a_run_that_is_stopped_and_resumed(tmp_path: Path, error: BaseException | None, number: int) -> None:
+def test_stopped_and_resumed_run_has_a_report(tmp_path: Path, error: BaseException | None, number: int) -> None:
     module = Scored()
     module.error, module.number = error, number
     trainer = trainer_in(tmp_path, callbacks=tw.ModelCheckpoint(every_n_train_steps=2), max_epochs=1)
@@ -208,7 +208,7 @@ def test_a_run_that_is_stopped_and_resumed(tmp_path: Path, error: BaseException 
     assert trainer.callbacks[-2].path == again.callbacks[-2].path == f"{tmp_path}/{FOLDER}/report.html"
 
 
-def test_what_writes_none(tmp_path: Path) -> None:
+def test_some_runs_write_no_report(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path / "tested")
     trainer.validate(Scored(), make_loader(), verbose=False)
     trainer.test(Scored(), make_loader(), verbose=False)
@@ -230,7 +230,7 @@ def test_what_writes_none(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "refused") == []
 
 
-def test_the_switch(tmp_path: Path) -> None:
+def test_enable_report_switches_the_report(tmp_path: Path) -> None:
     def count(**options: Any) -> int:
         callbacks = tw.Trainer(**{**QUIET, "logger": True, **options}).callbacks
         return sum(isinstance(each, tw.RunReport) for each in callbacks)
@@ -238,7 +238,7 @@ def test_the_switch(tmp_path: Path) -> None:
     assert [count(), count(enable_report=True), count(enable_report=False), count(logger=False)] == [1, 1, 0, 0]
     assert [count(fast_dev_run=True), count(callbacks=tw.RunReport()), count(logger=tw.Logger())] == [0, 1, 0]
     assert count(logger=[tw.Logger(), tw.TensorBoardLogger(tmp_path)]) == 1
-    with pytest.raises(ValueError, match=r"enable_report=False, but callbacks= holds a RunReport; leave out one"):
+    with pytest.raises(ValueError, match=r"enable_report=False, but callbacks= holds a RunReport. Leave out one"):
         count(callbacks=tw.RunReport(), enable_report=False)
     with pytest.raises(ValueError, match=r"enable_report='no': expected True, False or None"):
         count(enable_report="no")
@@ -248,7 +248,7 @@ def test_the_switch(tmp_path: Path) -> None:
         assert count(logger=False, enable_report=True) == 1
 
 
-def test_of_a_tensorboard_logger(tmp_path: Path) -> None:
+def test_report_reads_a_tensorboard_logger(tmp_path: Path) -> None:
     logger = tw.TensorBoardLogger(tmp_path, name=None, sub_dir="board")
     trainer_in(tmp_path, logger=logger).fit(Scored(), make_loader(), make_loader(8))
     page = page_in(tmp_path, f"{FOLDER}/board")
@@ -260,7 +260,7 @@ def test_of_a_tensorboard_logger(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("report.html"))) == 2
 
 
-def test_of_a_run_in_memory() -> None:
+def test_report_may_be_in_memory() -> None:
     trainer = trainer_in(Path("x"), logger=tw.CSVLogger("memory://reports", name="run"), enable_checkpointing=False)
     trainer.fit(Scored(), make_loader())
     import fsspec
@@ -278,7 +278,7 @@ def refuses(path: str, flags: Any, *_: Any, **__: Any) -> Any:
 
 
 def test_training_is_never_lost_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each failure is one warning; the rest of the report is there if it can be."""
+    """Every failure is one warning, and the rest of the report exists if possible."""
 
     def fitted(name: str, match: str) -> Path:
         trainer = trainer_in(tmp_path / name, max_epochs=1)
@@ -312,8 +312,8 @@ def test_training_is_never_lost_for_it(tmp_path: Path, monkeypatch: pytest.Monke
     assert "The part 'Curves' cannot be made" in page.text
     assert page.facts()["width"] == "8"
     with monkeypatch.context() as patch:
-        patch.setattr(run_report, "describe_devices", fails)
-        patch.setattr(run_report, "read_record", fails)
+        patch.setattr(run_facts, "describe_devices", fails)
+        patch.setattr(run_facts, "find_record", fails)
         folder = fitted("parts", r"the part 'Time' cannot be made .*; the part 'Environment' cannot be made")
         assert (folder / "report.html").exists()
 
@@ -328,12 +328,12 @@ def test_training_is_never_lost_for_it(tmp_path: Path, monkeypatch: pytest.Monke
         trainer_in(tmp_path, logger=logger, callbacks=Missing()).fit(Scored(), make_loader())
 
 
-def test_files_of_others_and_folders_that_are_gone(tmp_path: Path) -> None:
+def test_report_keeps_foreign_files_and_creates_no_folder(tmp_path: Path) -> None:
     class Takes(tw.Callback):
         def on_train_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
             Path(f"{trainer.log_dir}/report.html").write_text("mine")
 
-    with pytest.warns(UserWarning, match=r"report\.html is not a report of a run and is left alone; move it away"):
+    with pytest.warns(UserWarning, match=r"report\.html is not a report of a run and stays as it is; move it away"):
         trainer_in(tmp_path, callbacks=Takes()).fit(Scored(), make_loader())
     assert (tmp_path / FOLDER / "report.html").read_text() == "mine"
 
@@ -347,7 +347,7 @@ def test_files_of_others_and_folders_that_are_gone(tmp_path: Path) -> None:
     assert "report.html" not in os.listdir(tmp_path / "moved")
 
 
-def test_many_metrics_and_long_texts(tmp_path: Path) -> None:
+def test_number_of_metrics_and_length_of_texts_are_limited(tmp_path: Path) -> None:
     class Many(Classifier):
         def __init__(self, words: Any = ("x" * 5_000,), numbers: Any = None) -> None:
             super().__init__()
@@ -370,7 +370,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_names_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.write_text("one\n")
     assert describe_work_tree(script, time.time()) == []
@@ -382,7 +382,7 @@ def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     rows = dict(describe_work_tree(script, began))
     assert (len(rows["git commit"]), rows["branch"], rows["files that differ from it"]) == (40, "mine", "none")
     script.write_text("one\ntwo\n")
-    # What is committed during the run is not what it began with.
+    # A commit during the run is not the commit of its start.
     monkeypatch.setenv("GIT_COMMITTER_DATE", f"@{int(began) + 60} +0000")
     git(tmp_path, "commit", "--quiet", "--all", "--message", "second")
     again = dict(describe_work_tree(script, began))
@@ -392,13 +392,13 @@ def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert describe_work_tree(script, began) == []  # without git
 
 
-def test_git_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_git_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "git").write_text('#!/bin/sh\ncase "$*" in *diff*) exec sleep 600;; *) echo abc;; esac\n')
     (tmp_path / "git").chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(work_tree, "LONGEST_SECONDS", 0.5)
+    monkeypatch.setattr(run_facts, "LONGEST_SECONDS", 0.5)
     rows = dict(describe_work_tree(tmp_path / "train.py", time.time()))
-    assert rows["files that differ from it"] == "unknown: git did not say it within 0.5 seconds"
+    assert rows["files that differ from it"] == "unknown: git did not answer within 0.5 seconds"
 
 
 def fit_on_ranks(folder: Path) -> dict[str, Any]:
@@ -414,7 +414,7 @@ def fit_on_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_one_rank_writes_the_report_of_two(tmp_path: Path) -> None:
     results = run_job(fit_on_ranks, 2, tmp_path)
     page = page_in(tmp_path / "whole")
     facts = page.facts()

@@ -18,7 +18,7 @@ EPOCHS, START = 6, 3
 
 
 class Normed(Classifier):
-    """Its batch norm is behind a layer that trains; one of a frozen part keeps its statistics."""
+    """Its batch norm is behind a layer that trains. A batch norm of a frozen part keeps its statistics."""
 
     def __init__(self, decays: bool = False) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def fit(average: tw.Callback, *others: tw.Callback, decays: bool = False, **opti
     return trainer, module
 
 
-def test_numbers_of_torch() -> None:
+def test_stochastic_average_equals_torchs() -> None:
     """A loop by hand, with torch's AveragedModel, SWALR and update_bn."""
     module = Normed()
     optimizer = torch.optim.SGD(module.net.parameters(), lr=0.1, momentum=0.9)
@@ -98,7 +98,7 @@ def test_when_it_begins(decays: bool) -> None:
 
 
 @pytest.mark.parametrize(("step", "decays"), [(8, True), (14, False), (14, True), (24, True)])
-def test_a_resumed_run_ends_as_one(tmp_path: Path, decays: bool, step: int) -> None:
+def test_resumed_run_has_the_same_stochastic_average(tmp_path: Path, decays: bool, step: int) -> None:
     saving = tw.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=step, save_top_k=-1)
     _, whole = fit(swa(), saving, decays=decays, enable_checkpointing=True)
     path = tmp_path / f"step={step}.ckpt"
@@ -107,7 +107,7 @@ def test_a_resumed_run_ends_as_one(tmp_path: Path, decays: bool, step: int) -> N
     assert open_checkpoint(str(path)).sections == ["average", "model", "optimizer"][step < 9 :]
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     assert_equal(weights(Normed.load_from_checkpoint(tmp_path / "end.ckpt")), weights(whole))
-    # A longer run continues from what was trained, with the statistics of the training.
+    # A longer run continues from the trained weights, with the statistics of the training.
     _, longer = fit(swa(), decays=decays, ckpt_path=tmp_path / "end.ckpt", max_epochs=EPOCHS + 1)
     _, wanted = fit(swa(), decays=decays, max_epochs=EPOCHS + 1)
     assert_equal(weights(longer), weights(wanted))
@@ -125,7 +125,7 @@ class Pulling(Normed):
         return super().training_step(next(dataloader_iter)[0], 1)
 
 
-def test_a_pass_that_does_not_end() -> None:
+def test_failed_pass_keeps_the_module_as_it_was() -> None:
     latest: dict[str, Tensor] = {}
 
     class Keeps(tw.Callback):
@@ -144,7 +144,7 @@ def test_a_pass_that_does_not_end() -> None:
     assert not torch.equal(weights(module)["net.0.weight"], latest["net.0.weight"])
 
 
-def test_other_ways_of_a_run() -> None:
+def test_stochastic_averaging_works_in_other_runs() -> None:
     average = swa(swa_epoch_start=1)
     fit(average, max_epochs=-1, max_steps=9)
     assert average.n_averaged == 3
@@ -171,7 +171,7 @@ class Manual(Normed):
         self.automatic_optimization = False
 
 
-def test_refusals() -> None:
+def test_stochastic_averaging_rejects_wrong_settings() -> None:
     for wrong in (0, -0.1, "0.1", [], [0.1, 0.0], True, float("inf")):
         with pytest.raises(ValueError, match="pass a rate above 0"):
             swa(swa_lrs=wrong)
@@ -192,7 +192,7 @@ def test_refusals() -> None:
         fit(swa(), module=Manual())
 
 
-def test_a_fraction_of_the_epochs() -> None:
+def test_start_may_be_a_fraction_of_the_epochs() -> None:
     average = tw.StochasticWeightAveraging(0.01, swa_epoch_start=0.29)  # 100 * 0.29 is 28.999999999999996
     with pytest.warns(UserWarning, match="it begins after 28 epochs, and the run had"):
         fit(average, max_epochs=100, max_steps=1)

@@ -1,4 +1,4 @@
-"""Timer: the end of a training whose time is over, alike on all ranks, and what it measures."""
+"""Timer: the end of a training whose time is over, alike on all ranks, and the measured times."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_time_before_a_resume_counts(tmp_path: Path) -> None:
 
 
 def test_a_state_from_elsewhere_counts() -> None:
-    """Loaded without a checkpoint of the run, once the fit has begun: what was used up there is used up here."""
+    """State loaded without a checkpoint of the run, once the fit has begun: its time counts here too."""
 
     class Loads(tw.Callback):
         def on_fit_start(self, trainer: Any, module: Any) -> None:
@@ -106,7 +106,7 @@ class Predictor(Classifier):
         return self.net(batch[0])
 
 
-def test_refusals() -> None:
+def test_timer_rejects_wrong_settings() -> None:
     with pytest.raises(ValueError, match="choose from step, epoch"):
         Timer("00:00:00:10", interval="batch")
     with pytest.raises(ValueError, match="12 hours"):
@@ -114,7 +114,7 @@ def test_refusals() -> None:
 
 
 def two_ranks(folder: Path) -> int:
-    """The time of rank 1 alone is over, in the middle of an epoch."""
+    """Only the time of rank 1 is over, in the middle of an epoch."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
 
     class Passes(Slow):

@@ -1,4 +1,4 @@
-"""The contract of callbacks: the built-in ones use what TrainerProtocol names, the Trainer has it, and annotations fit."""
+"""The contract of callbacks: the built-in ones use members of TrainerProtocol, the Trainer has them, and annotations fit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Bar(tw.TQDMProgressBar):
         return {**super().get_metrics(trainer, module), "step": trainer.global_step}
 
 class Stopping(tw.EarlyStopping):
-    def on_validation_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, module: tw.Module) -> None:
         super().on_validation_end(trainer, module)
 
 given: TrainerProtocol = tw.Trainer()

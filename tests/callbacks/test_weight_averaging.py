@@ -1,4 +1,4 @@
-"""WeightAveraging and EMAWeightAveraging on one process: torch's numbers, what is scored and saved, and exact resumes."""
+"""WeightAveraging and EMAWeightAveraging on one process: torch's numbers, scored and saved weights, and exact resumes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Normed(Classifier):
 
 
 class Reference(tw.Callback):
-    """torch's AveragedModel, updated after each step."""
+    """torch's AveragedModel, updated after every step."""
 
     def __init__(self, **options: Any) -> None:
         self.options, self.model, self.at = options, AveragedModel(torch.nn.Linear(1, 1)), list[dict[str, Tensor]]()
@@ -92,7 +92,7 @@ def fit(
     ],
     ids=["mean", "ema", "one by one", "several"],
 )
-def test_numbers_of_torch(average: Any, options: dict[str, Any], tolerance: float) -> None:
+def test_weight_average_equals_torchs(average: Any, options: dict[str, Any], tolerance: float) -> None:
     reference, module = Reference(**options), Normed()
     trainer = tw.Trainer(max_epochs=2, val_check_interval=5, callbacks=[reference, average()], **QUIET)
     trainer.fit(module, make_loader(), make_loader(20))
@@ -107,7 +107,7 @@ def test_numbers_of_torch(average: Any, options: dict[str, Any], tolerance: floa
     assert int(module.net.step) == 22
 
 
-def test_without_buffers() -> None:
+def test_buffers_have_no_average_without_use_buffers() -> None:
     latest: dict[str, Tensor] = {}
 
     class Keeps(tw.Callback):
@@ -139,7 +139,7 @@ def test_when_it_updates() -> None:
     assert updates(ema(update_every_n_steps=0, update_starting_at_epoch=1)) == (2, [], [1, 2])
     assert updates(ema(update_every_n_steps=9, update_starting_at_epoch=2)) == (5, [0, 9, 18, 27], [2])
     _, plain = fit(None)
-    _, late = fit(ema(update_starting_at_step=99))  # never: the weights stay what was trained
+    _, late = fit(ema(update_starting_at_step=99))  # never: the weights stay as trained
     assert_equal(weights(late), weights(plain))
 
 
@@ -183,7 +183,7 @@ class Saves(tw.Callback):
 @pytest.mark.parametrize(
     ("precision", "step"), [("32-true", 3), ("32-true", 22), ("bf16-true", 3), ("bf16-true", 13), ("16-mixed", 13)]
 )
-def test_a_resumed_run_ends_as_one(tmp_path: Path, precision: str, step: int) -> None:
+def test_resumed_run_has_the_same_average(tmp_path: Path, precision: str, step: int) -> None:
     path = tmp_path / "run.ckpt"
     options = {"precision": precision, "val_check_interval": 4}
     saving = Saves(path, step)
@@ -199,7 +199,7 @@ def test_a_resumed_run_ends_as_one(tmp_path: Path, precision: str, step: int) ->
     assert ("average" in sections) == (precision == "bf16-true" and step > 3)
 
 
-def test_a_run_that_stops_within_an_epoch(tmp_path: Path) -> None:
+def test_run_that_stops_within_an_epoch_continues_its_average(tmp_path: Path) -> None:
     for options in ({}, {"update_every_n_steps": 0, "update_starting_at_epoch": 0}):
         path = tmp_path / f"{len(options)}"
         _, whole = fit(ema(**options))
@@ -226,7 +226,7 @@ class Signalled(Interrupted):
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_validation_that_does_not_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_validation_restores_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"val_check_interval": 4, "enable_checkpointing": True}
     _, whole = fit(ema(), **{**options, "enable_checkpointing": False})
     latest: dict[str, Tensor] = {}
@@ -251,7 +251,7 @@ def test_a_validation_that_does_not_end(tmp_path: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
 
 
-def test_an_average_that_is_not_finite(tmp_path: Path) -> None:
+def test_average_that_is_not_finite_is_saved_with_a_warning(tmp_path: Path) -> None:
     """The weights were not for one step, and a callback has put them right since."""
 
     class Breaks(tw.Callback):
@@ -278,14 +278,14 @@ def test_a_run_continues_after_its_end(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     _, resumed = fit(ema(), ckpt_path=tmp_path / "two.ckpt")
     assert_equal(weights(resumed), weights(whole))
-    # A second fit begins from what the module holds, with another average.
+    # A second fit begins from the module's weights, with another average.
     average = trainer.callbacks[0]
     assert isinstance(average, tw.EMAWeightAveraging)
     trainer.fit(module, make_loader(), make_loader(20))
     assert average.n_averaged == 22
 
 
-def test_a_resume_without_the_average(tmp_path: Path) -> None:
+def test_resume_without_the_average_begins_a_new_one(tmp_path: Path) -> None:
     trainer, _ = fit(None, max_epochs=2)
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
     trainer, _ = fit(ema(), max_epochs=2)
@@ -311,7 +311,7 @@ def test_a_resume_without_the_average(tmp_path: Path) -> None:
 
 
 class Loading(Classifier):
-    """It looks at what it loads."""
+    """Records the state that it loads."""
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
@@ -333,7 +333,7 @@ class Renaming(Classifier):
 
 
 class Lazy(Classifier):
-    """Its shapes are known from the first batch on, or from a checkpoint; a sparse buffer is not averaged."""
+    """Its shapes are known from the first batch on, or from a checkpoint. A sparse buffer is not averaged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class Lazy(Classifier):
         self.register_buffer("sparse", torch.eye(3).to_sparse(), persistent=False)
 
 
-def test_modules_that_load_themselves(tmp_path: Path) -> None:
+def test_modules_that_load_themselves_are_averaged(tmp_path: Path) -> None:
     for kind in (Loading, Renaming, Lazy):
         _, whole = fit(ema(), kind=kind)
         trainer, _ = fit(ema(), kind=kind, max_epochs=2)
@@ -363,7 +363,7 @@ def test_other_precisions_resume(tmp_path: Path) -> None:
             assert torch.equal(found[name].bfloat16(), wanted[name].bfloat16()), name
 
 
-def test_other_ways_of_a_run() -> None:
+def test_weight_averaging_works_in_other_runs() -> None:
     class Late(Classifier):
         def __init__(self) -> None:
             super().__init__()
@@ -406,7 +406,7 @@ def scale(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> Non
     state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
 
 
-def test_refusals() -> None:
+def test_weight_averaging_rejects_wrong_settings() -> None:
     with pytest.raises(ValueError, match=r"'net.0.weight' in the state_dict of Scaled is computed"):
         fit(ema(), kind=Scaled)
     with pytest.raises(ValueError, match="both say how to average"):
@@ -448,7 +448,7 @@ def test_an_epochs_update_comes_before_its_validation(tmp_path: Path) -> None:
     assert_equal(weights(resumed), weights(whole))
 
 
-def test_a_batch_with_two_steps() -> None:
+def test_batch_with_two_steps_makes_one_update() -> None:
     class Two(Classifier):
         automatic_optimization = False
 

@@ -43,7 +43,7 @@ class Seat:
 
 
 def write_step(path: Path | str, step: int = 1, world_size: int = 1, overwrite: bool = False) -> list[Exception | None]:
-    """Write a checkpoint that tells its step in every part; returns what each rank raised."""
+    """Write a checkpoint with its step in every part, and return the ranks' errors."""
     meeting = Meeting(world_size)
 
     def write(rank: int) -> None:

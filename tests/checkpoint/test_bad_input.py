@@ -1,4 +1,4 @@
-"""What cannot be used is refused with what was given, what is accepted and what to do, before a run has changed anything."""
+"""Bad input is rejected before a run changes anything. The message has the value, the accepted values and a remedy."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "empty directory": (
         lambda path: made(path, None),
-        r"it has no manifest\.json that is a plain file\. Give the directory of a checkpoint of trainwright; one without",
+        r"it has no manifest\.json that is a plain file\. Either its save never finished",
     ),
     "file": (
         lambda path: made(path, b"text"),
@@ -97,7 +97,9 @@ CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize("call", ["fit", "test"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_path_that_cannot_be_gone_on_from(case: str, call: str, origin: Path, tmp_path: Path) -> None:
+def test_an_unusable_path_changes_neither_weights_nor_folder(
+    case: str, call: str, origin: Path, tmp_path: Path
+) -> None:
     make, message = CASES[case]
     path = make(Path(shutil.copytree(origin, tmp_path / "a.ckpt")))
     module = Watched()
@@ -128,7 +130,7 @@ def test_a_path_that_cannot_be_gone_on_from(case: str, call: str, origin: Path, 
         ),
     ],
 )
-def test_a_model_with_other_parameters(module: Callable[[], tw.Module], message: str, origin: Path) -> None:
+def test_a_model_with_other_parameters_is_rejected(module: Callable[[], tw.Module], message: str, origin: Path) -> None:
     model = module()
     before = weights(model)
     with pytest.raises(tw.CheckpointError, match=rf"a\.ckpt: it is of another model \(.*{message}"):
@@ -156,7 +158,7 @@ class Extra(Watched):
             self.state = state
 
 
-def test_extra_state_of_a_part_that_is_not_there(tmp_path: Path) -> None:
+def test_extra_state_of_a_missing_part_is_rejected(tmp_path: Path) -> None:
     trainer = tw.Trainer(max_epochs=1, limit_train_batches=1, **QUIET)
     trainer.fit(Extra(), make_loader())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -191,7 +193,7 @@ class HoldingModule(Watched):
         checkpoint["tokenizer"] = {"rule": lambda text: text}
 
 
-ACCEPTED = r"expected None, bool, int, .*\. Let the state_dict or hook that returned it return plain data instead"
+ACCEPTED = r"expected None, bool, int, .*\. Change the state_dict or hook that returned it: return plain data instead"
 
 
 def test_state_that_is_no_plain_data_is_named_and_earlier_checkpoints_stay(tmp_path: Path) -> None:
@@ -220,19 +222,19 @@ def test_state_that_is_no_plain_data_is_named_and_earlier_checkpoints_stay(tmp_p
     assert [each.name for each in tmp_path.glob("*.ckpt")] == ["epoch=0-step=11.ckpt"]
 
 
-OR_ELSE = r"or leave it out of the state_dict that it comes from \(a buffer by persistent=False\)\."
+OR_ELSE = r"or remove it from its state_dict \(a buffer by persistent=False\)\."
 UNSTORABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (
         lambda: torch.eye(2).to_sparse(),
-        r"torch\.sparse_coo on cpu; a checkpoint stores dense tensors with data\. Make",
+        r"torch\.sparse_coo on cpu, but a checkpoint stores dense tensors with data\. Convert",
     ),
     "meta": (
         lambda: torch.ones(2, device="meta"),
-        r"torch\.strided on meta; a checkpoint stores dense tensors with data\. Make",
+        r"torch\.strided on meta, but a checkpoint stores dense tensors with data\. Convert",
     ),
     "nested": (
         lambda: torch.nested.nested_tensor([torch.ones(2)]),
-        r"nested on cpu; a checkpoint stores dense .*\. Make it one",
+        r"nested on cpu, but a checkpoint stores dense .*\. Convert it",
     ),
     "dtype": (
         lambda: torch.ones(2, dtype=torch.complex128),
@@ -291,13 +293,13 @@ for path in sys.argv[2:]:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that another user can look into, which pytest's own cannot be."""
+    """A folder that other users can read, unlike pytest's folders."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
 
 
-def test_a_directory_that_cannot_be_written(open_folder: Path) -> None:
+def test_a_read_only_directory_is_named_in_the_error(open_folder: Path) -> None:
     (open_folder / "closed").mkdir()
     (open_folder / "closed").chmod(0o555)
     (open_folder / "file").touch()
@@ -311,6 +313,6 @@ def test_a_directory_that_cannot_be_written(open_folder: Path) -> None:
         assert line.startswith(f"checkpoint {path} was not written: ")
     for line in said[:2]:
         assert "the directory cannot be written (PermissionError: [Errno 13] Permission denied: " in line
-        assert line.endswith("Give one that this user may write to, or change its permissions")
+        assert line.endswith("Choose a directory that this user may write to, or change its permissions")
     assert "the directory cannot be made (NotADirectoryError" in said[2]
-    assert said[2].endswith("Give a path none of whose parts is a file")
+    assert said[2].endswith("Choose a path without a file as one of its parts")

@@ -1,4 +1,4 @@
-"""Plain data keeps its types through JSON; anything else is refused with the place where it stands."""
+"""Plain data keeps its types through JSON. Anything else is rejected with its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainwright checkpoint`: what it tells, what it finds bad, and what comes out and in."""
+"""`trainwright checkpoint`: its output, the damage that it finds, and its exports and imports."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
 from torch import nn
 
 import trainwright as tw
-from trainwright.checkpoint.commands import checkpoint_command
 from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.tools.checkpoints import checkpoint_command
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -74,7 +74,7 @@ def test_show_tells_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str
     assert (code, err) == (0, "")
     assert lines[1] == "step 2, epoch 1"
     assert lines[2] == f"written by 1 process, strategy single_device, trainwright {tw.__version__}; format 1"
-    # 8*13 + 13 + 13*3 + 3 + 3 (the head's own bias) + 1, of which the last is bf16
+    # 8*13 + 13 + 13*3 + 3 + 3 (the head's bias) + 1, of which the last is bf16
     assert lines[3] == ("model: 7 tensors (1 of them another's second name), 163 parameters and buffers, 650 bytes")
     assert lines[4].startswith("optimizer: 12 tensors, ")
     assert {"width: 3", "lr: 0.05", 'token: "(not shown)"'} < set(lines)
@@ -86,7 +86,7 @@ def test_show_tells_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str
     assert "notes \\x1b[2J.txt  not of the checkpoint" in out
 
 
-def test_show_for_machines(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_json_for_machines(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "show", saved, "--json", "--tensors")
     about = json.loads(out)
     assert code == 0
@@ -125,7 +125,7 @@ def test_verify_names_every_bad_file(saved: Path, capsys: pytest.CaptureFixture[
     for text in ("does not match its digest", "is missing", "is not a plain file", "has 5 bytes and should have"):
         assert sum(text in line for line in lines) == 1
     assert err == (
-        f"trainwright checkpoint verify: {saved} is damaged; every file has to be as it was written. Use another "
+        f"trainwright checkpoint verify: {saved} is damaged: a file differs from what was written. Use another "
         "checkpoint, or a good copy.\n"
     )
 
@@ -179,13 +179,13 @@ def test_an_export_is_read_by_the_safetensors_library(
 
 
 @pytest.mark.host
-def test_an_export_with_other_names_and_dtypes(
+def test_an_export_can_change_names_and_dtypes(
     saved: Path, origin: tuple[Path, Tied], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     renamed = ["--strip-prefix", "net.", "--prefix", "model.", "--dtype", "bf16"]
     code, said, _ = run(capsys, "export", saved, tmp_path / "a.safetensors", *renamed)
     assert code == 0
-    assert "without 'net.', left out: head.bias, head.weight, scale" in said
+    assert "without 'net.', skipped: head.bias, head.weight, scale" in said
     loaded = safetensors.torch.load_file(tmp_path / "a.safetensors")
     expected = {f"model.{name}": value.bfloat16() for name, value in origin[1].net.state_dict().items()}
     assert_equal(dict(loaded), expected)
@@ -195,7 +195,7 @@ def test_an_export_with_other_names_and_dtypes(
     assert moments["0/net.0.weight/exp_avg"].shape == (13, 8)
     code, _, err = run(capsys, "export", saved, tmp_path / "c.safetensors", "--strip-prefix", "nett.")
     assert code == 77
-    assert "has no model tensor whose name begins with 'nett.'; its names are such as scale, net.0.weight" in err
+    assert "has no model tensor whose name begins with 'nett.'; its names are for example scale, net.0.weight" in err
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors", "runs"]
 
 
@@ -238,7 +238,7 @@ print((peak() - before) // 1024)
 def test_an_export_never_holds_a_model(tmp_path: Path) -> None:
     done = run_python("-c", LARGE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 40  # MiB; the two tensors are 96
+    assert int(done.stdout) < 40  # MiB, while the two tensors are 96
     with safe_open(tmp_path / "large.safetensors", "pt") as file:
         expected = torch.arange(12 << 20, dtype=torch.float32).add_(1).bfloat16()
         assert torch.equal(file.get_tensor("b"), expected)
@@ -314,7 +314,7 @@ def put(path: Path, content: Any) -> Path:
         ({"weight_map": {"w": "absent.safetensors"}}, r"absent\.safetensors does not exist"),
         (
             {"weight_map": {"v": "there.safetensors"}},
-            r"there\.safetensors holds no 'v', though the index lists it there",
+            r"there\.safetensors has no 'v', though the index lists it there",
         ),
         ({"weight_map": {"w": 3}}, 'has no "weight_map" of tensors and files'),
         ([], 'has no "weight_map"'),
@@ -335,12 +335,12 @@ def test_an_index_that_leads_elsewhere_is_refused(
 
 
 def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> None:
-    """In processes of their own, since the exit code is what scripts go by."""
+    """In separate processes, because scripts depend on the exit code."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("text")
     torch.save({}, tmp_path / "empty.pt")
     calls = [
-        (2, [], "the following arguments are required: COMMAND. See `trainwright checkpoint --help`."),
+        (2, [], "the following arguments are required: COMMAND"),
         (2, ["frob"], "invalid choice: 'frob' (choose from 'show', 'verify', 'export', 'import')"),
         (2, ["export", str(saved), "x.safetensors", "--dtype", "int8"], "invalid choice: 'int8'"),
         (77, ["show", "absent"], "absent is not a checkpoint: it does not exist. Give the directory of a checkpoint."),
@@ -350,10 +350,10 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
             "absent is not a checkpoint: it does not exist. Give the directory of a checkpoint.",
         ),
         (77, ["show", "file"], "it is a file, and a checkpoint is a directory."),
-        (77, ["verify", "."], ". is damaged; every file has to be as it was written."),
+        (77, ["verify", "."], ". is damaged: a file differs from what was written."),
         (77, ["import", "pipe", "out.ckpt"], "pipe is a pipe or a device, not a file; expected a directory"),
-        (77, ["import", "file", "out.ckpt"], "file is not a checkpoint: it begins with b'text'. Accepted is"),
-        (77, ["import", "empty.pt", "out.ckpt"], "empty.pt holds no tensor; give a file with the weights of a model."),
+        (77, ["import", "file", "out.ckpt"], "file is not a checkpoint: it begins with b'text'; expected"),
+        (77, ["import", "empty.pt", "out.ckpt"], "empty.pt has no tensor. Pass a file with the weights of a model."),
         (2, ["export", str(saved), "x.pt"], "does not end in .safetensors"),
         (77, ["export", str(saved), "file/x.safetensors"], "the directory cannot be made (NotADirectoryError"),
     ]
@@ -365,7 +365,7 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
         "    print(code, file=sys.stderr)\n"
     )
     done = run_python("-c", script, json.dumps([arguments for _, arguments, _ in calls]), folder=tmp_path)
-    lines = done.stderr.splitlines()
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("See `trainwright checkpoint")]
     assert len(lines) == 2 * len(calls), done.stderr
     for (code, arguments, message), line, found in zip(calls, lines[::2], lines[1::2], strict=True):
         assert int(found) == code, (arguments, line)

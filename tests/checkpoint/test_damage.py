@@ -1,4 +1,4 @@
-"""Damage to the checkpoints of two real ranks is found, whichever file it is in; parts of two checkpoints are never mixed."""
+"""Damage to any file of two real ranks' checkpoints is found. Parts of two checkpoints are never mixed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from checkpoint_format import FIXTURES
 
-from trainwright.checkpoint.commands import examine
-from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.checkpoint.reader import examine, open_checkpoint
 from trainwright.errors import CheckpointError
 
 REAL = sorted((FIXTURES / "format-1").glob("*.ckpt"))

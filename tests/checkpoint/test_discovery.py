@@ -1,4 +1,4 @@
-"""Checkpoints are found by step, removed whole, and what dead writers left is swept."""
+"""Checkpoints are found by step and removed whole. Directories of dead writers are removed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_goes_away_while_it_is_listed_is_passed_over(
 
     @contextmanager
     def slow(path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-        """List the names first; then other processes remove two of them, and only then are they looked at."""
+        """List the names first. Before they are read, other processes remove two of them."""
         with scandir(path) as entries:
             names = list(entries)
         if path == str(tmp_path):
@@ -112,7 +112,7 @@ def test_only_temporaries_of_dead_writers_are_swept(tmp_path: Path) -> None:
         (tmp_path / name / "model-00000.safetensors").touch()
     assert sweep_temporaries(str(tmp_path)) == sorted(swept)
     assert sorted(os.listdir(tmp_path)) == sorted(left)
-    # Of another machine it does not show: what has not been touched for a day goes.
+    # The writer may run on another machine. A directory without changes for a day is removed.
     for name in left:
         for path in (tmp_path / name / "model-00000.safetensors", tmp_path / name):
             os.utime(path, (0.0, 0.0))

@@ -46,7 +46,7 @@ def saved(path: str, value: Any) -> str:
     return path
 
 
-def test_a_real_lightning_checkpoint(folder: str) -> None:
+def test_a_real_lightning_checkpoint_is_read(folder: str) -> None:
     """The file was written by Lightning 2.6.6: a module, a datamodule, SGD, EarlyStopping and ModelCheckpoint."""
     weights = read_weights(put(f"{folder}/a.ckpt", (FIXTURES / "lightning.ckpt").read_bytes()))
     assert weights.kind == "lightning"
@@ -56,7 +56,7 @@ def test_a_real_lightning_checkpoint(folder: str) -> None:
     assert {"callbacks", "loops", "optimizer_states", "lr_schedulers"} < weights.contents.keys()
     net = nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))}).eval()
     net.load_state_dict(weights.state_dict)
-    expected = [[-0.3543643, 0.3761690], [-0.4927646, 0.8146941]]  # what Lightning's module answered
+    expected = [[-0.3543643, 0.3761690], [-0.4927646, 0.8146941]]  # the output of Lightning's module
     torch.testing.assert_close(net["net"](torch.arange(8.0).reshape(2, 4)), torch.tensor(expected))
 
 
@@ -91,7 +91,7 @@ def test_our_own_checkpoint_whoever_wrote_which_part(folder: str, seats: Any) ->
     assert weights.datamodule_hyper_parameters == {"n": (1,)}
 
 
-def test_a_state_dict_and_safetensors(folder: str) -> None:
+def test_state_dicts_and_safetensors_are_read(folder: str) -> None:
     net = torch.compile(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), backend="eager")
     weights = read_weights(saved(f"{folder}/a.pt", net.state_dict()))
     assert weights.kind == "state_dict"
@@ -117,25 +117,25 @@ class Planted:
     [
         (
             lambda path: saved(path, {"state_dict": {}, "hyper_parameters": {"x": Planted()}}),
-            r"holds \w+\.system, and only",
+            r"contains \w+\.system, but only",
         ),
         (
             lambda path: saved(path, nn.Linear(1, 1)),
-            r"holds torch\.nn\.modules\.linear\.Linear, .*model\.state_dict\(\)",
+            r"contains torch\.nn\.modules\.linear\.Linear, .*model\.state_dict\(\)",
         ),
-        (lambda path: str(FIXTURES / "lightning_namespace.ckpt"), r"holds argparse\.Namespace, .*ignore="),
+        (lambda path: str(FIXTURES / "lightning_namespace.ckpt"), r"contains argparse\.Namespace, .*ignore="),
         (
             lambda path: saved(path, {"model": {"w": torch.ones(1)}, "epoch": 1}),
             "a dict with 'model', 'epoch', and 'model'",
         ),
-        (lambda path: saved(path, torch.ones(1)), "holds a Tensor, not a dict"),
+        (lambda path: saved(path, torch.ones(1)), "contains a Tensor, not a dict"),
         (lambda path: saved(path, {"state_dict": {"w": 1}}), "'w' is not a tensor"),
         (lambda path: put(path, (FIXTURES / "lightning.ckpt").read_bytes()[:5000]), "damaged or cut short"),
         (lambda path: put(path, b"PK\x03\x04aaa"), "damaged or cut short"),
         (lambda path: put(path, b"\x50" + bytes(7) + b"{aaaa"), "safetensors file and cannot be read"),
         (
             lambda path: put(path, b"lr: 0.1"),
-            r"begins with b'lr: 0\.1'. Accepted is a directory that trainwright wrote",
+            r"begins with b'lr: 0\.1'; expected a directory that trainwright wrote",
         ),
         (lambda path: put(f"{path}/latest", b"global_step1").rpartition("/")[0], "sharded checkpoint of DeepSpeed"),
         (lambda path: put(f"{path}/a.txt", b"").rpartition("/")[0], r"directory without a manifest\.json"),
@@ -156,7 +156,7 @@ def test_a_torchscript_archive_is_refused_as_a_program(tmp_path: Path) -> None:
         read_weights(tmp_path / "a.pt")
 
 
-def test_what_is_plain_data() -> None:
+def test_only_plain_data_is_recognized_as_plain() -> None:
     loop: list[Any] = []
     loop.append(loop)
     plain = [None, 1, "a", (1, {2: {3}}), pathlib.Path("a"), torch.float16, datetime.timedelta(1), torch.ones(1000)]

@@ -1,4 +1,4 @@
-"""What an earlier trainwright wrote is read: every value of what lies in the repository, and a run goes on from it."""
+"""Checkpoints of an earlier trainwright are read: every value of the fixtures, and a run continues from them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from jobs import run_job
 from torch import nn
 
 import trainwright as tw
-from trainwright.checkpoint.commands import examine
 from trainwright.checkpoint.manifest import FORMAT_VERSION
-from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.checkpoint.reader import examine, open_checkpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.errors import CheckpointError
 
@@ -102,7 +101,7 @@ def test_everything_plain_is_what_it_was(expected: dict[str, Any]) -> None:
 
 
 def go_on(folder: Path) -> dict[str, Any]:
-    """On each rank: go on from the fixture to the epoch's end, and write both checkpoints anew."""
+    """On every rank, train from the fixture to the epoch's end, and write both checkpoints again."""
     resumed = train(folder / "resumed.ckpt", FORMAT / "ddp.ckpt")
     train(folder / "ddp.ckpt")
     train_sharded(folder / "fsdp.ckpt")
@@ -110,7 +109,7 @@ def go_on(folder: Path) -> dict[str, Any]:
 
 
 def keys_of(path: Path) -> set[str]:
-    """The names that a reader goes by: files, keys, tensors, and what the plain data consists of."""
+    """The names that readers use: files, keys, tensors, and the types of the plain data."""
     body = json.loads((path / "manifest.json").read_bytes())["manifest"]
     found = {f"file {name}" for name in body["files"]} | {f"manifest {key}" for key in body}
     found |= {f"header {key}" for key in body["header"]}

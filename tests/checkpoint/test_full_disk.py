@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def attempt(accelerator: tw.Accelerator, path: Path) -> str:
-    """Save, and return what the error says."""
+    """Save, and return the error's text."""
     with pytest.raises(tw.CheckpointError) as raised:
         accelerator.save_state(str(path))
     return str(raised.value)
@@ -42,9 +42,9 @@ def limited(accelerator: tw.Accelerator, path: Path, ranks: tuple[int, ...]) -> 
 
 
 def fill(folder: Path) -> dict[str, Any]:
-    """Save under each of the faults, on each rank; `folder/space` may be a small file system."""
+    """Save under all faults, on all ranks. `folder/space` may be a small file system."""
     accelerator = tw.Accelerator(cpu=True)
-    module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))  # of 2 MiB, of which each rank writes half
+    module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))  # of 2 MiB, half of it by one rank
     prepared = accelerator.prepare(module)
     space = folder / SPACE
     space.mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ def check(ranks: list[dict[str, Any]], space: Path, *, is_mounted: bool) -> None
     assert found["is intact"]
 
 
-def test_a_limit_on_the_size_of_files_on_one_rank_or_both(tmp_path: Path) -> None:
+def test_a_limit_on_file_sizes_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
     check(run_job(fill, 2, tmp_path), tmp_path / SPACE, is_mounted=False)
     assert open_checkpoint(str(tmp_path / SPACE / "new.ckpt")).extra_files == []
 
@@ -104,14 +104,14 @@ MOUNT = "mount -t tmpfs -o size=5m tmpfs space"
 
 
 def can_mount(folder: Path) -> bool:
-    """Return whether this user may mount a small file system in a namespace of its own."""
+    """Return whether this user may mount a small file system in a separate namespace."""
     (folder / SPACE).mkdir()
     done = subprocess.run(["unshare", "--mount", "sh", "-c", MOUNT], cwd=folder, capture_output=True, check=False)
     return done.returncode == 0
 
 
 @pytest.mark.launch
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_save_on_a_full_disk_fails_on_all_ranks(tmp_path: Path) -> None:
     if not can_mount(tmp_path):
         pytest.skip("no small file system can be mounted here; the limit on files above shows the same error path")
     work = [sys.executable, "-W", "error", jobs.__file__, __file__, fill.__name__, str(tmp_path)]

@@ -1,11 +1,11 @@
-"""The copy of what a rank will write: the same files come of it, whatever happens to the originals."""
+"""The host copy of a rank's pieces gives the same files, whatever happens to the originals."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from trainwright.checkpoint.host_copy import HostMemory
+from trainwright.checkpoint.contents import HostMemory
 from trainwright.checkpoint.tensors import Piece, tied_groups
 from trainwright.errors import CheckpointError
 

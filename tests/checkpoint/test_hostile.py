@@ -31,7 +31,8 @@ sys.path[:0] = json.loads(sys.argv[2])
 import torch
 import trainwright as tw
 from trainwright.checkpoint.foreign_formats import read_weights
-from trainwright.checkpoint.commands import candidates, examine, summary
+from trainwright.checkpoint.reader import candidates, examine
+from trainwright.tools.checkpoints import summary
 from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint
 from trainwright.checkpoint.reader import open_checkpoint
 from test_hostile import Net
@@ -125,7 +126,7 @@ print(json.dumps(found))
 
 
 class Net(tw.Module):
-    """What the checkpoints are loaded into; it takes whatever it is given."""
+    """The module that loads the checkpoints. It accepts any state."""
 
     def __init__(self, width: int = 3, **kwargs: Any) -> None:
         super().__init__()
@@ -306,7 +307,7 @@ REFUSED: dict[str, Callable[[Path], None]] = {
         )
     ),
 }
-"""No load takes them, each for its CheckpointError."""
+"""Every load rejects them with a CheckpointError."""
 PLAIN: dict[str, Callable[[Path], None]] = {
     "target": with_state(hyper_parameters=RUN, hparams_name="kwargs"),
     "instantiator": with_state(
@@ -328,7 +329,7 @@ PLAIN: dict[str, Callable[[Path], None]] = {
 
 
 def write_warm(folder: Path, good: Path) -> None:
-    """Write one good and one bad checkpoint of each kind, on which all loaders are tried before the hook is set."""
+    """Write a good and a bad checkpoint of every kind. All loaders read them before the hook is set."""
     folder.mkdir()
     for name in ("good.ckpt", "bad.ckpt"):
         shutil.copytree(good, folder / name / "a.ckpt")
@@ -343,7 +344,7 @@ def write_warm(folder: Path, good: Path) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each load did with each checkpoint, in a fresh process with an audit hook."""
+    """The results of all loads of all checkpoints, in a new process with an audit hook."""
     folder = tmp_path_factory.mktemp("hostile").resolve()
     trainer = tw.Trainer(max_epochs=1, limit_train_batches=1, **QUIET)
     trainer.fit(Net(), make_loader())
@@ -371,7 +372,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(outcomes: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """The same without what a good checkpoint's load does too."""
+    """The same events, except the events of a good checkpoint's load."""
     assert all("open /sys/fs/cgroup/" in each for each in outcomes["usual"]), outcomes["usual"]
     return {case: loads for case, loads in outcomes.items() if case != "usual"}
 

@@ -13,7 +13,7 @@ import json, os, random, signal, socket, sys, time
 import torch
 torch.set_num_threads(1)
 import trainwright as tw
-import trainwright.raw_loop.accelerator, trainwright.strategies.ddp
+import trainwright.raw_loop.accelerator, trainwright.strategies.ddp.strategy
 from trainwright.checkpoint.discovery import find_checkpoints, remove_checkpoint
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.filesystem import sweep_temporaries

@@ -20,11 +20,11 @@ from deadlines import deadline, wait_until
 from trainwright.checkpoint import lock
 from trainwright.checkpoint.lock import LOCK_NAME, lock_folder
 from trainwright.errors import CheckpointError
-from trainwright.process_identity import machine, process_start_time
+from trainwright.paths import machine, process_start_time
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Start a process that does the work and ends with 0, with 3 where it is refused, and with 1 for any other error."""
+    """Start a process that does the work. It ends with 0, with 3 if the lock is refused, or with 1 for other errors."""
     pid = os.fork()
     if pid:
         return pid
@@ -102,7 +102,7 @@ def test_who_is_refused_learns_who_holds_it_and_a_dead_one_gives_it_back(tmp_pat
 def test_of_two_that_start_together_one_has_it(
     tmp_path: Path, has_locks: bool, pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pairs 0 to 200 ms apart where there are locks, in the same moment where there are none; the holder is killed then."""
+    """Pairs start 0 to 200 ms apart with locks, and at the same moment without. Then the holder is killed."""
     draw = random.Random(1)
     if not has_locks:
 
@@ -149,7 +149,7 @@ def test_without_locks_another_machines_holder_is_not_judged(tmp_path: Path, mon
     assert os.listdir(tmp_path) == []
 
 
-def test_what_cannot_be_written_and_what_has_no_lock(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_rejected_and_a_remote_one_has_no_lock(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("file", "dangling"):
@@ -161,7 +161,7 @@ def test_what_cannot_be_written_and_what_has_no_lock(tmp_path: Path) -> None:
 
 
 def test_a_holder_that_has_just_begun_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name is written right after the lock is taken; who comes between the two waits for it."""
+    """The name is written right after the lock is acquired. A process that comes between waits for it."""
     code = """
 import fcntl, os, sys, time
 from trainwright.checkpoint import lock

@@ -1,4 +1,4 @@
-"""What two ranks wrote under any strategy, one process reads: as a module, in a test, in a loop of one's own, as a file."""
+"""One process reads two ranks' checkpoints of any strategy: as a module, in a test, in a raw loop, as a file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from small import ON_HOST, QUIET, Classifier, assert_close, assert_equal, loss_o
 from torch import nn
 
 import trainwright as tw
-from trainwright.checkpoint.commands import examine
 from trainwright.checkpoint.conversion import export_safetensors
-from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.checkpoint.reader import examine, open_checkpoint
 
 STRATEGIES = ["ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 pytestmark = pytest.mark.slow
@@ -43,7 +42,7 @@ class Tied(Classifier):
 
 
 def save_under_each(folder: Path) -> dict[str, Any]:
-    """Train the same three steps under every strategy, save them, and tell the loss of a test of what was trained."""
+    """Train the same three steps under every strategy and save them. Return the loss of a test."""
     for module in ("deepspeed", "fairscale", "pydantic"):
         warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
@@ -115,11 +114,11 @@ def test_one_process_reads_it(strategy: str, job: tuple[Path, dict[str, Any]], r
     assert expected_moments.keys() <= state.keys()
     assert_close({name: state[name] for name in expected_moments}, expected_moments, 1e-5)
 
-    # Trained by another optimizer, the weights alone fit.
+    # After training with another optimizer only the weights fit.
     accelerator = tw.Accelerator(cpu=ON_HOST)
     module = Tied()
     prepared, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters(), 0.1))
-    with pytest.raises(tw.CheckpointError, match=r"Build the same .*, or load the weights alone|Prepare the same ones"):
+    with pytest.raises(tw.CheckpointError, match=r"Build the same .*, or load only the weights|Prepare the same ones"):
         accelerator.load_state(str(path))
     accelerator.load_state(str(path), weights_only=True)
     assert_equal(weights(prepared), weights(loaded))

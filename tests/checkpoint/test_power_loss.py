@@ -1,7 +1,7 @@
-"""The power goes at any moment of a save or a removal: the last committed checkpoint is found, whole, by a fresh look.
+"""After a power loss at any moment of a save or a removal, a new search finds the last committed checkpoint complete.
 
-The calls are recorded and played back into a model of a disk that keeps what was synced and nothing else: the bytes of a
-file up to its last fsync, the names in a directory up to the directory's.
+The calls are recorded and repeated on a model of a disk that keeps only synced data. These are the bytes of a file up to
+its last fsync, and the names in a directory up to the directory's last fsync.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainwright.errors import CheckpointError
 
 
 class Journal:
-    """Records the calls that change the file system, in the order in which they take effect; they are made all the same."""
+    """Makes the calls that change the file system, and records them in the order in which they take effect."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entries: list[tuple[Any, ...]] = []
@@ -89,7 +89,7 @@ class _NotedStream:
 
 @dataclass
 class File:
-    """A file: what was written to it, and what of that is on the disk for sure."""
+    """A file: its data, and the part that is certainly on the disk."""
 
     data: bytes = b""
     synced: bytes = b""
@@ -97,7 +97,7 @@ class File:
 
 @dataclass
 class Directory:
-    """A directory: its names, and those that are on the disk for sure."""
+    """A directory: its names, and the names that are certainly on the disk."""
 
     names: dict[str, File | Directory] = field(default_factory=dict)
     synced: dict[str, File | Directory] = field(default_factory=dict)
@@ -142,10 +142,10 @@ class Disk:
             del self.find(parent).names[own]
 
     def after_power_loss(self, target: Path, *, keeps_names: bool, fills_holes: bool) -> None:
-        """Write what a machine finds when it comes up again.
+        """Write the files that a machine finds after its restart.
 
-        A disk may keep more than was asked for: with keeps_names every name, of files without their bytes too; with
-        fills_holes these have their length, and zeros for what was not synced.
+        A disk may keep more than the synced data. With keeps_names it keeps every name, also of files without bytes. With
+        fills_holes these files have their length, and zeros for data that was not synced.
         """
 
         def write(place: File | Directory, path: Path) -> None:

@@ -80,7 +80,7 @@ def test_an_interrupted_remote_write_is_no_checkpoint(
             assert not [name for name in memory.find("/runs") if "new" in name]
     assert not is_checkpoint("memory://runs/new.ckpt")
     assert [entry.step for entry in find_checkpoints("memory://runs")] == [1]
-    # A later attempt at the same name is not held up by what the earlier one left.
+    # The files of an earlier attempt do not prevent a later attempt at the same name.
     assert save("memory://runs/new.ckpt", 2) == [None]
     check(open_checkpoint("memory://runs/new.ckpt"), 2)
 

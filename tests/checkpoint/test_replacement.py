@@ -57,7 +57,7 @@ def test_the_path_has_a_checkpoint_at_each_rename_where_directories_can_be_excha
     assert sorted(os.listdir(tmp_path)) == both
 
 
-def test_other_files_of_the_folder_stay(tmp_path: Path, save: Any, check: Any) -> None:
+def test_a_replacement_keeps_other_files_of_the_folder(tmp_path: Path, save: Any, check: Any) -> None:
     path = tmp_path / "out"
     (path / "logs").mkdir(parents=True)  # as a script makes its folder before it saves there
     (path / "logs" / "events").write_text("one")
@@ -120,7 +120,7 @@ def test_without_a_rename_a_path_that_is_taken_is_refused(save: Any, check: Any)
     files = fsspec.filesystem("memory")
     try:
         save("memory://over/a.ckpt", 1, overwrite=True)
-        with pytest.raises(CheckpointError, match="its file system has no rename, by which one replaces"):
+        with pytest.raises(CheckpointError, match="its file system has no rename, which a replacement needs"):
             save("memory://over/a.ckpt", 2, overwrite=True)
         check(open_checkpoint("memory://over/a.ckpt"), 1)
         assert len(find_checkpoints("memory://over")) == 1

@@ -77,7 +77,7 @@ def test_bad_arguments_are_refused_and_leave_nothing(tmp_path: Path, seats: Any)
 
 
 class Death(BaseException):
-    """Ends a simulated process at once; no cleaning up may have an effect after it."""
+    """Ends a simulated process at once. No cleanup may have an effect after it."""
 
 
 class Calls:
@@ -121,7 +121,7 @@ class Calls:
 
 
 class _CountedStream:
-    """A file whose writes are counted; a death in the middle of one leaves half of it."""
+    """A file whose writes are counted. A death during a write leaves half of its data."""
 
     def __init__(self, stream: Any, calls: Calls) -> None:
         self.stream, self.calls = stream, calls

@@ -82,7 +82,7 @@ def whole(name: str, tensor: Tensor, writer: int | None = None) -> Piece:
 
 
 def rows(name: str, tensor: Tensor, rank: int, world_size: int) -> Piece:
-    """The rank's range of rows, as FSDP cuts them; empty for the last ranks of a small tensor."""
+    """The rank's range of rows under FSDP. It is empty for the last ranks of a small tensor."""
     part = -(-tensor.shape[0] // world_size)
     begin = min(rank * part, tensor.shape[0]) * (tensor.numel() // tensor.shape[0])
     stop = min((rank + 1) * part, tensor.shape[0]) * (tensor.numel() // tensor.shape[0])
@@ -185,7 +185,7 @@ def test_what_some_ranks_wrote_others_read(writers: int, readers: int, tmp_path:
     assert torch.equal(strided, tensors["a"])
 
 
-def test_ranges_that_do_not_follow_rows(tmp_path: Path) -> None:
+def test_ranges_across_rows_are_read(tmp_path: Path) -> None:
     weight = torch.arange(35.0).reshape(5, 7)
     flat = weight.reshape(-1)
     cut = [Piece("w", (5, 7), begin, flat[begin:stop], rank) for rank, (begin, stop) in enumerate([(0, 11), (11, 35)])]
@@ -282,7 +282,7 @@ def test_what_has_no_place_in_a_file_is_refused_by_name(
 def test_freed_memory_is_refused_by_name() -> None:
     tensor = torch.zeros(4)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(CheckpointError, match="tensor 'w' has its memory freed"):
+    with pytest.raises(CheckpointError, match="the memory of tensor 'w' was freed"):
         write_shard(HashingStream(io.BytesIO()), "f", [whole("w", tensor)])
 
 
@@ -302,7 +302,7 @@ def test_an_empty_tensor_may_come_from_every_rank() -> None:
     assert merge([{"e": entry}, {"e": entry}]) == {"e": entry}
 
 
-def test_another_shape_and_a_missing_name_change_nothing(tmp_path: Path) -> None:
+def test_a_wrong_shape_or_a_missing_name_does_not_change_tensors(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "a.ckpt", [whole("a", torch.ones(2)), whole("w", torch.ones(2, 3))])
     first, second = torch.zeros(2), torch.zeros(3, 2)
     with pytest.raises(CheckpointError, match=r"'w' has shape \(2, 3\) in the checkpoint and \(3, 2\) here"):
@@ -353,7 +353,7 @@ def test_a_damaged_or_hostile_header_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.gpu
-def test_tensors_on_a_device_come_back(tmp_path: Path) -> None:
+def test_tensors_on_a_device_are_restored(tmp_path: Path) -> None:
     device = torch.accelerator.current_accelerator()
     tensors = {"plain": torch.randn(4, 3, device=device), "strided": torch.randn(4, 6, device=device)[:, ::2]}
     checkpoint = save(tmp_path / "a.ckpt", [whole(name, tensor) for name, tensor in tensors.items()])

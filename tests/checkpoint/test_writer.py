@@ -1,4 +1,4 @@
-"""Saves in the background: what they write, what becomes of one that fails, and of one that the process leaves behind."""
+"""Saves in the background: their files, their failures, and saves that the process leaves behind."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_the_next_one_may_be_given_up(run: Run, tmp_path: Path, monkeypatch: pyt
 
 
 def interrupted_in(callers: list[str], call: Callable[[], None]) -> None:
-    """Make the call and have a Ctrl-C come as soon as this thread waits within each of the callers."""
+    """Make the call, and send a Ctrl-C when this thread waits within all of the callers."""
 
     def waits_in(name: str) -> bool:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -208,7 +208,7 @@ def interrupted_in(callers: list[str], call: Callable[[], None]) -> None:
 def test_an_interrupted_wait_commits_nothing(
     callers: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what the next save in the background copies leaves alone what is still being written."""
+    """The next background save does not overwrite data that is still being written."""
     monkeypatch.setattr(store, "DROP_SECONDS", 0.01 if len(callers) == 1 else deadline(60.0))
     first, second = f"held://{tmp_path}/1.ckpt", f"held://{tmp_path}/2.ckpt"
     with held() as files:
@@ -231,7 +231,7 @@ def test_an_interrupted_wait_commits_nothing(
 
 
 def test_the_working_directory_may_change(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative path means what it meant in the call, whenever the thread comes to it."""
+    """A relative path keeps its meaning from the call until the thread uses it."""
     begins = threading.Event()
     monkeypatch.setattr(store, "_lower_priority", begins.wait)
     (tmp_path / "elsewhere").mkdir()
@@ -273,7 +273,7 @@ if ending == "killed":
 
 
 @pytest.mark.launch
-def test_the_end_of_the_process(tmp_path: Path) -> None:
+def test_an_exiting_process_waits_for_its_save_unless_killed(tmp_path: Path) -> None:
     places = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     script, started = f"import sys\nsys.path[:0] = {places!r}\n{SCRIPT}", {}
     for ending in ("plain", "error", "full", "killed"):

@@ -1,4 +1,4 @@
-"""A TrainwrightCLI in this process: what is parsed and made of arguments and configs, and how wrong ones are refused."""
+"""A TrainwrightCLI in this process: parsed arguments and configs, the objects made from them, and error messages."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def made(*args: str, kind: type[TrainwrightCLI] = TrainwrightCLI, **options: Any
 
 @pytest.fixture(scope="module")
 def parser() -> TrainwrightArgumentParser:
-    """The parser of a program without subcommands, for what is wrong with its arguments."""
+    """Return the parser of a program without subcommands, to test wrong arguments."""
     return made("--model.width=3").parser
 
 
 def refused(capsys: pytest.CaptureFixture[str], parse: Callable[[list[str]], Any], *args: str) -> str:
-    """Return what a command says that is refused."""
+    """Return the error message of a rejected command."""
     with pytest.raises(SystemExit) as stopped:
         parse(list(args))
     assert stopped.value.code == 2
@@ -60,7 +60,7 @@ def refused(capsys: pytest.CaptureFixture[str], parse: Callable[[list[str]], Any
         ),
         (
             "--trainer.callbacks=[{class_path: Timer, init_args: {interval: x}}]",
-            "Timer was given wrong arguments: interval='x'",
+            "interval='x' is unknown",
         ),
         (
             "--trainer.logger={class_path: TensorBoardLogger, dict_kwargs: {nam: x}}",
@@ -68,7 +68,7 @@ def refused(capsys: pytest.CaptureFixture[str], parse: Callable[[list[str]], Any
         ),
         (
             "--trainer.profiler={class_path: SimpleProfiler, init_args: {filename: a/b}}",
-            "SimpleProfiler was given wrong",
+            "filename='a/b' is not a plain name",
         ),
     ],
 )
@@ -116,12 +116,12 @@ def test_arguments_become_objects() -> None:
     assert any(isinstance(each, SaveConfigCallback) for each in cli.trainer.callbacks)
 
 
-def test_names_of_lightning() -> None:
+def test_names_of_lightning_are_accepted() -> None:
     assert LightningCLI is tw.cli.TrainwrightCLI
     assert LightningArgumentParser is TrainwrightArgumentParser
 
 
-def test_any_model_by_its_name() -> None:
+def test_any_model_can_be_chosen_by_name() -> None:
     cli = made(
         "--model=OwnOptimizer", "--model.width=4", "--data=cli_program.Data", model_class=None, datamodule_class=None
     )
@@ -134,7 +134,7 @@ def test_any_model_by_its_name() -> None:
     assert without.datamodule is None
 
 
-def test_functions_in_place_of_classes() -> None:
+def test_functions_can_replace_classes() -> None:
     def make_net(width: int = 6) -> Net:
         return Net(width)
 
@@ -164,7 +164,9 @@ def test_functions_in_place_of_classes() -> None:
         (["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val_loss"], ReduceLROnPlateau, "val_loss"),
     ],
 )
-def test_optimizers_and_schedulers(arguments: list[str], scheduler: Any, monitor: str | None) -> None:
+def test_optimizers_and_schedulers_are_made_from_a_config(
+    arguments: list[str], scheduler: Any, monitor: str | None
+) -> None:
     cli = made("--model.width=3", "--optimizer=AdamW", "--optimizer.lr=0.25", *arguments)
     returned = cli.model.configure_optimizers()
     if isinstance(returned, dict):
@@ -185,7 +187,7 @@ def test_an_optimizer_replaces_the_modules_own() -> None:
     assert type(replaced.model.configure_optimizers()) is torch.optim.Adam
 
 
-def test_optimizers_that_are_linked_to_the_model() -> None:
+def test_optimizers_can_be_linked_to_the_model() -> None:
     class TwoRates(Net):
         def __init__(self, width: int, first: dict, second: dict) -> None:  # type: ignore[type-arg]
             super().__init__(width)
@@ -206,7 +208,7 @@ def test_optimizers_that_are_linked_to_the_model() -> None:
     ]
 
 
-def test_arguments_of_a_subclass_of_the_cli() -> None:
+def test_a_subclass_of_the_cli_can_add_arguments() -> None:
     class Stopping(Program):
         def add_arguments_to_parser(self, parser: TrainwrightArgumentParser) -> None:
             super().add_arguments_to_parser(parser)
@@ -230,7 +232,7 @@ def test_arguments_of_a_subclass_of_the_cli() -> None:
 
 
 @pytest.mark.slow
-def test_a_config_as_an_object_and_hooks_around_a_call() -> None:
+def test_a_config_can_be_an_object_and_hooks_are_called() -> None:
     told = []
 
     class Told(TrainwrightCLI):
@@ -266,7 +268,9 @@ def test_a_printed_config_is_accepted(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 @pytest.mark.slow
-def test_variables_of_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variables_of_the_environment_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TW_MODEL__WIDTH", "11")
     monkeypatch.setenv("TW_TRAINER__MAX_EPOCHS", "3")
     cli = made(parser_kwargs={"default_env": True})
@@ -290,7 +294,7 @@ def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPat
     assert set(cli.trainer.callback_metrics) == {"val_loss"}
 
 
-# -- what is wrong ---------------------------------------------------------------------------------------------------
+# -- wrong arguments -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -302,10 +306,7 @@ def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPat
         ),
         (
             "modl:\n  width: 3\ndatas: 1\n",
-            [
-                "line 1: the command has no argument 'modl'. Did you mean 'model'?",
-                "line 3: the command has no argument 'datas'.",
-            ],
+            ["line 1: no argument 'modl'. Did you mean 'model'?"],
         ),
         (
             "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    init_args:\n      monitr: loss\n",
@@ -318,24 +319,28 @@ def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPat
         ("model:\n  width: 3\ntrainer:\n  max_epochs: many\n", ['line 4: Parser key "trainer.max_epochs"']),
         (
             "model:\n  width: 3\noptimizer:\n  class_path: SDG\n",
-            ["line 3: Parser key \"optimizer\": no class is named 'SDG'", "Did you mean 'SGD'?"],
+            ["line 3: optimizer: 'SDG' is not an imported class. Did you mean 'SGD'?"],
         ),
         (
             "model:\n  width: 3\noptimizer: StepLR\n",
-            ["line 3: Parser key \"optimizer\": 'StepLR' is not a subclass of Optimizer; give one."],
+            ["line 3: optimizer: 'StepLR' is not a class that it accepts."],
         ),
         (
             "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: CSVLogger\n",
-            ["line 3: Parser key \"trainer.callbacks\": 'CSVLogger' is not a subclass of Callback; give one."],
+            ["line 3: trainer.callbacks: 'CSVLogger' is not a class that it accepts."],
         ),
-        ("model:\n  width: 3\n trainer: 1\n", ["line 3 is not YAML"]),
+        ("model: {width: 3}\noptimizer:\n  lr: 0.1\n", ["line 2: optimizer needs class_path, the name of a class"]),
+        ("model:\n  width: 3\n trainer: 1\n", ["wrong.yaml is not YAML", "wrong.yaml, line 3"]),
         (
-            "trainer: &common\n  max_epochs: 1\nmodel:\n  width: 3\ndata:\n  <<: &sizes {n: 7}\n  batch_sise: 1\n",
+            "trainer: &common\n  max_epochs: 1\nmodel:\n  width: 3\ndata:\n  <<: &sizes {num_classes: 7}\n  batch_sise: 1\n",
             ["line 7: 'data' has no argument 'batch_sise'. Did you mean 'batch_size'?"],
         ),
-        ("model:\n  <<: 3\n", ["line 2 is not YAML: expected a mapping"]),
-        ("model: {width: 3}\ntrainer: 5\n", ["line 2: 'trainer' must hold names and values, such as"]),
-        ("model: {width: 3}\ndata:\n- n: 7\n", ["line 2: 'data' must hold names and values, such as"]),
+        ("model:\n  <<: 3\n", ["wrong.yaml is not YAML", "wrong.yaml, line 2"]),
+        (
+            "model: {width: 3}\ntrainer: 5\n",
+            ["line 2: key 'trainer' is 5; it needs the names and values of its arguments."],
+        ),
+        ("model: {width: 3}\ndata:\n- n: 7\n", ["line 2: key 'data' is [{'n': 7}]; it needs the names and values"]),
     ],
 )
 def test_a_wrong_config_is_named_with_its_line(
@@ -350,7 +355,6 @@ def test_a_wrong_config_is_named_with_its_line(
     for line in lines:
         assert line in said
     assert f"{tmp_path / 'wrong.yaml'}, line" in said
-    assert "was written by" not in said
 
 
 def test_a_wrong_value_is_found_among_several_configs(
@@ -381,11 +385,11 @@ def test_a_missing_checkpoint_is_a_wrong_argument(
 
 
 @pytest.mark.parametrize("text", ["", "# only\n", "- a\n- b\n", "trainer:\n"])
-def test_a_config_without_settings(
+def test_a_config_without_settings_is_rejected(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
     (tmp_path / "none.yaml").write_text(text)
-    assert "none.yaml holds no settings" in refused(capsys, parser.parse_args, "--config", str(tmp_path / "none.yaml"))
+    assert "none.yaml has no settings" in refused(capsys, parser.parse_args, "--config", str(tmp_path / "none.yaml"))
 
 
 def test_json_with_tabs_is_no_damage(
@@ -397,13 +401,12 @@ def test_json_with_tabs_is_no_damage(
     assert "widht" in wrong
 
 
-def test_a_config_of_another_version_is_named(
+def test_a_config_of_another_version_is_accepted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
     (tmp_path / "new.yaml").write_text("# trainwright==9.0.0\nmodel:\n  width: 3\n  depth: 2\n")
     said = refused(capsys, parser.parse_args, "--config", str(tmp_path / "new.yaml"))
     assert "new.yaml, line 4: 'model' has no argument 'depth'. Did you mean 'width'?" in said
-    assert f"was written by trainwright 9.0.0, and this is {tw.__version__}" in said
     (tmp_path / "new.yaml").write_text("# trainwright==9.0.0\nmodel:\n  width: 3\n")
     config = parser.parse_args(["--config", str(tmp_path / "new.yaml")])  # it is accepted if all it says is known
     assert config.model.width == 3
@@ -413,21 +416,21 @@ def test_a_config_of_another_version_is_named(
     ("arguments", "said"),
     [
         (["--trainer.max_epoch=3"], "Did you mean --trainer.max_epochs?"),
-        ([*SGD, "--optimizer.rl=1"], "SGD has no argument 'rl'. Did you mean --optimizer.lr?"),
+        ([*SGD, "--optimizer.rl=1"], "SGD has no argument 'rl'. Did you mean 'lr'?"),
         (["--trainer.callbacks+=ModelChekpoint"], "Did you mean 'ModelCheckpoint'?"),
         (["--config=missing.yaml"], "File does not exist"),
         (["--model.width=wide"], "Expected a <class 'int'>"),
         (["--optimizer=SGD", "--optimizer.lr=high"], "Expected a <class 'float'>"),  # or a tensor
     ],
 )
-def test_wrong_arguments(
+def test_wrong_arguments_are_explained(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
     assert said in refused(capsys, parser.parse_args, "--model.width=3", *arguments)
 
 
 @pytest.mark.slow
-def test_wrong_arguments_of_a_subcommand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_of_a_subcommand_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def parse(args: list[str]) -> None:
         TrainwrightCLI(Net, Data, args=args, trainer_defaults=FAST)
 
@@ -441,12 +444,12 @@ def test_wrong_arguments_of_a_subcommand(tmp_path: Path, capsys: pytest.CaptureF
         assert said.startswith(f'{tmp_path / "all.yaml"}, line 3: Parser key "trainer.max_epochs"')
     assert "{fit,validate,test,predict}" in refused(capsys, parse)
     scheduler = ("--lr_scheduler=StepLR", "--lr_scheduler.step_size=1")
-    assert "give --optimizer too" in refused(capsys, parse, "fit", "--model.width=3", *scheduler)
+    assert "Pass --optimizer too" in refused(capsys, parse, "fit", "--model.width=3", *scheduler)
 
 
 def test_wrong_uses_in_the_program() -> None:
     parser = TrainwrightArgumentParser()
-    with pytest.raises(TypeError, match=r"optimizer was given .*Linear.*; expected Optimizer"):
+    with pytest.raises(TypeError, match=r"optimizer got .*Linear.*; expected Optimizer"):
         parser.add_optimizer_args(torch.nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="neither a class nor a function"):
         parser.add_lightning_class_args(3, "model")

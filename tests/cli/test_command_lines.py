@@ -44,7 +44,7 @@ def weights(folder: Path) -> dict[str, list[float]]:
     return {name: each.tolist() for name, each in open_checkpoint(newest.path).read_tensors("model").items()}
 
 
-def test_one_process(tmp_path: Path, jobs: list[Started]) -> None:
+def test_one_process_trains_and_tests(tmp_path: Path, jobs: list[Started]) -> None:
     printed = run(jobs, tmp_path, "fit", *SETTINGS, "--print_config").stdout
     (tmp_path / "printed.yaml").write_text(printed)
     run(jobs, tmp_path, "fit", "--config", "printed.yaml")
@@ -59,13 +59,14 @@ def test_one_process(tmp_path: Path, jobs: list[Started]) -> None:
     (tmp_path / "printed.yaml").write_text(printed.replace("max_epochs", "max_epoch"))
     wrong = run(jobs, tmp_path, "fit", "--config", "printed.yaml", code=2)
     assert "Traceback" not in wrong.stderr
-    assert "'trainer' has no argument 'max_epoch'. Did you mean 'max_epochs'?" in wrong.stderr
+    assert ", line " in wrong.stderr
+    assert "'fit.trainer' has no argument 'max_epoch'. Did you mean 'max_epochs'?" in wrong.stderr
 
 
-def test_two_ranks_and_a_resume_that_needs_nothing_else(
+def test_two_ranks_resume_without_other_arguments(
     tmp_path: Path, jobs: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launching process and its ranks run the same program; the resumed run ends as one that was not stopped."""
+    """The launching process and its ranks run the same program. The resumed run ends like an uninterrupted run."""
     pair = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
     monkeypatch.setenv("TRAINWRIGHT_TRAINER_DETECT_ANOMALY", "false")
     for name in ("resumed", "whole"):
@@ -73,7 +74,7 @@ def test_two_ranks_and_a_resume_that_needs_nothing_else(
     begun = run(jobs, tmp_path / "resumed", "fit", *SETTINGS, *pair)
     assert begun.stderr.count("TRAINWRIGHT_TRAINER_DETECT_ANOMALY=false sets") == 1
     again = run(jobs, tmp_path / "resumed", "fit", "--ckpt_path", "last", "--trainer.max_epochs", "2")
-    assert again.stderr.count("what the command leaves out is taken from the config in") == 1
+    assert again.stderr.count("arguments that are not in the command come from the config in") == 1
     run(jobs, tmp_path / "whole", "fit", *SETTINGS, *pair, "--trainer.max_epochs=2")
     assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
     first, second = find_checkpoints(str(tmp_path / "resumed" / CHECKPOINTS))

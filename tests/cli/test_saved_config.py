@@ -21,13 +21,13 @@ QUICK = {**DEFAULTS, "max_epochs": 1, "num_sanity_val_steps": 0}
 
 
 def fitted(*args: str, **options: Any) -> TrainwrightCLI:
-    """Return a CLI that has made its fit."""
+    """Return a CLI after its fit."""
     defaults = {**QUICK, **options.pop("trainer_defaults", {})}
     return TrainwrightCLI(OwnOptimizer, Data, args=["fit", *args], trainer_defaults=defaults, **options)
 
 
 def made(*args: str, **options: Any) -> TrainwrightCLI:
-    """Return a CLI that has made its objects only."""
+    """Return a CLI that has only made its objects."""
     options = {"trainer_defaults": QUICK, **options}
     return TrainwrightCLI(OwnOptimizer, Data, args=list(args), run=False, **options)
 
@@ -43,8 +43,8 @@ def fit(cli: TrainwrightCLI, **arguments: Any) -> None:
 VERSION = ("--trainer.logger=CSVLogger", "--trainer.logger.version=7")
 
 
-def test_a_run_in_the_folder_of_another_one() -> None:
-    """Its config is refused; the same one, and a resumed run's, are not."""
+def test_a_run_in_the_folder_of_another_one_is_rejected() -> None:
+    """The same config, and the config of a resumed run, are accepted."""
     fit(made("--model.width=3", "--seed_everything=1", *VERSION))
     path = "trainwright_logs/version_7/config.yaml"
     assert configs() == [path]
@@ -65,25 +65,25 @@ def test_a_run_in_the_folder_of_another_one() -> None:
     assert resumed.trainer.current_epoch == 2
     again = made("--model.width=3", "--seed_everything=3", "--trainer.max_epochs=2", *VERSION)
     fit(again, ckpt_path="last")
-    assert len(configs()) == 2  # a seed that was chosen is no other config
+    assert len(configs()) == 2  # another random seed is not another config
 
     replacing = made("--model.width=4", "--seed_everything=1", *VERSION, save_config_kwargs={"overwrite": True})
     fit(replacing)
     assert yaml.safe_load(Path(path).read_text())["model"]["width"] == 4
 
 
-def test_where_a_config_is_and_is_not_written() -> None:
+def test_a_config_is_written_only_if_a_run_begins() -> None:
     fit(made("--model.width=3", "--trainer.fast_dev_run=1"))
     fit(made("--model.width=3", save_config_callback=None, trainer_defaults={**QUICK, "logger": False}))
-    with pytest.raises(RuntimeError, match="no data"):  # refused before it trains, so nothing stays
+    with pytest.raises(RuntimeError, match="no data"):  # rejected before training, so no file is written
         fit(made("--model.width=3", trainer_defaults={**QUICK, "callbacks": Refusing()}))
     assert configs() == []
-    for width in (3, 4, 3):  # a run without loggers has no folder of its own
+    for width in (3, 4, 3):  # a run without loggers has no run folder
         fit(made(f"--model.width={width}", "--seed_everything=1", "--trainer.logger=false"))
     assert configs() == ["config-v1.yaml", "config.yaml"]
 
 
-def test_one_file_of_several() -> None:
+def test_one_file_is_written_for_several_configs() -> None:
     with pytest.warns(UserWarning, match="multifile=True, but the config is written as one file"):
         cli = made("--model.width=3", save_config_kwargs={"multifile": True})
     fit(cli)
@@ -102,7 +102,7 @@ class InLogger(SaveConfigCallback):
         trainer.logger.log_hyperparams({"config": self.parser.dump(self.config), "stage": stage})
 
 
-def test_a_callback_that_stores_it_elsewhere() -> None:
+def test_a_callback_can_store_it_elsewhere() -> None:
     options = {"save_config_callback": InLogger, "save_config_kwargs": {"save_to_log_dir": False}}
     cli = made("--model.width=3", **options)
     cli.trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
@@ -128,8 +128,8 @@ def test_a_checkpoint_tells_its_config() -> None:
     assert stored_config("elsewhere.ckpt") is None
 
 
-def test_objects_as_hyper_parameters() -> None:
-    """save_hyperparameters holds the object that the config has made, and the checkpoint leaves it out."""
+def test_objects_are_stored_as_hyper_parameters() -> None:
+    """save_hyperparameters stores the object of the config, and the checkpoint omits it."""
 
     class Holding(Net):
         def __init__(self, act: torch.nn.Module, lr: float = 0.1) -> None:
@@ -170,7 +170,7 @@ def test_an_optimizer_of_the_config_is_made_again_from_a_checkpoint() -> None:
     assert logged["optimizer"]["partial"].endswith("AdamW")
 
 
-def test_what_goes_to_other_processes() -> None:
+def test_other_processes_get_the_config() -> None:
     """A call that starts processes copies the module, with its optimizers, and the callbacks."""
     cli = made("--model.width=3")
     sent = cloudpickle.loads(cloudpickle.dumps([cli.model, cli.trainer.callbacks]))
@@ -178,14 +178,17 @@ def test_what_goes_to_other_processes() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_command_leaves_out_is_taken_from_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_arguments_are_taken_from_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     first = fitted(
         "--model.width=6", "--model.act=torch.nn.ReLU", "--trainer.default_root_dir=runs", "--data.batch_size=8"
     )
     assert capsys.readouterr().err == ""
     path = first.trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     resumed = fitted("--ckpt_path=last", "--trainer.default_root_dir", "runs", "--trainer.max_epochs=2")
-    assert f"what the command leaves out is taken from the config in {os.path.abspath(path)}" in capsys.readouterr().err
+    assert (
+        f"arguments that are not in the command come from the config in {os.path.abspath(path)}"
+        in capsys.readouterr().err
+    )
     assert (resumed.trainer.current_epoch, resumed.trainer.global_step) == (2, 4)
     assert resumed.config.fit.model == first.config.fit.model
     assert resumed.config.fit.seed_everything == first.config.fit.seed_everything
@@ -198,12 +201,12 @@ def test_what_a_command_leaves_out_is_taken_from_the_checkpoint(capsys: pytest.C
     capsys.readouterr()
     Path("own.yaml").write_text("model:\n  width: 6\n")
     own = fitted("--config=own.yaml", f"--ckpt_path={path}", "--trainer.max_epochs=2")
-    assert own.config.fit.data.batch_size == 4  # a config of one's own is all there is
-    assert "leaves out" not in capsys.readouterr().err
+    assert own.config.fit.data.batch_size == 4  # the stored config is not read
+    assert "come from the config" not in capsys.readouterr().err
 
 
 class Distilling(tw.Trainer):
-    """A trainer with a call that has arguments of its own."""
+    """A trainer with another call, which has other arguments."""
 
     def distill(
         self, model: tw.Module, temperature: float = 1.0, datamodule: Any = None, ckpt_path: Any = None
@@ -218,7 +221,7 @@ class DistillingCLI(TrainwrightCLI):
         return {**TrainwrightCLI.subcommands(), "distill": {"model", "datamodule"}}
 
 
-def test_a_stored_config_of_a_call_with_other_arguments() -> None:
+def test_a_stored_config_works_for_a_call_with_other_arguments() -> None:
     def run(*args: str) -> Any:
         cli = DistillingCLI(OwnOptimizer, Data, args=list(args), trainer_class=Distilling, trainer_defaults=QUICK)
         return cli.config[args[0]]
@@ -231,15 +234,15 @@ def test_a_stored_config_of_a_call_with_other_arguments() -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_another_program_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     fitted("--model.width=6")
     for args in (["fit", "--ckpt_path=last"], ["fit", "--ckpt_path=missing.ckpt"]):
         with pytest.raises(SystemExit):
             TrainwrightCLI(Other, Data, args=args, trainer_defaults=QUICK)
     said = capsys.readouterr().err
     assert "the config in " in said
-    assert "pass --config with another one to leave it out), line " in said
-    assert "'model' has no argument 'width'. Did you mean 'depth'?" in said
+    assert "pass --config to use another one), line " in said
+    assert "'fit.model' has no argument 'width'. Did you mean 'depth'?" in said
     assert "fit.model.depth" in said
 
 
@@ -255,7 +258,7 @@ def fit_on_rank(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_one_rank_writes_it(tmp_path: Path) -> None:
+def test_one_rank_writes_the_config(tmp_path: Path) -> None:
     results = run_job(fit_on_rank, 2, tmp_path)
     assert results[0] == results[1]
     assert results[0][1:] == (2, 2)

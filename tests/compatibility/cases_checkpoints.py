@@ -13,7 +13,7 @@ VALUES = (5.0, 3.0, 4.0, 1.0, 2.0)
 def _names(
     L: Any, folder: Any, *, epochs: int = 5, batches: int = 8, fit: dict[str, Any] | None = None, **options: Any
 ) -> Any:
-    """Return what a ModelCheckpoint leaves behind after a fit whose epochs' scores are VALUES."""
+    """Return the checkpoints of a ModelCheckpoint after a fit whose epochs have the scores VALUES."""
     callback = part(L, "callbacks").ModelCheckpoint(dirpath=folder / "saved", **options)
     module = scripted(L, "score", VALUES)()
     run = trainer(L, folder, callbacks=[callback], enable_checkpointing=True, max_epochs=epochs, **(fit or {}))

@@ -1,4 +1,4 @@
-"""validate, test and predict: what they return and log."""
+"""validate, test and predict: results and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Habits: what real projects do around the framework, each a little project of its own."""
+"""Habits: small projects that do more around the framework, as real projects do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from projects import data, files, loader, part, raised, recording, refusal, regression, scripted, trainer
 from torch import nn
-from torch.utils.data import DataLoader, Subset, random_split
+from torch.utils.data import DataLoader, random_split
 
 
 def case_a_classifier_with_accuracy(L: Any, folder: Any) -> Any:
@@ -55,26 +55,6 @@ def case_best_then_test(L: Any, folder: Any) -> Any:
     return [files(folder), found, round(float(best.best_model_score), 4), run.current_epoch]
 
 
-def case_a_search_over_learning_rates(L: Any, folder: Any) -> Any:
-    found = {}
-    for lr in (0.01, 0.1, 0.5):
-        run = trainer(L, folder)
-        run.fit(regression(L)(lr=lr), loader(24), loader(8))
-        found[str(lr)] = run.callback_metrics["val_loss"].item()
-    return [found, min(found, key=found.__getitem__)]
-
-
-def case_cross_validation(L: Any, folder: Any) -> Any:
-    dataset, scores = data(24), []
-    for fold in range(3):
-        held = list(range(fold * 8, fold * 8 + 8))
-        rest = [index for index in range(24) if index not in held]
-        run, module = trainer(L, folder), regression(L)()
-        run.fit(module, DataLoader(Subset(dataset, rest), 4))
-        scores.append(run.test(module, DataLoader(Subset(dataset, held), 4), verbose=False)[0]["test_loss"])
-    return scores
-
-
 def case_outputs_collected_in_a_list(L: Any, folder: Any) -> Any:
     class Module(regression(L)):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -113,15 +93,6 @@ def case_old_epoch_end_hooks_are_refused(L: Any, folder: Any) -> Any:
 def case_arguments_that_are_gone(L: Any, folder: Any) -> Any:
     gone = ("gpus", "tpu_cores", "resume_from_checkpoint", "auto_lr_find", "weights_summary", "checkpoint_callback")
     return {name: raised(lambda name=name: trainer(L, folder, **{name: 1})) for name in gone}
-
-
-def case_weights_by_hand(L: Any, folder: Any) -> Any:
-    module = regression(L)()
-    trainer(L, folder).fit(module, loader(12))
-    torch.save(module.state_dict(), folder / "weights.pt")
-    fresh = regression(L)()
-    fresh.load_state_dict(torch.load(folder / "weights.pt"))
-    return torch.equal(fresh(torch.ones(1, 2)), module(torch.ones(1, 2)))
 
 
 def case_pretrained_backbone(L: Any, folder: Any) -> Any:
@@ -370,22 +341,6 @@ def case_split_in_setup(L: Any, folder: Any) -> Any:
     return [run.num_training_batches, run.num_val_batches, found, module.layer.weight]
 
 
-def case_batch_size_changed_between_runs(L: Any, folder: Any) -> Any:
-    class Data(L.LightningDataModule):
-        batch_size = 4
-
-        def train_dataloader(self) -> Any:
-            return loader(16, self.batch_size)
-
-    counts, datamodule = [], Data()
-    for size in (4, 8):
-        datamodule.batch_size = size
-        run = trainer(L, folder)
-        run.fit(regression(L)(), datamodule=datamodule)
-        counts.append(run.num_training_batches)
-    return counts
-
-
 def case_sizes_from_the_datamodule(L: Any, folder: Any) -> Any:
     class Data(L.LightningDataModule):
         def setup(self, stage: str) -> None:
@@ -408,40 +363,6 @@ def case_sizes_from_the_datamodule(L: Any, folder: Any) -> Any:
     module = Module()
     trainer(L, folder).fit(module, datamodule=Data())
     return module.layer.weight
-
-
-def case_class_weights_on_the_device(L: Any, folder: Any) -> Any:
-    class Module(regression(L)):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("weights", torch.tensor([2.0]), persistent=False)
-
-        def loss(self, batch: Any) -> Any:
-            return (self.weights * (self(batch[0]) - batch[1]) ** 2).mean()
-
-    run, module = trainer(L, folder), Module()
-    run.fit(module, loader(8))
-    return [list(module.state_dict()), run.callback_metrics]
-
-
-def case_a_tuple_of_hidden_states(L: Any, folder: Any) -> Any:
-    class Module(regression(L)):  # type: ignore[misc]
-        def on_train_epoch_start(self) -> None:
-            self.hidden = torch.zeros(1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch) + 0.1 * self.hidden.sum()
-            self.hidden = loss.detach()
-            return loss
-
-    module = Module()
-    trainer(L, folder, max_epochs=2).fit(module, loader(12))
-    return [module.layer.weight, module.hidden]
-
-
-def case_predictions_joined(L: Any, folder: Any) -> Any:
-    predictions = trainer(L, folder).predict(regression(L)(), loader(10))
-    return [list(torch.cat(predictions).shape), predictions[0].requires_grad, str(predictions[0].device)]
 
 
 def case_predict_after_fit_without_a_module(L: Any, folder: Any) -> Any:
@@ -667,14 +588,6 @@ def case_misconfiguration_is_caught(L: Any, folder: Any) -> Any:
         trainer(L, folder, limit_train_batches=1.5)
     except kind:
         return "caught"
-
-
-def case_config_as_a_dict(L: Any, folder: Any) -> Any:
-    config = {"model": {"lr": 0.05}, "trainer": {"max_epochs": 2, "accumulate_grad_batches": 2}}
-    run = trainer(L, folder, **config["trainer"])
-    module = regression(L)(**config["model"])
-    run.fit(module, loader(16))
-    return [run.global_step, module.layer.weight]
 
 
 def case_iterable_validation_that_is_a_list(L: Any, folder: Any) -> Any:

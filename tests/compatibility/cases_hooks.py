@@ -1,4 +1,4 @@
-"""Hooks: which are called, in what order and with what."""
+"""Hooks: their order and their arguments."""
 
 from __future__ import annotations
 

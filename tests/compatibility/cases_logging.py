@@ -223,7 +223,7 @@ def _rows(path: Any) -> list[dict[str, str]]:
 
 
 def _merged(rows: list[dict[str, str]], *names: str) -> dict[str, Any]:
-    """Return each column's (step, value) pairs, however its values share rows."""
+    """Return the (step, value) pairs of every column, in whatever rows they are."""
     return {name: [[int(row["step"]), round(float(row[name]), 4)] for row in rows if name in row] for name in names}
 
 

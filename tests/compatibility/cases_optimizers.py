@@ -1,11 +1,11 @@
-"""Optimizers and schedulers: what configure_optimizers may return, when they step, and stepping by hand."""
+"""Optimizers and schedulers: forms of configure_optimizers, the moments of steps, and stepping by hand."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from projects import loader, refusal, regression, trainer
+from projects import loader, part, refusal, regression, trainer
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
@@ -56,7 +56,7 @@ def case_wrong_forms_of_configure_optimizers(L: Any, folder: Any) -> Any:
 
 
 def _rates(L: Any, folder: Any, scheduler: Any, *, batches: int = 16, epochs: int = 3, **options: Any) -> Any:
-    """Return the learning rate with which each batch was trained, and the last."""
+    """Return the learning rates of the batches, and the last rate."""
     seen: list[float] = []
 
     class Module(regression(L)):  # type: ignore[misc]
@@ -241,10 +241,7 @@ def case_clipping_by_norm_and_value(L: Any, folder: Any) -> Any:
 
 def case_gradients_of_on_before_optimizer_step(L: Any, folder: Any) -> Any:
     seen: list[Any] = []
-    if L.__name__ == "lightning":
-        from lightning.pytorch.utilities import grad_norm
-    else:
-        from trainwright.utilities import grad_norm
+    grad_norm = part(L, "utilities").grad_norm
 
     class Module(regression(L)):  # type: ignore[misc]
         def on_before_optimizer_step(self, optimizer: Any) -> None:

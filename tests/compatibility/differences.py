@@ -1,6 +1,6 @@
-"""The cases in which Trainwright differs from Lightning on purpose, each with what the difference gives.
+"""The cases in which Trainwright differs from Lightning on purpose, with the reason.
 
-A difference stays only where it makes a result exact, a run safe or a loss visible.
+A difference stays only if it makes a result exact, a run safe or a loss visible.
 """
 
 EXACT, SAFE, VISIBLE = "a result exact", "a run safe", "a loss visible"

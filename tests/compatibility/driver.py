@@ -65,7 +65,7 @@ def plain(value: Any, folder: str) -> Any:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[Path]:
-    """Give a case its own folder, a fixed seed and silence, and put everything back."""
+    """Run a case with a new folder, a fixed seed and no output, and restore everything afterwards."""
     states = random.getstate(), torch.get_rng_state(), Path.cwd(), dict(os.environ)
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -84,7 +84,7 @@ def surroundings() -> Iterator[Path]:
 
 
 def run(case: Case, framework: Any) -> Any:
-    """Return what a case returns, or how it fails."""
+    """Return the result of a case, or its error."""
     with surroundings() as folder:
         try:
             return plain(case(framework, folder), str(folder))
@@ -103,7 +103,7 @@ def results(name: str, chosen: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
-    """Write results with one line for each case."""
+    """Write results with one line for a case."""
     lines = [f"{json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found)]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -22,10 +22,24 @@ QUIET = {
 
 
 def part(L: Any, path: str) -> Any:
-    """Return a module of the framework, such as "callbacks"."""
-    return importlib.import_module(
-        f"{L.__name__}.pytorch.{path}" if L.__name__ == "lightning" else f"{L.__name__}.{path}"
-    )
+    """Return the names of a module of Lightning, such as "callbacks", or their counterparts."""
+    module = f"lightning.pytorch.{path}"
+    return importlib.import_module(module) if L.__name__ == "lightning" else Migrated(module)
+
+
+class Migrated:
+    """The counterparts of the names of one of Lightning's modules, as `trainwright migrate` imports them."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        from trainwright.tools.migrate import counterpart
+
+        found = counterpart(self._module, name)
+        if found is None:
+            raise AttributeError(f"{self._module}.{name} has no counterpart", name=name)
+        return getattr(importlib.import_module(found[0]), found[1])
 
 
 def data(samples: int = 12, seed: int = 0) -> TensorDataset:
@@ -100,7 +114,7 @@ def scripted(L: Any, name: str, values: Iterable[float], **log_options: Any) -> 
 
 
 def recording(base: type[Any], names: Iterable[str], record: Callable[[str], Any]) -> type[Any]:
-    """Return a subclass whose methods of these names are recorded before they do what they do."""
+    """Return a subclass that records its calls of these methods."""
 
     def made(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,11 +145,11 @@ def hooks_of(stage: str) -> list[str]:
 
 
 OWN_FILES = ("trainwright_run.json", "hparams.json", "report.html")
-"""What our runs write besides: no project looks for it."""
+"""Files that only our runs write. No project reads them."""
 
 
 def files(folder: Any) -> list[str]:
-    """Return the files and checkpoints below a folder; a checkpoint is one entry, whether file or folder."""
+    """Return the files and checkpoints below a folder. A checkpoint is one entry, whether it is a file or a folder."""
     found = []
     for path in sorted(each for each in folder.rglob("*") if each.name not in OWN_FILES):
         above = path.relative_to(folder).parents

@@ -1,4 +1,4 @@
-"""Record what the cases give under Lightning, which has to be installed: `python tests/compatibility/record.py`."""
+"""Record the results of the cases under Lightning, which has to be installed: `python tests/compatibility/record.py`."""
 
 from __future__ import annotations
 

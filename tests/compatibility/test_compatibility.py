@@ -1,4 +1,4 @@
-"""The cases under Trainwright, against what Lightning gives: `expected.json` holds its results, which record.py makes."""
+"""The cases under Trainwright have the same results as under Lightning. record.py writes those into `expected.json`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from differences import DIFFERENCES, EXACT, SAFE, VISIBLE
 LIMIT = 1 / 20
 """Of the cases, how many may differ."""
 
-pytestmark = pytest.mark.host  # the cases' numbers are those of the CPU
+pytestmark = pytest.mark.host  # the expected numbers were computed on a CPU
 
 
 @pytest.fixture(scope="module")

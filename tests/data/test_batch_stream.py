@@ -1,4 +1,4 @@
-"""Loaders without indices: shared by reading, the same at every pass of one (seed, epoch), from any batch on."""
+"""Loaders without indices: ranks share a stream by reading all of it, from any batch on, in an order of (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Counting(IterableDataset[Any]):
 
 
 class Shuffled(IterableDataset[Any]):
-    """Draws its order and each item as it goes; each worker has a part."""
+    """Draws its order and its items while it is read. Every worker reads a part."""
 
     def __init__(self, count: int = 12) -> None:
         self.count = count
@@ -53,7 +53,7 @@ def read(share: ShardedLoader, epoch: int = 0, start: int = 0, seed: int = 1) ->
 
 @some_or_every
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_sample_counts_once(world_size: int, starts: Starts) -> None:
+def test_every_rank_reads_its_part_of_the_stream_once(world_size: int, starts: Starts) -> None:
     for count, size, drop_last in itertools.product(range(14), (1, 3), (False, True)):
         loader = DataLoader(Counting(count), batch_size=size, drop_last=drop_last)
         alone = read(ShardedLoader(loader, rank=0, world_size=1, mode="evaluate"))
@@ -128,8 +128,8 @@ def test_data_that_the_user_has_shared_out() -> None:
     assert drawn[0] != drawn[1], "workers of two ranks draw differently"
 
 
-def test_ranks_that_may_end_apart_end_together() -> None:
-    """The other rank has three batches; this one is asked before each, and once more at its end."""
+def test_ranks_of_different_length_are_stopped_together() -> None:
+    """The other rank has three batches. This rank asks before every batch, and once more at its end."""
     asked: list[bool] = []
 
     def all_have(has_one: bool) -> bool:
@@ -186,12 +186,12 @@ def test_samples_are_counted_by_the_first_dimension_of_columns_and_by_the_length
 def test_a_last_round_with_unclear_samples_is_named_and_weighs_by_the_first_part() -> None:
     assert round_sizes([[8], [8]], 2) == round_sizes([[7, 3], [7, 3]], 2) == []
     assert round_sizes([[8], [2]], 2) == [8, 2]
-    with pytest.warns(UserWarning, match=r"samples of a batch are unclear .*\[7, 3\].*collate_fn"):
+    with pytest.warns(UserWarning, match=r"samples in a batch is unclear: .*\[7, 3\].*collate_fn"):
         assert round_sizes([[7, 3], [5, 2]], 3) == [7, 5, 0]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_in_a_loop_of_ones_own_each_rank_keeps_whole_batches(world_size: int) -> None:
+def test_raw_loop_ranks_keep_whole_batches(world_size: int) -> None:
     for count, drop_last in itertools.product(range(1, 14), (False, True)):
         loader = DataLoader(Counting(count), batch_size=3, drop_last=drop_last)
         alone = read(ShardedLoader(loader, rank=0, world_size=1, mode="train"))
@@ -206,18 +206,18 @@ def test_in_a_loop_of_ones_own_each_rank_keeps_whole_batches(world_size: int) ->
         assert [batch for each in rounds for batch in each if batch] == alone[:kept]
 
 
-def test_what_no_rank_can_share_is_told_with_what_its_caller_has() -> None:
+def test_a_loader_that_cannot_be_sharded_is_rejected_with_advice() -> None:
     class Own(DataLoader[Any]):
         def __iter__(self) -> Any:
             return super().__iter__()
 
-    advice = "set use_distributed_sampler=False .or leave (the|its) loader out of prepare"
+    advice = "set use_distributed_sampler=False .or do not pass (the|its) loader to prepare"
     with pytest.raises(TypeError, match=f"Own overrides __iter__.*{advice}"):
         shares(Own([1, 2]), 2)
 
 
 class Restarting:
-    """Its __iter__ begins again and returns itself, as that of NVIDIA DALI's iterators."""
+    """Its __iter__ begins again and returns itself, like NVIDIA DALI's iterators."""
 
     def __iter__(self) -> Restarting:
         self.next = 0

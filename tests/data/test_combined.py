@@ -1,4 +1,4 @@
-"""Several loaders at once: every mode, from any batch on, and the ranks together what one process has."""
+"""Several loaders at once, in every mode and from any batch on. The ranks together have the batches of one process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 from starts import Starts, some_or_every
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
-from trainwright.data.combined import CombinedLoader, ShardedCombination, evaluation_loaders, shard
+from trainwright.data.combined import CombinedLoader, ShardedCombination, evaluation_loaders, in_proportion, shard
 from trainwright.data.loaders import ShardedLoader, with_last
-from trainwright.data.proportions import in_proportion
 
 MODES: list[Any] = ["min_size", "max_size", "max_size_cycle", "sequential"]
 Pair = namedtuple("Pair", "left right")
@@ -47,7 +46,7 @@ def combination(loaders: Any, mode: Any, *, rank: int = 0, world_size: int = 1, 
 
 
 class Drawing(IterableDataset[Any]):
-    """So many samples, drawn from python's generator."""
+    """Samples drawn from python's generator."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -57,7 +56,7 @@ class Drawing(IterableDataset[Any]):
 
 
 class Unsized(Sampler[int]):
-    """Shuffles so many samples, and tells nobody how many."""
+    """Shuffles its samples, and has no length."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -67,7 +66,7 @@ class Unsized(Sampler[int]):
 
 
 class Counting(IterableDataset[Any]):
-    """So many numbers, in order; nobody is told how many."""
+    """Numbers in order, without a length."""
 
     def __init__(self, first: int, count: int) -> None:
         self.first, self.count = first, count
@@ -77,7 +76,7 @@ class Counting(IterableDataset[Any]):
 
 
 def evaluated(loaders: Any, mode: Any, rank: int, world_size: int) -> list[tuple[Any, bool]]:
-    """Return an evaluation's batches on a rank, and whether each counts."""
+    """Return an evaluation's batches on a rank, and whether they count."""
     share = combination(loaders, mode, rank=rank, world_size=world_size, kind="padded")
     share.set_epoch(1, 0)
     got = []
@@ -163,8 +162,8 @@ def test_from_any_batch_on_it_is_the_uninterrupted_stream(mode: Any, world_size:
             assert read(share, epoch=2) == whole
 
 
-def test_orders() -> None:
-    """The first loader's order is its own; loaders, passes and epochs differ, and all of it comes again."""
+def test_orders_of_loaders_differ_and_are_repeatable() -> None:
+    """The first loader keeps its usual order. Loaders, passes and epochs differ, and all orders are repeatable."""
     loaders = [numbers(0, 30, shuffle=True), numbers(0, 10, shuffle=True), numbers(0, 30, shuffle=True)]
     alone = read(ShardedLoader(loaders[0], rank=0, world_size=1, mode="train"))
     share = combination(loaders, "max_size_cycle")
@@ -231,7 +230,7 @@ def test_sequential_evaluation_is_loader_by_loader() -> None:
 def test_a_parted_round_is_refused_where_it_is_run() -> None:
     share = combination({"a": numbers(0, 5), "b": numbers(0, 8)}, "max_size", world_size=2, kind="padded")
     for limit in (0, 1, 2):
-        share.refuse_parted_rounds(limit)  # the third round is the one of which a rank alone has a batch
+        share.refuse_parted_rounds(limit)  # only one rank has a batch of the third round
     for limit in (3, 4, None):
         with pytest.raises(ValueError, match=r"loader 'a' of a CombinedLoader.'max_size'. has 5 batches"):
             share.refuse_parted_rounds(limit)
@@ -240,7 +239,7 @@ def test_a_parted_round_is_refused_where_it_is_run() -> None:
 @pytest.mark.filterwarnings(NO_PROPORTION)
 @pytest.mark.parametrize("mode", MODES)
 def test_training_rounds_are_alike_and_lose_nothing(mode: Any) -> None:
-    """The longest loader's samples are all there, repeats aside; every rank makes the same number of steps."""
+    """All samples of the longest loader are read, and every rank makes the same number of steps."""
     for (first, second), size in itertools.product([(21, 9), (8, 30), (10, 10)], (1, 4)):
         shares = [
             combination(
@@ -310,13 +309,13 @@ def test_workers_draw_anew_in_each_pass_and_alike_after_a_resume() -> None:
     share = combination(loaders, "max_size_cycle")
     assert share.may_read_ahead
     whole = read(share)
-    assert len({str(batch[1]) for batch in whole}) == 9, "another draw in each pass"
+    assert len({str(batch[1]) for batch in whole}) == 9, "every pass draws differently"
     assert [int(batch[1][0]) for batch in whole] == [0, 1, 2] * 3
     assert read(share, start=4) == whole[4:]
     assert not combination([loaders[0], numbers(0, 3)], "min_size").may_read_ahead
 
 
-def test_endless_loaders() -> None:
+def test_endless_loaders_are_combined() -> None:
     class Endless(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter(itertools.count())
@@ -346,7 +345,7 @@ def test_with_last_knows_the_end_of_a_combination() -> None:
     assert [is_last for _, is_last in with_last(share, 2, None)] == [False, False, True]
 
 
-def test_what_is_one_loader_and_what_are_several() -> None:
+def test_several_loaders_are_told_from_one() -> None:
     loader = numbers(0, 4)
 
     def kind(given: Any) -> Any:
@@ -366,7 +365,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(ValueError, match="mode='longest' is unknown; choose from min_size, max_size"):
         CombinedLoader([[1]], "longest")  # type: ignore[arg-type]
     combined = CombinedLoader([[1]])
-    with pytest.raises(AttributeError, match="pass limit_train_batches="):
+    with pytest.raises(AttributeError, match="Pass limit_train_batches="):
         combined.limits = [1]
     assert not hasattr(combined, "limits")
     with pytest.raises(ValueError, match="got an empty dict"):
@@ -382,7 +381,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
         combination([numbers(0, 3), numbers(0, 0)], "max_size_cycle")
     with pytest.raises(RuntimeError, match="an empty loader cannot be cycled"):
         read(combination([numbers(0, 3), DataLoader(Drawing(0))], "max_size_cycle"))
-    with pytest.raises(TypeError, match="shard each of them by itself"):
+    with pytest.raises(TypeError, match="Shard every loader separately"):
         combination([numbers(0, 3), numbers(0, 3)], "sequential", world_size=2, kind="padded")
     with pytest.raises(TypeError, match="has no length"):
         len(combination([numbers(0, 3), unsized(0, 3)], "min_size"))

@@ -51,7 +51,7 @@ def test_the_defaults_do_nothing_and_a_missing_loader_is_named() -> None:
     assert data.trainer is None
     assert Digits().state_key == "Digits"
     for name in ("train", "val", "test", "predict"):
-        with pytest.raises(NotImplementedError, match=f"DataModule defines no {name}_dataloader; define it, or pass"):
+        with pytest.raises(NotImplementedError, match=f"DataModule defines no {name}_dataloader. Define it, or pass"):
             getattr(data, f"{name}_dataloader")()
 
 
@@ -69,7 +69,7 @@ def test_a_copy_belongs_to_no_trainer() -> None:
     assert data.trainer is not None
 
 
-def test_from_datasets() -> None:
+def test_from_datasets_makes_a_loader_of_each_dataset() -> None:
     dataset = TensorDataset(torch.arange(10))
     data = Digits.from_datasets(
         dataset, {"a": dataset, "b": dataset}, [dataset, Stream()], batch_size=5, root="elsewhere"
@@ -87,7 +87,7 @@ def test_from_datasets() -> None:
     streamed = DataModule.from_datasets(Stream(), batch_size=3, num_workers=1)
     assert [batch.tolist() for batch in streamed.train_dataloader()] == [[0, 1, 2]]
     assert len(pickle.loads(pickle.dumps(data)).train_dataloader()) == 2
-    with pytest.raises(TypeError, match="val_dataset has a DataLoader; expected datasets"):
+    with pytest.raises(TypeError, match="val_dataset has a DataLoader"):
         DataModule.from_datasets(dataset, train)
     with pytest.raises(TypeError, match="train_dataset has an int"):
         DataModule.from_datasets([dataset, 3])  # type: ignore[list-item]

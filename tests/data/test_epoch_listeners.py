@@ -1,4 +1,4 @@
-"""Epoch listeners: whatever of a loader has a `set_epoch` is told the epoch, in workers' copies too."""
+"""Epoch listeners: every part of a loader with a `set_epoch` gets the epoch, also in workers' copies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Told:
 
 
 class Items(Told, Dataset[Any]):
-    """Each item is its number and the epoch that this copy was told."""
+    """Items contain their number and the epoch of this copy."""
 
     def __len__(self) -> int:
         return 8
@@ -84,7 +84,7 @@ def test_the_dataset_that_is_read_knows_the_epoch(kind: Any, batch_size: Any, op
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=str)
-def test_datasets_within_those_of_torch_know_the_epoch(options: dict[str, Any]) -> None:
+def test_datasets_inside_torch_wrappers_are_told_the_epoch(options: dict[str, Any]) -> None:
     parts = random_split(Items(), [4, 4])
     made: list[Any] = [
         Subset(Subset(Items(), range(6)), range(4)),
@@ -114,7 +114,7 @@ def test_loader_sampler_and_batch_sampler_are_told_once_each() -> None:
     assert [each.told for each in (data, order, batches, loader)] == [[0, 1]] * 4
 
 
-def test_trainer_and_accelerator_tell_every_epoch() -> None:
+def test_datasets_are_told_every_epoch_in_both_loops() -> None:
     class Pairs(Items):
         def __getitem__(self, index: int) -> Any:
             return torch.full((8,), 0.1), torch.tensor(index % 3)
@@ -123,7 +123,7 @@ def test_trainer_and_accelerator_tell_every_epoch() -> None:
     trainer = tw.Trainer(max_epochs=3, **QUIET)
     trainer.fit(Classifier(), DataLoader(trained, batch_size=4), DataLoader(evaluated, batch_size=4))
     assert sorted(set(trained.told)) == [0, 1, 2]
-    assert set(evaluated.told) == {0}, "each evaluation is of the same samples"
+    assert set(evaluated.told) == {0}, "evaluations have the same samples"
     data = Pairs()
     loader = tw.Accelerator(cpu=ON_HOST).prepare(DataLoader(data, batch_size=4))
     for _ in range(3):
@@ -135,7 +135,7 @@ def test_a_stream_that_is_split_after_a_shuffle_keeps_its_parts_apart() -> None:
     datasets = pytest.importorskip("datasets")
     stream = datasets.Dataset.from_dict({"x": list(range(20))}).to_iterable_dataset(num_shards=4)
     shuffled = stream.shuffle(seed=3, buffer_size=20)
-    with pytest.warns(UserWarning, match=r"split by take\(\) or skip\(\) follows a shuffle"):
+    with pytest.warns(UserWarning, match=r"take\(\) or skip\(\) follows a shuffle"):
         parts = [ShardedLoader(DataLoader(part, 4), rank=0, world_size=1, mode="train")
                  for part in (shuffled.skip(8), shuffled.take(8))]  # fmt: skip
     orders = []

@@ -1,4 +1,4 @@
-"""Batches that this process fetches: those of torch's own iterator, for each kind of dataset and collate function."""
+"""Batches that this process fetches equal the batches of torch's iterator, for all kinds of datasets and collate functions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from torch.utils.data.datapipes.map import SequenceWrapper
 
 import trainwright as tw
-from trainwright.data.fetching import REGION, fetched, is_fetched_here
-from trainwright.data.loaders import ShardedLoader
+from trainwright.data.loaders import REGION, ShardedLoader, fetched, is_fetched_here
 
 
 class Items(Dataset[Any]):
@@ -37,7 +36,7 @@ class Several(Items):
 
 
 class Whole(Items):
-    """Its index is a list: it makes the batches."""
+    """Its index is a list, so the dataset makes the batches."""
 
     def __getitem__(self, index: Any) -> Any:
         self.asked.append(index)
@@ -69,7 +68,7 @@ def test_batches_are_those_of_torch(kind: type[Items], options: dict[str, Any]) 
     assert ours.asked == own.asked
 
 
-def test_datasets_that_make_the_batches_and_plain_sequences() -> None:
+def test_batches_of_datasets_and_plain_sequences_are_fetched() -> None:
     batches = BatchSampler(SequentialSampler(range(7)), 3, drop_last=False)
     assert plain(fetched(DataLoader(Whole(), batch_size=None, sampler=batches))) == plain(
         DataLoader(Whole(), batch_size=None, sampler=batches)
@@ -120,12 +119,12 @@ def test_an_error_of_the_dataset_comes_as_it_is_and_sampling_is_lazy() -> None:
     assert drawn == [0, 1]
     with pytest.raises(KeyError, match="broken"):
         next(batches)
-    assert next(batches) == torch.tensor([3])  # as torch's iterator goes on after an error
+    assert next(batches) == torch.tensor([3])  # torch's iterator also continues after an error
 
 
 @pytest.mark.parametrize("size", [None, 1, 3])
 def test_a_stop_iteration_of_the_dataset_ends_the_pass_and_cuts_no_batch(size: int | None) -> None:
-    """As one does that reads on in a file, whatever index it is given."""
+    """Like a dataset that reads a file from start to end, whatever the index."""
 
     class Reads(Items):
         def __init__(self) -> None:
@@ -139,7 +138,7 @@ def test_a_stop_iteration_of_the_dataset_ends_the_pass_and_cuts_no_batch(size: i
         trainer().fit(Net(), DataLoader(Reads(), batch_size=3, collate_fn=lambda items: torch.ones(len(items), 3)))
 
 
-def test_a_loader_that_chooses_its_indices_by_itself() -> None:
+def test_a_loader_may_choose_its_indices() -> None:
     class Own(DataLoader[Any]):
         @property
         def _index_sampler(self) -> Any:
@@ -158,7 +157,7 @@ def test_a_profile_shows_the_fetch_under_torchs_name() -> None:
 
 
 class Drawing(Dataset[Tensor]):
-    """Draws from torch's generator, as augmentation does."""
+    """Draws from torch's generator, like augmentation."""
 
     def __len__(self) -> int:
         return 12
@@ -188,7 +187,7 @@ def trainer() -> tw.Trainer:
 
 
 class TorchsLoader(DataLoader[Any]):
-    """Iterates as torch's does, but is not known to."""
+    """Iterates like torch's loader, but with another method."""
 
     def _get_iterator(self) -> Any:
         return super()._get_iterator()

@@ -1,4 +1,4 @@
-"""A batch's fingerprint, by which a resumed source shows that it continues at the same batch."""
+"""A batch's fingerprint, by which a resumed run recognizes the batch."""
 
 from __future__ import annotations
 

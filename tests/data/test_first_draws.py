@@ -1,4 +1,4 @@
-"""Ranks that draw different data of a loader that is divided over them are told so; everyday loaders are left alone."""
+"""Ranks that draw different data from a sharded loader get an error or a warning; everyday loaders do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBERS = TensorDataset(torch.arange(24.0)[:, None])
 
 
 class OwnShare(Sampler[int]):
-    """Draws this rank's samples, and is no DistributedSampler."""
+    """Draws this rank's samples, but is no DistributedSampler."""
 
     def __init__(self, rank: int) -> None:
         self.mine = rank
@@ -42,13 +42,13 @@ class OwnShare(Sampler[int]):
 
 
 class Declared(OwnShare):
-    """The same, which says so as torch's does."""
+    """Declares it like torch's DistributedSampler."""
 
     num_replicas = 2
 
 
 class Counted(Sampler[int]):
-    """Shuffles with a generator of its own, and counts how often it is read."""
+    """Shuffles with a generator in an attribute, and counts its iterations."""
 
     def __init__(self, seed: int) -> None:
         self.generator, self.reads = torch.Generator().manual_seed(seed), 0
@@ -161,7 +161,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_a_sampler_that_divides_the_data_is_rejected_by_name_on_every_rank(told: list[dict[str, Any]]) -> None:
     for each in told:
         assert "the first indices of an OwnShare" in each["own share"]
-        assert "set use_distributed_sampler=False (or leave its loader out of prepare)" in each["own share"]
+        assert "set use_distributed_sampler=False (or do not pass its loader to prepare)" in each["own share"]
 
 
 def test_a_sampler_that_declares_its_rank_is_read_as_it_is(told: list[dict[str, Any]]) -> None:
@@ -171,10 +171,9 @@ def test_a_sampler_that_declares_its_rank_is_read_as_it_is(told: list[dict[str, 
 
 def test_an_unseeded_split_is_rejected_before_it_is_trained_on(told: list[dict[str, Any]]) -> None:
     for each in told:
-        assert (
-            "the prepared data differs between rank 0 and rank 1: the indices of Subset (random_split)" in each["split"]
-        )
-        assert "the validation data differs between rank 0 and rank 1: the indices of Subset" in each["fit"]
+        differs = "data differs between rank 0 and rank 1: the indices of Subset (random_split)"
+        assert f"the prepared {differs}" in each["split"]
+        assert f"the validation {differs}" in each["fit"]
         assert "call seed_everything, or pass a seeded generator" in each["fit"]
 
 
@@ -195,11 +194,11 @@ def test_a_stream_that_divides_itself_is_warned_of_when_it_is_read(told: list[di
 def test_augmentation_and_generators_of_samplers_raise_no_alarm(told: list[dict[str, Any]]) -> None:
     for each in told:
         assert [each[f"{name}, said"] for name in ("weighted", "augmented", "declared")] == [[], [], []]
-        assert "the first indices of a Counted" in each["own generator"], "another seed on each rank"
+        assert "the first indices of a Counted" in each["own generator"], "the ranks have different seeds"
 
 
 def test_the_comparison_reads_no_item_and_draws_nothing(told: list[dict[str, Any]]) -> None:
     for each in told:
         assert each["reads"] == 0
-        assert each["files"] == 12, "those of this rank, in the epoch that was read"
+        assert each["files"] == 12, "only this rank's files, in the epoch that was read"
         assert each["state"]

@@ -1,4 +1,4 @@
-"""A generator's state out of a checkpoint is looked at before it is set."""
+"""An RNG state from a checkpoint is checked before it is set."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.checkpoint import reader
-from trainwright.data.generator_states import check_generator_states
-from trainwright.data.seeding import rng_state
+from trainwright.data.seeding import check_generator_states, rng_state
 
 SEEDED = torch.zeros(16, dtype=torch.uint8)
 
@@ -56,7 +55,7 @@ def test_a_state_that_a_generator_cannot_have_is_refused(case: str) -> None:
         check_generator_states({"sources": [[{"generators": spoiled(name, value)}]]}, "path")
 
 
-def test_the_states_that_earlier_checkpoints_hold_by_number_are_looked_at_too() -> None:
+def test_states_by_device_number_in_older_checkpoints_are_checked_too() -> None:
     earlier = {name: state for name, state in rng_state().items() if name != "device"}
     check_generator_states({"rng": {**earlier, "cuda": []}}, "path")
     check_generator_states({"rng": {**earlier, "cuda": [SEEDED, SEEDED]}}, "path")

@@ -46,7 +46,7 @@ def test_every_sample_counts_once(mode: str, world_size: int) -> None:
         loader = DataLoader(numbers(count), batch_size=size, drop_last=drop_last, shuffle=shuffle)
         wanted = count // size * size if drop_last else count
         if mode == "train" and drop_last and world_size > 1:
-            wanted = count // size // world_size * world_size * size  # a short round is dropped, as a short batch is
+            wanted = count // size // world_size * world_size * size  # short rounds and short batches are dropped
         if mode == "train" and drop_last and 0 < len(loader) < world_size:
             with pytest.raises(ValueError, match=f"has {len(loader)} batches for {world_size} ranks"):
                 shards(loader, world_size, mode)
@@ -100,7 +100,7 @@ def test_the_last_round_weighs_by_its_samples() -> None:
 
 
 class Drawing(Sampler[int]):
-    """Draws from every global generator while it is iterated, batch after batch."""
+    """Draws from every global generator during its iteration."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -150,7 +150,7 @@ def test_set_epoch_reaches_a_sampler_that_has_it() -> None:
 
 
 class Special(DataLoader[Any]):
-    """A loader whose constructor nobody could call again."""
+    """A loader whose constructor cannot be called again."""
 
     def __init__(self, secret: object, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -159,7 +159,7 @@ class Special(DataLoader[Any]):
 
 def test_a_subclass_is_copied_and_not_built_anew() -> None:
     loader = Special("secret", numbers(10), batch_size=2, num_workers=2, persistent_workers=True)
-    whole = [batch[0].tolist() for batch in loader]  # a used persistent loader keeps its iterator
+    whole = [batch[0].tolist() for batch in loader]  # a used persistent loader stores its iterator
     halves = [batches(part) for part in shards(loader, 2, "evaluate")]
     assert [halves[i % 2][i // 2] for i in range(5)] == whole
     assert [batch[0].tolist() for batch in loader] == whole
@@ -172,13 +172,13 @@ def test_a_custom_batch_sampler_is_shared_out() -> None:
     groups = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
     left, right = (batches(part) for part in shards(DataLoader(numbers(11), batch_sampler=groups), 2, "evaluate"))
     assert (left, right) == ([[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9]])
-    # One sample is too little for two ranks: the other works on it too, with no weight.
+    # One sample is too few for two ranks, so the second rank works on it with weight zero.
     parts = shards(DataLoader(numbers(11), batch_sampler=groups), 2)
     assert [batches(part) for part in parts] == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9], [10]]]
     assert [part.weight_at(2) for part in parts] == [2.0, 0.0]
 
 
-def test_batches_made_beforehand() -> None:
+def test_ready_batches_are_divided_among_ranks() -> None:
     items = DataLoader([torch.full((2,), index) for index in range(7)], batch_size=None)
     left, right = (batches(part) for part in shards(items, 2, "evaluate"))
     assert [len(left), len(right)] == [4, 3]
@@ -212,7 +212,7 @@ class OwnIteration(DataLoader[Any]):
         (OwnIteration(numbers(4)), "overrides __iter__"),
     ],
 )
-def test_what_several_ranks_cannot_share_is_refused(loader: Any, match: str) -> None:
+def test_a_loader_that_ranks_cannot_share_is_rejected(loader: Any, match: str) -> None:
     with pytest.raises(TypeError, match=match + ".*use_distributed_sampler=False"):
         shards(loader, 2)
     assert shards(loader, 1)
@@ -220,7 +220,7 @@ def test_what_several_ranks_cannot_share_is_refused(loader: Any, match: str) -> 
 
 
 def test_data_that_the_user_has_shared_out_is_used_whole() -> None:
-    """Its order is of (seed, epoch), it begins at any batch, and a DistributedSampler is told the epoch."""
+    """Its order depends on (seed, epoch), it begins at any batch, and a DistributedSampler gets the epoch."""
     loader = DataLoader(numbers(10), batch_size=3, shuffle=True)
     alone = ShardedLoader(loader, rank=0, world_size=1, mode="train")
     own = ShardedLoader(loader, rank=1, world_size=2, mode="train", shard=False)
@@ -247,18 +247,20 @@ def test_shuffling_is_switched_off() -> None:
     assert ordered(DataLoader(torch.arange(3), batch_size=None, shuffle=True)) == [0, 1, 2]
     assert ordered(DataLoader(numbers(4), batch_sampler=[[3, 1], [0]])) == [[3, 1], [0]]
     own = DataLoader(numbers(5), sampler=RandomSampler(numbers(5), replacement=True, num_samples=2))
-    with pytest.warns(UserWarning, match="the loader's RandomSampler chooses.*replaced by the order of the dataset"):
+    with pytest.warns(
+        UserWarning, match="the loader's RandomSampler chooses the order. The order of the dataset replaces it"
+    ):
         assert ordered(own) == [[0], [1], [2], [3], [4]]
     with pytest.warns(UserWarning, match="the loader's Drawing chooses"):
         assert ordered(DataLoader(numbers(300), sampler=Drawing(4)))[0] == [0]
     subset = SubsetRandomSampler([7, 1, 4])
     loader = DataLoader(numbers(9), 2, sampler=subset)
-    with pytest.warns(UserWarning, match="the loader's SubsetRandomSampler chooses.*replaced"):
+    with pytest.warns(UserWarning, match="the loader's SubsetRandomSampler chooses.*replaces"):
         assert ordered(loader) == [[1, 4], [7]]
-    assert loader.sampler is loader.batch_sampler.sampler is subset, "the user's loader keeps its own"  # type: ignore[union-attr]
+    assert loader.sampler is loader.batch_sampler.sampler is subset, "the user's loader keeps its sampler"  # type: ignore[union-attr]
     shuffled = BatchSampler(RandomSampler(numbers(4)), 2, False)
     own_batches = type("OwnBatches", (BatchSampler,), {})(shuffled.sampler, 2, False)
-    with pytest.warns(UserWarning, match="the loader's OwnBatches chooses its own order, which is kept"):
+    with pytest.warns(UserWarning, match="the loader's OwnBatches chooses the order. Pass another sampler"):
         assert len(ordered(DataLoader(numbers(4), batch_sampler=own_batches))) == 2
 
 
@@ -269,7 +271,7 @@ def test_memory_is_pinned_by_a_copy() -> None:
     assert loader.pin_memory is False
 
 
-def test_what_is_no_loader_is_refused() -> None:
+def test_a_value_that_is_no_loader_is_rejected() -> None:
     with pytest.raises(TypeError, match="int is not iterable"):
         shards(3, 1)
 
@@ -313,10 +315,10 @@ def test_batches_come_in_order_though_the_loader_has_in_order_off(mode: str) -> 
     with pytest.warns(UserWarning, match=r"in_order=False is ignored: batches come in the order .* resume"):
         share = ShardedLoader(loader, rank=0, world_size=1, mode=mode)  # type: ignore[arg-type]
     assert batches(share) == [[each] for each in range(8)]
-    assert loader.in_order is False, "the user's own loader stays as it is"
+    assert loader.in_order is False, "the user's loader does not change"
 
 
-def test_a_sampler_of_ones_own_may_follow_the_training() -> None:
+def test_a_users_sampler_may_follow_the_training() -> None:
     class Follows(Sampler[int]):
         latest = 0
 

@@ -1,4 +1,4 @@
-"""An epoch that is taken up in another order than it was left in: that is told, once, and no other one is."""
+"""A run that resumes within an epoch in a different order prints one warning; no other run does."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSam
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.combined import CombinedLoader, shard
-from trainwright.data.order_digest import OrderDigest
+from trainwright.data.fingerprint import OrderDigest
 
 COUNT = 24
 
 
 class GoesOn(Sampler[int]):
-    """Has an order that was drawn once, where no seed of ours reaches, and begins each pass elsewhere in it."""
+    """Has an order that no seed of ours affects, and begins every pass at another place in it."""
 
     def __init__(self, run: int, count: int = COUNT) -> None:
         self.order = random.Random(run).sample(range(count), count)
@@ -57,7 +57,7 @@ def loader(sampler: Any, count: int = COUNT, size: int = 2) -> DataLoader[Any]:
 
 
 def places(make: Any, ranks: int, batches: int, epoch: int = 1) -> list[Any]:
-    """Return where a run stands after some batches, as every rank of it says alike."""
+    """Return the position after some batches, which is the same on every rank."""
     told = []
     for rank in range(ranks):
         share = shard(make(), rank=rank, world_size=ranks, mode="train")
@@ -69,7 +69,7 @@ def places(make: Any, ranks: int, batches: int, epoch: int = 1) -> list[Any]:
 
 
 def warned(make: Any, ranks: int, at: Any, batches: int, epoch: int = 1) -> list[str]:
-    """Return what is told where the run is taken up at a place and goes on to the epoch's end, and then to another one."""
+    """Return the warnings of a run that resumes at a position and trains to the end of the next epoch."""
     share = shard(make(), rank=0, world_size=ranks, mode="train")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -94,17 +94,17 @@ def test_another_order_is_told_once(ranks: int) -> None:
     at = places(first_run, ranks, 2)
     (told,) = warned(second_run, ranks, at, 2)
     assert told == (
-        "the checkpoint was saved within an epoch of a GoesOn of 24 samples that now draws a different order: in the rest of "
-        "this epoch samples may come twice or not at all. Draw the order in its __iter__, from a generator that is an "
-        "attribute of the sampler or from torch's global one, which are seeded for each epoch; or resume from a checkpoint of "
-        "an epoch's end."
+        "the checkpoint was saved within an epoch of a GoesOn of 24 samples that now draws a different order. In the rest of "
+        "this epoch samples may come twice or not at all. Draw the order in its __iter__, from a generator in an attribute of "
+        "the sampler or from torch's global generator, which are seeded for every epoch. Or resume from a checkpoint at an "
+        "epoch's end."
     )
     at = places(lambda: loader(Groups(1)), ranks, 2)
     assert len(warned(lambda: loader(Groups(2)), ranks, at, 2)) == 1, "without a length"
 
 
-def test_a_sampler_that_goes_on_from_epoch_to_epoch() -> None:
-    """The run that was left was in its second pass; the one that takes it up draws its first."""
+def test_a_sampler_with_state_across_epochs_causes_a_warning() -> None:
+    """The saved run was in the sampler's second pass, and the resumed run draws its first pass."""
     sampler = GoesOn(1)
     share = shard(loader(sampler), rank=0, world_size=1, mode="train")
     for epoch in range(2):
@@ -141,27 +141,17 @@ def test_what_cannot_be_compared_is_not_told_of() -> None:
     at = places(first_run, 1, 3)
     older = [{name: value for name, value in at[0].items() if name != "digest"}]
     assert warned(second_run, 1, older, 3) == []
-    assert warned(lambda: loader(GoesOn(2), size=3), 1, at, 3) == [], "with another batch size the items are others"
+    assert warned(lambda: loader(GoesOn(2), size=3), 1, at, 3) == [], "with another batch size the items differ"
     assert warned(second_run, 1, places(first_run, 1, 0), 0) == [], "nothing is consumed"
 
 
-def test_a_place_is_told_before_the_rest_is_drawn() -> None:
-    at = places(first_run, 2, 3)
-    share = shard(first_run(), rank=1, world_size=2, mode="train")
-    share.load_state_dict({"places": at, "sources": []})
-    share.set_epoch(3, 1, 3)
-    assert share.positions(3) == at
-
-
-def test_one_warning_for_one_reason() -> None:
+def test_one_reason_causes_a_single_warning() -> None:
     at = places(first_run, 1, 3)
     (told,) = warned(lambda: loader(GoesOn(2, 20), 20), 1, at, 3)
     assert "of a GoesOn of 24 samples, and the run resumes with a GoesOn of 20 samples" in told
 
 
-def test_a_stream_that_is_gone_through_again() -> None:
-    """The place is that of a later pass, and only its items are compared."""
-
+def test_only_items_of_the_latest_pass_are_compared() -> None:
     def both(sampler: Any) -> CombinedLoader:
         return CombinedLoader([DataLoader(TensorDataset(torch.arange(60))), loader(sampler)], "max_size_cycle")
 
@@ -195,4 +185,4 @@ def test_what_items_stand_for(items: list[Any], is_told: bool) -> None:
     if is_told:
         assert digest(items) == digest(list(items)) != digest(items[::-1])
     else:
-        assert [list(each) for each in items][-1], "a batch that can be read once is left to the loader"
+        assert [list(each) for each in items][-1], "the digest does not consume an iterator"

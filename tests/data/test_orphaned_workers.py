@@ -1,4 +1,4 @@
-"""A loader worker whose parent is killed ends too, however early that is, and leaves no temporary folder."""
+"""A loader worker whose parent is killed, however early, ends too and leaves no temporary folder."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_worker_whose_parent_was_killed_at_once_ends(tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 def test_a_second_signal_does_not_keep_a_worker_from_tidying(tmp_path: Path) -> None:
-    """The kernel signals it when its parent dies, and then the launcher does."""
+    """The kernel signals the worker when its parent dies, and then the launcher signals it."""
     job = Started(python("-c", SIGNALLED_TWICE), tmp_path)
     try:
         assert job.wait() == 0, job.stderr

@@ -1,4 +1,4 @@
-"""The place in the data: left at one world size and taken up at another, each sample of an epoch comes exactly once."""
+"""The position in the data: a run that resumes at another world size reads every sample of an epoch exactly once."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SEED, EPOCH = 3, 2
 
 
 Plans = Sequence[Sequence[tuple[int, int | None]]]
-"""Of each plan and part of an epoch, on how many ranks it is trained, and for how many batches (None: to its end)."""
+"""For plans and parts of an epoch: the number of ranks, and the number of batches (None: to its end)."""
 
 
 class Uneven(Sampler[list[int]]):
-    """A user's batch sampler: batches of 1, 2, 3, 1, 2, 3 ... samples, in an order of its own."""
+    """A user's batch sampler: batches of 1, 2, 3, 1, 2, 3 ... samples, in a special order."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -55,24 +55,24 @@ def numbers(count: int, first: int = 0) -> TensorDataset:
 
 
 def samples(batch: Any) -> list[int]:
-    """Return the numbers in a batch, however it is nested; None stands for a loader that has ended."""
+    """Return the numbers in a nested batch. None stands for a loader that has ended."""
     if isinstance(batch, torch.Tensor):
         return [int(each) for each in batch.reshape(-1)]
     return [number for part in batch if part is not None for number in samples(part)]
 
 
 def own(share: Any, rank: int, number: int, batch: Any) -> list[int]:
-    """Return the numbers in a batch but those of a loader's uneven round that are another rank's, and weigh nothing."""
+    """Return the numbers in a batch, except another rank's samples, which have weight zero, in an uneven round."""
     is_sequential = getattr(share, "combination", "") == "sequential"
     sizes = [(share if is_sequential else part).uneven.get(number) for part in getattr(share, "parts", [share])]
-    several = len(sizes) > 1  # each has its own hundred
+    several = len(sizes) > 1  # every loader has another hundred
     return [each for each in samples(batch) if (part := sizes[each // 100 if several else 0]) is None or part[rank]]
 
 
 def segment(
     loader: Any, ranks: int, batch: int, state: Any, most: int | None, **options: Any
 ) -> tuple[list[list[int]], int, Any, list[int | None]]:
-    """Train on some batches of an epoch on so many ranks; return what each rank had, and where it stands then."""
+    """Train on some batches of an epoch. Return the ranks' batches, and the position after them."""
     had, ends, lengths = [], [], []
     for rank in range(ranks):
         share = shard(loader() if callable(loader) else loader, rank=rank, world_size=ranks, mode="train", **options)
@@ -90,13 +90,13 @@ def segment(
 
 
 def epoch(loader: Any, plan: Sequence[tuple[int, int | None]], **options: Any) -> list[int]:
-    """Return what an epoch gave that went over so many ranks for so many batches each."""
+    """Return the batches of an epoch that was trained in parts, on different numbers of ranks."""
     batch, state, seen = 0, None, []
     for ranks, most in plan:
         had, batch, state, lengths = segment(loader, ranks, batch, state, most, **options)
         seen += [number for each in had for number in each]
         if most is None and lengths[0] is not None:
-            assert lengths == [batch] * ranks, "the length is told before it is read"
+            assert lengths == [batch] * ranks, "the length is known before the epoch is read"
     return seen
 
 
@@ -104,7 +104,7 @@ PLANS = [
     [(first, 2), (second, None)] for first, second in itertools.product((1, 2, 3, 4), repeat=2) if first != second
 ] + [[(2, 1), (3, 1), (1, 2), (4, 1), (2, None)], [(3, 2), (3, 1), (2, None)]]
 SOME_PLANS = [PLANS[0], PLANS[3], PLANS[8], PLANS[10], *PLANS[-2:]]
-"""From one rank to two and back, from three to four, from four to two, and of several parts."""
+"""From one rank to two and back, from three to four, from four to two, and in several parts."""
 some_or_all_plans = pytest.mark.parametrize("plans", [SOME_PLANS, pytest.param(PLANS, marks=pytest.mark.slow)], ids=len)
 
 
@@ -152,7 +152,7 @@ def test_drop_last_drops_no_more_than_a_round(plans: Plans) -> None:
         assert len(seen) > count - 2 * plan[-1][0] - 1
 
 
-def test_another_batch_size() -> None:
+def test_another_batch_size_reads_every_sample_once() -> None:
     for count, old, new in itertools.product((23, 24), (2, 3, 4), (1, 2, 3, 5, 7)):
         for before, after in ((1, 1), (2, 1), (1, 2), (2, 3)):
             loader = DataLoader(numbers(count), batch_size=old, shuffle=True)
@@ -164,8 +164,8 @@ def test_another_batch_size() -> None:
             assert len(set(lengths)) == 1
 
 
-def test_another_batch_size_that_changes_again_before_the_first_batch() -> None:
-    """The place lies within a batch of the new size; saved there, it is still known to the sample."""
+def test_two_changes_of_the_batch_size_are_exact_before_the_first_batch() -> None:
+    """The position lies within a batch of the new size, and a save there keeps it to the sample."""
     for count, (old, new, last), ranks in itertools.product(
         (23, 24), ((4, 8, 8), (4, 8, 3), (3, 5, 3), (2, 7, 4)), ((1, 1, 1), (2, 1, 2), (1, 2, 1))
     ):
@@ -180,7 +180,7 @@ def test_another_batch_size_that_changes_again_before_the_first_batch() -> None:
 @pytest.mark.filterwarnings("ignore:the . ranks cannot divide a round:UserWarning")
 @some_or_all_plans
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
-def test_combinations(mode: Any, plans: Plans) -> None:
+def test_combined_loaders_are_resumed_at_any_world_size(mode: Any, plans: Plans) -> None:
     def loader() -> CombinedLoader:
         return CombinedLoader(
             [
@@ -207,7 +207,7 @@ def test_combinations(mode: Any, plans: Plans) -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Numbers through a shuffle buffer; each worker has a part of them, and what it has had can be told."""
+    """Numbers through a shuffle buffer. Every worker reads a part of them, and records its items."""
 
     def __init__(self, count: int, log: list[int] | None = None) -> None:
         self.count, self.log = count, log
@@ -242,7 +242,7 @@ def stream(kind: Any, count: int, **options: Any) -> DataLoader[Any]:
 
 
 @some_or_all_plans
-def test_a_dataset_without_indices_at_any_world_size(plans: Plans) -> None:
+def test_a_dataset_without_indices_is_read_once_at_any_world_size(plans: Plans) -> None:
     for kind, count, plan in itertools.product((Stream, Telling), (23, 24), plans):
         seen = epoch(partial(stream, kind, count), plan)
         assert sorted(seen) == list(range(count)), (kind, count, plan)
@@ -277,7 +277,7 @@ def test_no_item_is_read_twice() -> None:
     assert sorted(samples(list(share))) == list(range(30)), "the next epoch begins at the start"
 
 
-def test_workers_that_stay_begin_anew_after_the_epoch_that_was_taken_up() -> None:
+def test_persistent_workers_are_restarted_after_the_resumed_epoch() -> None:
     loader = DataLoader(Telling(24), batch_size=2, num_workers=2, persistent_workers=True)
     share = shard(loader, rank=0, world_size=1, mode="train")
     share.set_epoch(SEED, EPOCH)
@@ -297,7 +297,7 @@ def test_workers_that_stay_begin_anew_after_the_epoch_that_was_taken_up() -> Non
 
 
 class OwnLoader:
-    """A loader of one's own with a state, as torchdata's StatefulDataLoader has it."""
+    """A user's loader with a state, like torchdata's StatefulDataLoader."""
 
     def __init__(self) -> None:
         self.place, self.read = 0, []
@@ -316,7 +316,7 @@ class OwnLoader:
         self.place = state["place"]
 
 
-def test_a_loader_with_a_state_of_its_own() -> None:
+def test_a_loader_with_state_is_resumed_from_it() -> None:
     _, batch, state, _ = segment(OwnLoader(), 1, 0, None, 4)
     loader = OwnLoader()
     rest, *_ = segment(loader, 1, batch, state, None)
@@ -331,9 +331,9 @@ def test_what_is_read_again_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "trainwright: skipping the first 4 batches of this epoch: a Stream has no state_dict(), so they have to be re-read.\n"
     )
-    with pytest.raises(ValueError, match=r"4 batches of 2 samples were consumed, .* batches of 3, .* batch_size=2"):
+    with pytest.raises(ValueError, match=r"saved after 4 batches of 2 samples, .* batches of 3, .* batch_size=2"):
         segment(DataLoader(Stream(20), batch_size=3), 1, batch, state, None)
-    with pytest.raises(ValueError, match="of 1 loaders, but there are 2 now; resume with the loaders"):
+    with pytest.raises(ValueError, match=r"belongs to 1 loaders, but now there are 2\. Resume with the loaders"):
         segment([loader, loader], 1, batch, state, None)
 
 
@@ -346,7 +346,7 @@ def test_a_place_beyond_the_data_is_seen() -> None:
     share = shard(DataLoader(numbers(16), batch_size=2), rank=0, world_size=1, mode="train")
     share.load_state_dict(state)
     with pytest.warns(
-        UserWarning, match="of a SequentialSampler of 20 samples, .* of 16 samples: .* come twice or not at all"
+        UserWarning, match="of a SequentialSampler of 20 samples, .* of 16 samples. .* come twice or not at all"
     ):
         share.set_epoch(SEED, EPOCH, batch)
     assert not share.starts_beyond
@@ -356,7 +356,7 @@ def test_a_place_beyond_the_data_is_seen() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_is_told_of_the_batch_that_it_is_planned_for(num_workers: int) -> None:
+def test_a_state_belongs_to_the_planned_batch(num_workers: int) -> None:
     for ranks in (1, 2, 3):
         share = shard(
             DataLoader(Telling(48), batch_size=2, num_workers=num_workers), rank=0, world_size=ranks, mode="train"
@@ -366,5 +366,5 @@ def test_a_state_is_told_of_the_batch_that_it_is_planned_for(num_workers: int) -
         list(islice(share, 3))
         state = share.state_dict(3)
         (place,), (source,) = state["places"], state["sources"]
-        assert source["items"] == place["items"] == 3 * ranks, "though it was read on"
+        assert source["items"] == place["items"] == 3 * ranks, "though more was read"
         share.close()

@@ -1,4 +1,4 @@
-"""A loader without a length is read one batch ahead: what is drawn for a batch must not depend on when it is read."""
+"""A loader without a length is read one batch ahead. The time of reading must not change a batch's random numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Augmented(Dataset[Any]):
 
 
 class Unsized(Sampler[Any]):
-    """Batches of four, or single indices, in an order that is drawn; nobody knows how many."""
+    """Batches of four, or single indices, in a random order and without a length."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -38,7 +38,7 @@ class Unsized(Sampler[Any]):
 
 
 def mixed(samples: list[list[float]]) -> torch.Tensor:
-    """Draws as it puts a batch together."""
+    """Draws while it collates a batch."""
     return torch.tensor(samples) + torch.rand(()) + random.random()
 
 
@@ -67,7 +67,7 @@ def plain(batch: Any) -> Any:
 
 
 def train(loader: Any, start: int = 0, places: Any = (), rank: int = 0, ranks: int = 1) -> tuple[list[Any], list[Any]]:
-    """Return the batches of an epoch from one on with what training draws beside each, and the places after them."""
+    """Return an epoch's batches from one on, the training's random numbers with them, and the positions after them."""
     share = shard(loader, rank=rank, world_size=ranks, mode="train")
     share.load_state_dict({"places": places, "sources": []})
     share.set_epoch(5, 1, start)
@@ -92,7 +92,7 @@ def test_an_epoch_is_taken_up_at_any_batch(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["batches", "no batches"])
-def test_what_is_drawn_is_what_workers_would_draw(kind: str) -> None:
+def test_batches_draw_the_same_as_in_workers(kind: str) -> None:
     alone = [batch for batch, *_ in train(unsized(kind))[0]]
     assert [batch for batch, *_ in train(unsized(kind, num_workers=1))[0]] == alone
     left, right = ([batch for batch, *_ in train(unsized(kind), rank=rank, ranks=2)[0]] for rank in range(2))

@@ -1,4 +1,4 @@
-"""Seeds and the states of the generators."""
+"""Seeds and RNG states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
-def test_seed_everything_and_states_through_a_checkpoint() -> None:
+def test_rng_states_are_restored_through_a_checkpoint() -> None:
     assert tw.seed_everything(4) == 4
     state = rng_state()
     first = draw()

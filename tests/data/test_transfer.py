@@ -28,7 +28,7 @@ class Own:
 
 
 class Rows(list[Any]):
-    """A list that is made of its items, with an attribute."""
+    """A list with another constructor and an attribute."""
 
     def __init__(self, *rows: Any) -> None:
         super().__init__(rows)
@@ -68,7 +68,7 @@ def test_map_tensors_leaves_the_rest() -> None:
 
 
 class RecordingStream:
-    """Stands for the stream of a device: it writes down what it is asked, in order."""
+    """Stands for the stream of a device, and records its calls in order."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -98,12 +98,12 @@ class RecordingStream:
         self.events.append("keep")
 
     def wait_for_training(self) -> None:
-        assert not self.is_open  # within, the current stream is the copies' own
+        assert not self.is_open  # within, the current stream is the stream of the copies
         self.events.append("after training")
 
 
 def prefetch(batches: list[Any], *, ahead: bool, most: int | None = None) -> list[str]:
-    """Return what happens, in order, while a loop trains on the batches."""
+    """Return the events, in order, while a loop trains on the batches."""
     events: list[str] = []
     stream = RecordingStream(events)
 
@@ -176,7 +176,7 @@ def test_objects_pin_themselves() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_training_on_a_gpu_gets_every_batch_whole(num_workers: int) -> None:
-    """The memory of batches is used again at once, while long kernels still read it."""
+    """The memory of batches is reused at once, while long kernels still read it."""
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     device = torch.device(kind.type, torch.accelerator.current_device_index())

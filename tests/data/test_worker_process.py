@@ -1,4 +1,4 @@
-"""Loader workers that a fork leaves stuck before they run any Python: they are killed and forked again."""
+"""Loader workers that are stuck after a fork, before they run any Python, are killed and forked again."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trainwright.data.worker_process import WorkerContext, WorkerProcess
 
 PARENT = os.getpid()
 stuck = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-"""How many of the next forks are stuck, and the process id of the last that was."""
+"""How many of the next forks are stuck, and the process id of the last stuck process."""
 
 
 def be_stuck() -> None:
-    """Stop a forked child for good where its parent wants that."""
+    """Stop a forked child forever if its parent asks for it."""
     if stuck[0] > 0:
         stuck[0] -= 1
         stuck[1] = os.getpid()
@@ -79,7 +79,7 @@ def test_a_run_reads_on_with_a_worker_that_was_stuck(monkeypatch: pytest.MonkeyP
     assert all(map(torch.equal, found, expected))
 
 
-def test_workers_that_never_run_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_never_runs_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "WAITS", (0.1, 0.2))
     stuck[0] = 2
     with pytest.raises(RuntimeError, match=r"within 0\.2 s of its fork, at the last of 2 attempts.*forkserver"):
@@ -167,7 +167,7 @@ def test_a_loader_follows_a_start_method_that_is_set_between_epochs() -> None:
 
 
 def test_a_stuck_worker_is_killed_if_the_wait_for_it_is_interrupted() -> None:
-    """Otherwise the interpreter would wait for it at its end."""
+    """Otherwise the interpreter would wait for the worker at its end."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise TimeoutError("the user's")

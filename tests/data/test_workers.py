@@ -1,4 +1,4 @@
-"""Random augmentation in loader workers: a function of (seed, epoch, batch), whatever the workers did before."""
+"""Random augmentation in loader workers depends on (seed, epoch, batch) only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainwright.data.loaders import ShardedLoader
 
 
 class Augmented(Dataset[Any]):
-    """Draws from every generator for each item, and knows itself in its worker."""
+    """Draws from every generator for every item, and checks the worker info."""
 
     def __len__(self) -> int:
         return 24
@@ -113,7 +113,7 @@ tw.Trainer(devices=2, max_epochs=3, **QUIET).fit(Broken(), loader)
 
 @pytest.mark.launch
 def test_a_failed_job_with_workers_leaves_no_folder(tmp_path: Path) -> None:
-    """Each worker has a temporary folder of its own, which a worker that is killed leaves behind."""
+    """Every worker has a temporary folder, which a killed worker leaves behind."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     with tempfile.TemporaryDirectory() as temporary:  # not pytest's, which may be too deep for workers
@@ -133,7 +133,7 @@ def test_a_failed_job_with_workers_leaves_no_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_no_worker_outlives_its_run(persistent: bool) -> None:
-    """Neither those that stay from epoch to epoch nor those of an epoch that was left; and nobody waits for them later."""
+    """Neither persistent workers nor the workers of an epoch that ended early, and nothing waits for them later."""
 
     def loader() -> DataLoader[Any]:
         return make_loader(40, 4, num_workers=2, persistent_workers=persistent)
@@ -153,7 +153,7 @@ def test_no_worker_outlives_its_run(persistent: bool) -> None:
     assert multiprocessing.active_children() == []
     began = time.monotonic()
     gc.collect()
-    assert time.monotonic() - began < deadline(4 * 5)  # a worker that is waited for costs 5 s
+    assert time.monotonic() - began < deadline(4 * 5)  # a wait for a worker takes 5 s
 
 
 SIGNALLED = """
@@ -197,7 +197,7 @@ def test_workers_live_through_signals_and_end_with_their_parent(kept: str, end: 
     script = tmp_path / "signalled.py"
     script.write_text(SIGNALLED)
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": search_path(Path(__file__).parents[2])}
-    if end == "ends":  # by an interpreter's own end
+    if end == "ends":  # with the interpreter
         command = [sys.executable, str(script), kept, end]
         settings: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
         done = subprocess.run(command, env=environment, timeout=deadline(100), check=False, **settings)
@@ -205,6 +205,6 @@ def test_workers_live_through_signals_and_end_with_their_parent(kept: str, end: 
         done = run_python(script, kept, end, variables=environment)
     assert done.returncode == {"leaves at once": 3, "is killed": -9}.get(end, 0), done.stderr
     for pid in done.stdout.split():
-        wait_until(lambda pid=pid: has_ended(int(pid)), 20.0)  # four times what torch's own workers take
+        wait_until(lambda pid=pid: has_ended(int(pid)), 20.0)  # four times as long as torch's workers
     assert list(temporary.glob("pymp-*")) == []
     shutil.rmtree(temporary)

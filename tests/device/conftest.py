@@ -29,7 +29,7 @@ def cuda(device: torch.device) -> torch.device:
 
 @pytest.fixture
 def clean_memory(device: torch.device) -> Iterator[None]:
-    """Let go of what earlier tests have left on the device, and of what this one leaves."""
+    """Free the memory that earlier tests and this one have used on the device."""
     _let_go()
     yield
     _let_go()
@@ -37,7 +37,7 @@ def clean_memory(device: torch.device) -> Iterator[None]:
 
 @pytest.fixture
 def refusing_reads(device: torch.device) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Return what makes a context within which the host may not wait for the device."""
+    """Return a factory of contexts within which the host may not wait for the device."""
     module: Any = torch.get_device_module(device)
     if not hasattr(module, "set_sync_debug_mode"):
         pytest.skip(f"{device.type} does not tell when the host waits for it")

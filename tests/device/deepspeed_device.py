@@ -9,7 +9,7 @@ import torch
 
 
 def let_deepspeed_know() -> None:
-    """Have DeepSpeed compute on the simulated device, where there is one; on others it knows what to do."""
+    """Make DeepSpeed compute on the simulated device, if there is one. It supports other devices already."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or kind.type != "sim":
         return

@@ -1,4 +1,4 @@
-"""What runs in a process of its own: DeepSpeed and fsdp on a device, where their state and their numbers are looked at."""
+"""DeepSpeed and fsdp on a device, in a separate process that checks their state and their numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import trainwright as tw
 
 LIMIT = 64 << 20
-"""DeepSpeed's own size of a buffer for reducing gradients takes 2 GB."""
+"""DeepSpeed's default size of a buffer for reducing gradients takes 2 GB."""
 
 
 class Scaled(tw.Module):
@@ -52,7 +52,7 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 def deepspeed(folder: Path) -> None:
-    """Each stage on the last device, with a local rank that is not its number, resumed and in little memory."""
+    """Every stage on the last device, with a local rank that is not its number, resumed and in little memory."""
     index = torch.accelerator.device_count() - 1
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:2:16:8"  # 8 MiB a stream, instead of 32 on Hopper
     os.environ["LOCAL_RANK"] = "1" if index == 0 else "0"

@@ -1,4 +1,4 @@
-"""A device that lacks what others have: no float64, no pinned memory, no bfloat16 in autocast, no process group, as on MPS."""
+"""A device without float64, pinned memory, bfloat16 in autocast and a process group, like MPS."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ assert all(abilities.fuses("sim", name, torch.float32) for name in ("Adam", "SGD
 for name in ("auto", "gpu", "sim"):
     assert tw.Trainer(**{**settings, "devices": 1, "accelerator": name}).engine.device == torch.device("sim", 0)
 has = "torch .* has 'sim' here; .*'auto' for 'sim', or 'cpu'"
-with pytest.raises(RuntimeError, match=f"accelerator='cuda' was asked for, but {has}"):
+with pytest.raises(RuntimeError, match=f"accelerator='cuda' was requested, but {has}"):
     tw.Trainer(**{**settings, "accelerator": "cuda"})
 accepted = "auto, cpu, gpu, cuda, mps, xpu, sim"
 with pytest.raises(ValueError, match=f"accelerator='simm' is unknown; choose from {accepted}. Did you mean 'sim'"):
@@ -179,7 +179,7 @@ generators.set_device_state(there["device"])
 assert torch.equal(torch.sim.get_rng_state(1), drawn["device"]["state"])
 assert generators.lost_devices(drawn, one) == ["1"]
 
-# Whichever device is current, each generator is put back to its own state, and a process's own is that of its device.
+# Whichever device is current, all generators are restored, and the process's generator belongs to its device.
 states = [torch.sim.get_rng_state(each) for each in range(2)]
 with tw.isolate_rng():
     torch.accelerator.set_device_index(0)
@@ -204,7 +204,7 @@ APART = """
 # A command that leaves the number open starts what a Trainer would: one process, since several could not work together.
 from trainwright.launch import cli
 from trainwright.launch.config import Config
-from trainwright.launch.sources import Sources
+from trainwright.launch.setting_sources import Sources
 options, _ = cli._launch_parser()[0].parse_known_args([])
 assert cli.resolve(Sources(options, {}, Config()))["devices"].value == 1
 assert tw.Trainer(**settings).num_devices == 1
@@ -224,14 +224,14 @@ def run(lines: str, folder: Path, **environment: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_a_device_without_float64_pinned_memory_or_a_process_group(tmp_path: Path) -> None:
+def test_a_device_may_lack_float64_pinned_memory_and_a_process_group(tmp_path: Path) -> None:
     lacks = dict.fromkeys(("SIM_FLOAT64", "SIM_PINNED", "SIM_BF16", "SIM_PROCESS_GROUP"), "0")
     run(POOR, tmp_path, SIM_DEVICES="1", **lacks)
 
 
-def test_two_devices(tmp_path: Path) -> None:
+def test_two_devices_work_together(tmp_path: Path) -> None:
     run(RICH, tmp_path, SIM_DEVICES="2")
 
 
-def test_several_devices_without_a_process_group(tmp_path: Path) -> None:
+def test_several_devices_without_a_process_group_are_used_singly(tmp_path: Path) -> None:
     run(APART, tmp_path, SIM_DEVICES="2", SIM_PROCESS_GROUP="0")

@@ -1,4 +1,4 @@
-"""The benchmark for a GPU runs on the accelerator that is here, and what it asks of the device is answered."""
+"""The benchmark for a GPU runs on the present accelerator and gets all its answers."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def test_loops_wait_no_more_than_the_loop_by_hand(device: torch.device, tmp_path
         assert row["is_loss_off"] == "False", (case, name)
         assert float(row["peak_mib"]) > 0, (case, name)
         assert float(row["syncs"]) <= float(rows[case, "by_hand"]["syncs"]), (case, name)
-    assert float(rows["distilbert-12-ragged-16-mixed", "by_hand"]["syncs"]) >= 1  # the scaler's look at each step
+    assert float(rows["distilbert-12-ragged-16-mixed", "by_hand"]["syncs"]) >= 1  # the scaler's read in every step

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Large(Classifier):
-    """16 MB of weights, of which each step changes every one, and an average of them in a buffer."""
+    """16 MB of weights, all changed by every step, and an average of them in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(tmp_path: Path, 
 
 
 def test_saves_in_the_background_one_after_another(tmp_path: Path) -> None:
-    """Each copy goes into the memory of the one before, which is written by then."""
+    """A copy goes into the memory of the previous one, which is written by then."""
 
     class SavesEach(tw.Callback):
         def __init__(self) -> None:
@@ -148,7 +148,7 @@ def test_weights_are_loaded_onto_whatever_is_there(tmp_path: Path, device: torch
     assert there == pytest.approx(here, rel=TOLERANCE)
 
 
-def test_the_scale_and_what_was_skipped_come_back(tmp_path: Path, device: torch.device) -> None:
+def test_a_resume_restores_the_scale_and_skipped_steps(tmp_path: Path, device: torch.device) -> None:
     from trainwright.devices.abilities import autocasts
     from trainwright.precision.mixed import MixedPrecision
 

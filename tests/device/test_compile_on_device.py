@@ -1,4 +1,4 @@
-"""Compiled runs on an accelerator equal eager ones, with CUDA graphs too, whose memory each replay writes anew."""
+"""Compiled runs on an accelerator equal eager ones, also with CUDA graphs, whose replays overwrite their memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _fresh_graphs() -> Iterator[None]:
 
 @pytest.fixture
 def inductor(cuda: torch.device) -> None:
-    """What torch.compile needs by default."""
+    """The requirement of torch.compile's default backend."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed, which torch.compile needs on CUDA")
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
@@ -43,7 +43,7 @@ def inductor(cuda: torch.device) -> None:
 
 
 class Net(nn.Module):
-    """Computes its loss itself, so that what is logged comes out of the graph; `seen` counts in a buffer."""
+    """Computes its loss, so that the logged value comes out of the graph. `seen` counts in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 class Compiles(tw.Module):
-    """Logs losses of graphs and keeps what a step returns until its batch is over."""
+    """Logs losses of graphs and keeps a step's result until its batch is over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Compiles(tw.Module):
         return outputs
 
     def configure_optimizers(self) -> Any:
-        # At a higher rate the losses rise, and with them each difference in the last digits.
+        # At a higher rate the losses rise, and with them the differences in the last digits.
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
 
@@ -109,7 +109,7 @@ def test_traced_graphs_give_what_eager_steps_give() -> None:
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_traced_graphs_under_autocast(device: torch.device, precision: str) -> None:
+def test_traced_graphs_are_right_under_autocast(device: torch.device, precision: str) -> None:
     if not autocasts(device.type, DTYPES[precision]):
         pytest.skip(f"{device.type} has no autocast in {DTYPES[precision]}")
     compare({"backend": "aot_eager"}, 1e-2, precision=precision)
@@ -117,7 +117,7 @@ def test_traced_graphs_under_autocast(device: torch.device, precision: str) -> N
 
 @pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 3e-2), ("16-mixed", 1e-2)])
-def test_a_compiled_run(precision: str, tolerance: float) -> None:
+def test_a_compiled_run_gives_eager_losses(precision: str, tolerance: float) -> None:
     compare(True, tolerance, precision=precision)
 
 
@@ -131,13 +131,13 @@ def test_a_compiled_run(precision: str, tolerance: float) -> None:
     ],
     ids=["plain", "accumulation", "bf16-mixed"],
 )
-def test_a_run_of_cuda_graphs(settings: dict[str, Any], tolerance: float) -> None:
+def test_a_run_of_cuda_graphs_gives_eager_losses(settings: dict[str, Any], tolerance: float) -> None:
     compare({"mode": "reduce-overhead"}, tolerance, **settings)
 
 
 @pytest.mark.usefixtures("inductor")
-def test_cuda_graphs_of_modules_that_return_what_is_kept() -> None:
-    """Step values that a logger writes later, and predictions, are what they were when they were computed."""
+def test_cuda_graphs_do_not_overwrite_kept_outputs() -> None:
+    """Later graphs do not change predictions and step values that a logger writes later."""
 
     class Keeps(Compiles):
         def __init__(self) -> None:

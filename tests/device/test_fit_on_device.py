@@ -1,4 +1,4 @@
-"""fit, validate, test and predict on an accelerator give what they give on the CPU; which device a run is on."""
+"""fit, validate, test and predict give the same on an accelerator as on the CPU, and the device of a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Sentences(tw.Module):
         return {"outputs": self(batch[0]), "words": batch[0]}
 
     def configure_optimizers(self) -> Any:
-        # A momentum's steps are as large as the gradients; Adam's would be made of rounding where a gradient is none.
+        # Momentum's steps are as large as the gradients. Adam's would consist of rounding errors for zero gradients.
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"}]
 
@@ -73,7 +73,7 @@ def sentences(samples: int, batch_size: int = 4, **options: Any) -> DataLoader[A
 
 
 def everything(accelerator: str, **settings: Any) -> dict[str, Any]:
-    """Fit, validate, test and predict; return what came of it, in host memory."""
+    """Fit, validate, test and predict; return the results in host memory."""
     torch.manual_seed(5)
     module = Sentences()
     trainer = tw.Trainer(max_epochs=2, **{**QUIET, "accelerator": accelerator, "devices": 1, **settings})
@@ -113,7 +113,7 @@ def test_a_run_equals_the_loop_by_hand_on_the_device(device: torch.device) -> No
     assert bool(trainer.optimizers[0].param_groups[0].get("fused")) == bool(adamw(net).param_groups[0]["fused"])
 
 
-def test_modules_that_were_on_the_device_before_train_there(device: torch.device) -> None:
+def test_modules_already_on_the_device_are_trained_there(device: torch.device) -> None:
     """An optimizer may hold the parameters of a module that its user has moved already."""
     module, plain = Classifier().to(device), Classifier()
     for each in (module, plain):
@@ -173,7 +173,7 @@ def test_devices_are_chosen_by_number(device: torch.device) -> None:
     assert tw.Trainer(**QUIET).engine.device.type == "cpu"
 
 
-def test_another_device_than_the_first(device: torch.device) -> None:
+def test_a_run_can_use_another_device_than_the_first(device: torch.device) -> None:
     count = torch.accelerator.device_count()
     if count < 2:
         pytest.skip(f"torch sees one {device.type} device here")
@@ -200,7 +200,7 @@ def test_a_device_that_is_not_there_is_refused(device: torch.device) -> None:
         tw.Trainer(**{**ON_DEVICE, "devices": count + 1})
     other = "xpu" if device.type != "xpu" else "mps"
     with pytest.raises(
-        RuntimeError, match=rf"accelerator='{other}' was asked for, but torch .* has '{device.type}' here"
+        RuntimeError, match=rf"accelerator='{other}' was requested, but torch .* has '{device.type}' here"
     ):
         tw.Trainer(**{**ON_DEVICE, "accelerator": other})
 
@@ -230,7 +230,7 @@ def test_metric_objects_count_on_the_device() -> None:
 
 
 def test_a_run_lets_go_of_its_memory(device: torch.device, clean_memory: None) -> None:
-    """After a run whose module and trainer are gone, the device has what it had before."""
+    """After a run whose module and trainer are gone, the device's memory is as before."""
 
     def run() -> None:
         module = Classifier()
@@ -248,7 +248,7 @@ def test_a_run_lets_go_of_its_memory(device: torch.device, clean_memory: None) -
 
 
 class Sums(tw.Module):
-    """Trains what it is given to put out little."""
+    """Trains its submodule to small outputs."""
 
     def __init__(self, inner: Classifier) -> None:
         super().__init__()

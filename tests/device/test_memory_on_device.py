@@ -1,4 +1,4 @@
-"""Memory on an accelerator: no more than by hand and one batch; and a run that is out of it leaves a process that works."""
+"""A run takes no more memory than by hand plus one batch, and a process works on after a run out of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_memory")]
 WIDTH, ROWS, BATCHES = 512, 512, 6
 BATCH_BYTES = ROWS * WIDTH * 4
 SLACK = 256 << 10
-"""Losses, metrics and what the allocator rounds up."""
+"""Losses, metrics and the allocator's rounding."""
 
 
 class Random(Dataset[Tensor]):
@@ -149,7 +149,7 @@ class Greedy(Classifier):
         loss = super().training_step(batch, batch_idx)
         if batch_idx == self.step:
             free, _ = torch.get_device_module(self.device).mem_get_info()
-            kept = [torch.ones(free // 8, device=self.device) for _ in range(64)]  # half of it each
+            kept = [torch.ones(free // 8, device=self.device) for _ in range(64)]  # half of it per device
             loss = loss + sum(each.sum() for each in kept)
         return loss
 
@@ -157,7 +157,7 @@ class Greedy(Classifier):
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_run_out_of_memory_says_so_and_the_process_goes_on(device: torch.device, step: int) -> None:
     module = torch.get_device_module(device)
-    if hasattr(module, "set_memory_limit"):  # the simulated device has none of its own
+    if hasattr(module, "set_memory_limit"):  # the simulated device has no separate one
         module.set_memory_limit(64 << 20)
     try:
         expected, _ = Classifier(), tw.Trainer(max_epochs=1, **ON_DEVICE)

@@ -1,7 +1,6 @@
-"""Mistakes that only a device shows, put in by hand: the simulated one finds each of them.
+"""Mistakes that only a device shows, made on purpose: the simulated device finds all of them.
 
-What makes the package right on a device is taken out of it, one thing at a time. That run must fail, or end in other numbers;
-the same run without the mistake must not.
+A test removes one precaution of the package. The run must then fail or end in other numbers, and not without the mistake.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from small import QUIET, Classifier, assert_equal, make_loader, weights
 from torch import Tensor
 
 import trainwright as tw
-from trainwright.checkpoint import host_copy
+from trainwright.checkpoint import contents
 from trainwright.data import seeding, transfer
 from trainwright.engine.engine import Engine
 from trainwright.trainer import logged_value, sources
@@ -52,7 +51,7 @@ class Watched(Classifier):
 
 
 def train(tmp_path: Path) -> dict[str, Tensor]:
-    """Train with what copies, waits and draws: batches from a pinned loader one ahead, dropout, a background save, a resume."""
+    """Train with copies, waits and random numbers: prefetch from a pinned loader, dropout, a background save, a resume."""
     first = tw.Trainer(max_epochs=1, log_every_n_steps=100, **SETTINGS)
     module = Watched(dropout=0.3)
     try:
@@ -89,7 +88,7 @@ def forget_whose_memory_it_is(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_to_wait_before_a_save_is_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(host_copy.torch.accelerator, "synchronize", lambda *_: None)
+    patch.setattr(contents.torch.accelerator, "synchronize", lambda *_: None)
 
 
 def use_pinned_memory_again(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Each precision on an accelerator: the loop by hand with torch's own autocast and scaler on the same device."""
+"""Every precision on an accelerator equals a loop by hand with torch's autocast and scaler on the same device."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_float64_is_trained_or_refused(device: torch.device) -> None:
 
 
 class WithNorms(tw.Module):
-    """A batch norm as the first layer, and a layer norm: autocast has rules of their own for them."""
+    """A batch norm as the first layer, and a layer norm: autocast has special rules for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_norms_keep_float32_statistics_and_losses(device: torch.device, precisio
     assert {value.dtype for value in module.state_dict().values() if value.is_floating_point()} == {torch.float32}
     full = WithNorms()
     tw.Trainer(max_epochs=1, **ON_DEVICE).fit(full, make_loader())
-    found, expected = (dict(each.first.named_buffers()) for each in (module, full))  # of the data alone
+    found, expected = (dict(each.first.named_buffers()) for each in (module, full))  # only of the data
     assert_close(on_host(found), on_host(expected), 1e-5)
 
 

@@ -149,7 +149,7 @@ def test_every_batch_arrives_whole_and_in_order(device: torch.device, options: d
 
 
 @pytest.mark.parametrize("kind", COLLATES)
-def test_batches_of_any_kind(device: torch.device, kind: str) -> None:
+def test_batches_of_any_kind_are_prefetched(device: torch.device, kind: str) -> None:
     module = fitted(loader_of(COLLATES[kind]), max_epochs=2)
     assert module.numbers() == 2 * list(range(2 * BATCHES))
     assert module.devices == {device}
@@ -191,7 +191,7 @@ def test_a_hook_on_the_device_gets_whole_batches(device: torch.device) -> None:
 
 
 class Reused(IterableDataset[Tensor]):
-    """Gives one block of memory again and again, with other numbers in it: a reader with a buffer of its own."""
+    """Returns one block of memory again and again, with other numbers in it, like a reader with a buffer."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
@@ -204,7 +204,7 @@ class Reused(IterableDataset[Tensor]):
 
 
 def test_a_reader_may_use_its_buffer_again(device: torch.device) -> None:
-    """The copy is made from memory of our own, so what the reader does next is no part of it."""
+    """The copy is made from separate memory, so later changes by the reader do not matter."""
     assert fitted(DataLoader(Reused(pinned=False), batch_size=None)).numbers() == list(range(2 * BATCHES))
 
 
@@ -235,7 +235,7 @@ def test_evaluation_gets_whole_batches(device: torch.device) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=["here", "workers"])
 def test_a_resumed_run_gets_the_batches_that_were_not_trained_on(tmp_path: Path, options: dict[str, Any]) -> None:
-    """One batch more has been read ahead when the checkpoint is made; it belongs to the resumed run."""
+    """One more batch has been prefetched when the checkpoint is made. It belongs to the resumed run."""
 
     class Stops(tw.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""A loop of one's own on an accelerator: the loop by hand, its resume, and what the Accelerator moves for it."""
+"""A raw loop on an accelerator: the loop by hand, its resume, and the objects that the Accelerator moves."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_it_equals_the_loop_on_the_cpu() -> None:
     assert_close(*found, tolerance=TOLERANCE)
 
 
-def test_a_scale_that_overflows_recovers(device: torch.device) -> None:
+def test_training_continues_after_an_overflow(device: torch.device) -> None:
     if not autocasts(device.type, torch.float16):
         pytest.skip(f"{device.type} has no autocast in float16")
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**26, growth_interval=4)

@@ -42,7 +42,7 @@ class Noisy(Classifier):
 
 
 def run(folder: Path, ckpt_path: str | None = None, seed: int = 3, **settings: Any) -> tuple[dict[str, Tensor], Any]:
-    """Train two epochs, or what is left of them, and return weights, optimizer state and what was logged."""
+    """Train two epochs, or the rest of them, and return weights, optimizer state and logged values."""
     tw.seed_everything(seed)
     saver = tw.ModelCheckpoint(str(folder), save_top_k=-1, every_n_train_steps=5)
     module = Noisy()
@@ -72,7 +72,7 @@ def test_a_resumed_run_is_the_run_that_was_never_cut(device: torch.device, tmp_p
 
 @pytest.mark.parametrize("stops", [False, True], ids=["saved within an epoch", "stopped within it"])
 def test_a_run_of_the_cpu_goes_on_with_draws_of_its_own_seed(tmp_path: Path, stops: bool) -> None:
-    """It holds no generator of the device: what is drawn there follows the run's seed, not what the process drew before."""
+    """It has no generator of the device, whose numbers then follow the run's seed, not earlier draws of the process."""
     saved = tmp_path / "host" / "saved.ckpt"
     _, trainer = run(tmp_path / "host", accelerator="cpu", devices=1, max_steps=8 if stops else -1)
     if stops:
@@ -108,10 +108,10 @@ def test_what_a_loop_draws_on_the_device_follows_the_seed(device: torch.device) 
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_generators_of_devices_that_are_not_there(
+def test_generators_of_missing_devices_are_skipped(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint may come from a machine with more devices: its own generator is restored, the others are named."""
+    """A checkpoint may come from a machine with more devices. The run's generator is restored, the others are named."""
     whole, _ = run(tmp_path / "whole")
     gone = torch.accelerator.device_count() + 3
 

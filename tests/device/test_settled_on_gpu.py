@@ -1,4 +1,4 @@
-"""What no run on the CPU can show: where state lies after a resume, copies that are late, what memory of the host is taken."""
+"""Checks that need a device: the place of state after a resume, late copies, and the host memory in use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
 
 import trainwright as tw
-from trainwright.checkpoint.host_copy import HostMemory
+from trainwright.checkpoint.contents import HostMemory
 from trainwright.checkpoint.tensors import Piece
 from trainwright.devices.abilities import collective_backend, has_pinned_memory
 from trainwright.engine.engine import Engine
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 
 
 def busy(device: torch.device) -> None:
-    """Have the device work for a while, so that what is asked of it next is late."""
+    """Keep the device busy for a while, so that its next work is late."""
     big = torch.ones(2048, 2048, device=device) if device.type == "cuda" else torch.ones(8, 8, device=device)
     for _ in range(40):
         big = big @ big * 1e-4
@@ -96,7 +96,7 @@ def test_gradients_in_host_memory_are_unscaled_by_a_scale_that_has_arrived(devic
 
 
 def alone(folder: Path, name: str) -> None:
-    """Run a function of the job in a process of its own, where it opens its process group."""
+    """Run a function of the job in a separate process, which opens its process group."""
     lines = f"""
         import warnings; warnings.simplefilter("ignore")  # of other packages, as they are imported
         sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -156,7 +156,7 @@ def test_a_meta_module_starts_as_a_plain_one(device: torch.device, precision: st
 
 
 def test_a_background_save_takes_as_much_memory_as_it_writes(device: torch.device) -> None:
-    """Page-locked, so that the device copies by itself; the next save of the same size takes none."""
+    """Page-locked, so that the device copies without the host. The next save of the same size takes no memory."""
     if not has_pinned_memory(device.type):
         pytest.skip(f"{device.type} has no page-locked memory")
     pieces = [Piece("w", (5_000_003,), 0, torch.randn(5_000_003, device=device)), Piece("n", (), 0, torch.tensor(3))]
@@ -166,7 +166,7 @@ def test_a_background_save_takes_as_much_memory_as_it_writes(device: torch.devic
     copies = memory.copy([pieces])[0]
     place = copies[0].tensor.data_ptr()
     assert copies[0].tensor.is_pinned()
-    assert stats().get("allocated_bytes.current", 0) == before  # not from torch's own, which rounds up
+    assert stats().get("allocated_bytes.current", 0) == before  # not from torch's allocator, which rounds up
     kept = pieces[0].tensor.clone()
     busy(device)
     pieces[0].tensor.mul_(2.0)

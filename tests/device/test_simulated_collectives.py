@@ -1,4 +1,4 @@
-"""Two ranks, each on a simulated device of its own: collectives in the order of streams, and DDP and FSDP2 over them."""
+"""Two ranks on separate simulated devices: collectives in the order of streams, and DDP and FSDP2 over them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(net: torch.nn.Module, inputs: list[torch.Tensor], device: str) -> list
 
 
 def collectives(rank: int, device: str) -> dict[str, Any]:
-    """Return what each collective gives on this rank."""
+    """Return the results of all collectives on this rank."""
     sim = torch.sim  # type: ignore[attr-defined]
     mine = torch.arange(4.0, device=device) + 10 * rank
     done: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def collectives(rank: int, device: str) -> dict[str, Any]:
 
 
 def forgotten_record(device: str) -> list[str]:
-    """Write to what a collective still reads."""
+    """Write to memory that a collective still reads."""
     sim = torch.sim  # type: ignore[attr-defined]
     value = torch.ones(4, device=device)
     work = dist.all_reduce(value, async_op=True)
@@ -183,7 +183,7 @@ def test_results_are_there_after_the_wait_alone(ranks: list[dict[str, Any]]) -> 
         assert done["violations"] == []
 
 
-def test_collectives(ranks: list[dict[str, Any]]) -> None:
+def test_collectives_are_correct(ranks: list[dict[str, Any]]) -> None:
     first, second = ranks
     for done in ranks:
         assert done["RedOpType.AVG"].tolist() == [5, 6, 7, 8]

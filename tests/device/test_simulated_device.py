@@ -1,4 +1,4 @@
-"""The simulated device itself: what must fail on it fails, and what must work works."""
+"""The simulated device: wrong programs fail on it, and right programs work."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_torch_alone_loads_it() -> None:
     assert in_process("import torch; print(torch.sim.device_count())", SIM_DEVICES="3") == "3"
 
 
-def test_two_devices() -> None:
+def test_two_simulated_devices_are_separate() -> None:
     first, second = torch.ones(2, device="sim"), torch.ones(2, device="sim:1")
     assert (first.device.index, second.device.index) == (0, 1)
     with pytest.raises(RuntimeError, match="same device"):
@@ -173,7 +173,7 @@ def test_random_numbers_are_the_devices_own(name: str) -> None:
     assert torch.equal(numbers, draw("sim").cpu())
 
 
-def test_generators() -> None:
+def test_generators_restore_their_states() -> None:
     own = torch.Generator(device="sim").manual_seed(3)
     assert own.initial_seed() == 3
     other = torch.Generator(device="sim").manual_seed(3)
@@ -253,7 +253,7 @@ def test_pageable_memory_is_taken_at_once() -> None:
     assert there.tolist() == [0, 1, 2, 3]
 
 
-def test_a_pinned_source_that_is_used_again_too_early(counted: None) -> None:
+def test_a_pinned_source_is_caught_when_used_again_too_early(counted: None) -> None:
     source = torch.arange(4.0).pin_memory()
     there = source.to("sim", non_blocking=True)
     source.fill_(9)
@@ -293,7 +293,7 @@ def test_the_destination_of_a_copy_to_the_host_is_not_for_writing(counted: None)
     assert "wrote to the destination" in found()[0]
 
 
-def test_offloaded_and_back_in_one_stream() -> None:
+def test_a_tensor_is_offloaded_and_restored_in_one_stream() -> None:
     host = torch.empty(4).pin_memory()
     there = torch.arange(4.0, device="sim")
     for _ in range(3):
@@ -304,7 +304,7 @@ def test_offloaded_and_back_in_one_stream() -> None:
     assert host.tolist() == [2, 3, 4, 5]
 
 
-def test_a_source_changed_under_a_copy_of_another_stream(counted: None) -> None:
+def test_a_source_is_caught_when_changed_under_a_copy(counted: None) -> None:
     there = torch.ones(4, device="sim")
     side = sim.Stream()
     side.wait_stream(sim.current_stream())
@@ -316,12 +316,12 @@ def test_a_source_changed_under_a_copy_of_another_stream(counted: None) -> None:
     assert here.tolist() == [2, 2, 2, 2]
 
 
-def test_between_two_devices() -> None:
+def test_copies_between_two_devices_are_checked() -> None:
     there = torch.arange(3.0).to("sim:0", non_blocking=True).to("sim:1", non_blocking=True)
     assert (there + 1).tolist() == [1, 2, 3]
 
 
-def test_events_and_streams_by_every_name() -> None:
+def test_events_and_streams_have_every_name() -> None:
     first, second = sim.Event(enable_timing=True), torch.Event("sim", enable_timing=True)
     first.record()
     second.record()
@@ -336,7 +336,7 @@ def test_events_and_streams_by_every_name() -> None:
         pass
 
 
-def test_threads_with_streams_of_their_own() -> None:
+def test_threads_have_separate_streams() -> None:
     failed = []
 
     def work() -> None:
@@ -379,14 +379,14 @@ def copied_on_the_side(record: bool) -> torch.Tensor:
         result = big * 2
     if record:
         big.record_stream(side)
-    del big  # before this stream has waited for what the other one does with it
+    del big  # before this stream has waited for the other stream's use of it
     torch.zeros(5000, device="sim")
     sim.current_stream().wait_stream(side)
     result.record_stream(sim.current_stream())
     return result
 
 
-def test_memory_of_another_stream_without_record_stream(counted: None) -> None:
+def test_memory_of_another_stream_is_caught_without_record_stream(counted: None) -> None:
     copied_on_the_side(record=True)
     assert found() == []
     copied_on_the_side(record=False)
@@ -408,7 +408,7 @@ def test_pinned_memory_can_be_told() -> None:
     assert torch.ones(3).pin_memory().data_ptr() == where
 
 
-def test_a_limit_of_memory() -> None:
+def test_a_memory_limit_is_enforced() -> None:
     sim.empty_cache()
     sim.set_memory_limit(sim.memory_reserved() + 1_000_000)
     kept = torch.empty(500_000, dtype=torch.uint8, device="sim")
@@ -416,7 +416,7 @@ def test_a_limit_of_memory() -> None:
         torch.empty(600_000, dtype=torch.uint8, device="sim")
     assert isinstance(raised.value, torch.cuda.OutOfMemoryError)
     del kept, raised
-    torch.empty(600_000, dtype=torch.uint8, device="sim")  # what is cached is given back first
+    torch.empty(600_000, dtype=torch.uint8, device="sim")  # cached memory is returned first
     free, total = sim.mem_get_info()
     assert 0 <= free < total
 
@@ -439,10 +439,10 @@ def test_memory_is_counted() -> None:
     assert sim.memory_allocated(1) == other + second.nbytes
 
 
-# ---- what a device may lack
+# ---- abilities that a device may lack
 
 
-def test_no_float64() -> None:
+def test_a_device_without_float64_raises() -> None:
     sim.refuse_float64(True)
     for made in (
         lambda: torch.zeros(2, dtype=torch.float64, device="sim"),
@@ -575,7 +575,7 @@ def test_a_model_trains_as_on_the_host(name: str, how: dict[str, bool]) -> None:
     assert train(there, "sim", OPTIMIZERS[name](there.parameters(), **how)) == pytest.approx(losses, abs=1e-5)
 
 
-def test_autocast() -> None:
+def test_autocast_computes_in_its_dtype() -> None:
     linear, inputs = nn.Linear(4, 4).to("sim"), torch.randn(2, 4, device="sim")
     for dtype in (torch.float16, torch.bfloat16):
         with torch.autocast("sim", dtype):
@@ -612,7 +612,7 @@ def test_the_scaler_skips_what_overflows() -> None:
             assert (scaler.get_scale() < scale) != moved
 
 
-def test_compiled_with_aot_eager() -> None:
+def test_the_device_compiles_with_aot_eager() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)).to("sim")
     compiled = torch.compile(net, backend="aot_eager")
     inputs = torch.randn(2, 4, device="sim")
@@ -621,7 +621,7 @@ def test_compiled_with_aot_eager() -> None:
     assert all(each.grad is not None and each.grad.device.type == "sim" for each in net.parameters())
 
 
-def test_checkpointed_activations_and_saved_tensors() -> None:
+def test_checkpointed_activations_and_saved_tensors_work() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1)).to("sim")
     inputs = torch.randn(2, 4, device="sim", requires_grad=True)
     torch.utils.checkpoint.checkpoint(net, inputs, use_reentrant=False).sum().backward()
@@ -656,7 +656,7 @@ os.wait()
     assert in_process(script) == "True"
 
 
-def test_views_and_outputs() -> None:
+def test_views_and_outputs_are_right() -> None:
     there = torch.arange(12.0, device="sim").view(3, 4)
     here = torch.arange(12.0).view(3, 4)
     for function in (

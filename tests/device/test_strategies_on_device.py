@@ -1,7 +1,7 @@
-"""Every strategy on an accelerator, with the device's own collectives on one rank and on two, equals one process.
+"""Every strategy on an accelerator, with the device's collectives on one rank and on two, equals one process.
 
-Two ranks have a device each where there are two. On one GPU they share it, over gloo, since NCCL takes no device twice; what
-cannot run there is skipped with the error's words.
+Two ranks have separate devices if there are two. They share a single GPU over gloo, since NCCL takes no device twice.
+Strategies that cannot run there are skipped with the error's words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 from trainwright.devices.abilities import autocasts, collective_backend
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp2.strategy import FSDPStrategy
 
 pytestmark = pytest.mark.gpu
 
@@ -88,7 +88,7 @@ def data(samples: int) -> TensorDataset:
 
 
 def everything(strategy: Any, folder: Path, *, world: int, ranks: int, precision: str) -> dict[str, Any]:
-    """Fit, cut and resume, validate and predict. `world` ranks share the samples; `ranks` is what one process does of them."""
+    """Fit, cut and resume, validate and predict. `world` ranks share the samples, of which one process does `ranks` parts."""
     settings = {**ON_DEVICE, "devices": world, "strategy": strategy, "precision": precision}
     settings |= dict(zip(("gradient_clip_val", "gradient_clip_algorithm"), CLIPPING[precision], strict=True))
     settings["accumulate_grad_batches"] = 2
@@ -123,7 +123,7 @@ def everything(strategy: Any, folder: Path, *, world: int, ranks: int, precision
 
 
 def missing(name: str, precision: str, device_type: str) -> str:
-    """Return why a strategy cannot be tried here; "" where it can."""
+    """Return why a strategy cannot be tried here, or ""."""
     if precision in DTYPES and not autocasts(device_type, DTYPES[precision]):
         return f"{device_type} has no autocast in {DTYPES[precision]}"
     if name.startswith("fsdp") and collective_backend(device_type) is None:
@@ -139,7 +139,7 @@ def missing(name: str, precision: str, device_type: str) -> str:
 
 
 def all_of_them(folder: Path, world: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """Try each strategy in each precision: what came of it, or why there is nothing."""
+    """Try every strategy in every precision; return the results, or why there are none."""
     for package in ("deepspeed", "fairscale", "pydantic"):
         warnings.filterwarnings("ignore", module=rf"{package}(\..*)?")
     kind = torch.accelerator.current_accelerator()
@@ -165,7 +165,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def sharing_one_device(folder: Path) -> Iterator[None]:
-    """Let the ranks of this job be those of a cluster that shows each of them the one device that there is."""
+    """Run the ranks of this job as on a cluster that shows all of them the same device."""
     before = dict(os.environ)
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE"):
@@ -210,7 +210,7 @@ def refused_over_gloo() -> dict[str, Any]:
 
 
 def synced_batch_norm() -> dict[str, Any]:
-    """Train with statistics over two ranks, whose batches are halves of those of one process."""
+    """Train with statistics over two ranks, whose batches are halves of one process's batches."""
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     try:
@@ -246,7 +246,7 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[d
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], dict[str, Any]]:
-    """Return what one process finds without a strategy, doing the work of so many ranks."""
+    """Return the results of one process without a strategy that does the work of so many ranks."""
     known: dict[tuple[int, str], dict[str, Any]] = {}
 
     def find(ranks: int, precision: str) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], dict
 
 
 def _warnings() -> str:
-    """On a real device a driver or another torch may warn of what cannot be known beforehand."""
+    """On a real device, a driver or another torch may give unknown warnings."""
     return "error" if hasattr(torch, "sim") else "default"
 
 
@@ -313,7 +313,7 @@ def test_two_ranks_equal_one_process(
 
 
 @pytest.mark.timeout(200)
-def test_batch_norm_over_two_ranks(of_two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_batch_norm_is_synchronised_over_two_ranks(of_two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     module = Blocks(batch_norm=True)
     tw.Trainer(max_epochs=1, **ON_DEVICE).fit(module, DataLoader(data(ROWS), batch_size=8))
     for found in of_two_ranks[1]:

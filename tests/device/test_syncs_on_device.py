@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronizatio
 
 Refusing = Callable[[], AbstractContextManager[None]]
 FIRST, LAST = 2, 18
-"""The batches of an epoch between which nothing is to be read; before them kernels are loaded and memory is taken."""
+"""The batches between which nothing may be read. Before them kernels are loaded and memory is allocated."""
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -51,7 +51,7 @@ class Reads(tw.Callback):
 
 
 class Logging(Classifier):
-    """Logs what is usual: tensors and numbers, each step and each epoch, reduced in each way."""
+    """Logs tensors and numbers, per step and per epoch, with all reductions."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -157,7 +157,7 @@ def test_a_loop_of_ones_own_reads_nothing(refusing_reads: Refusing, accumulate: 
 
 
 def test_a_loss_scale_is_read_once_a_step(device: torch.device) -> None:
-    """The host has to know whether to step; nothing else under 16-mixed has to wait."""
+    """The host has to know whether to step. Nothing else under 16-mixed has to wait."""
     module: Any = torch.get_device_module(device)
     if not hasattr(module, "counts"):
         pytest.skip(f"{device.type} does not count the host's reads")

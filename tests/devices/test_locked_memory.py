@@ -17,7 +17,7 @@ SIZE = 9_000_001
 
 @pytest.fixture
 def locked(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """What the driver would have been asked to lock, by address."""
+    """The sizes that the driver would have locked, by address."""
     held: dict[int, int] = {}
 
     def lock(address: int, size: int) -> bool:

@@ -15,7 +15,7 @@ from started import Started, python
 import trainwright as tw
 from trainwright.distributed.clusters import expand_hosts, read_slurm_job, requeue
 from trainwright.distributed.environment import Environment
-from trainwright.engine.devices import warn_of_missing_srun
+from trainwright.engine.job import warn_of_missing_srun
 
 SLURM = {
     "SLURM_JOB_ID": "100",
@@ -85,11 +85,11 @@ def test_mpi_gives_a_process_its_place() -> None:
     assert Environment.detect(changed(PMI, other)) == one
 
 
-def test_a_launcher_within_another_wins() -> None:
+def test_the_inner_of_two_launchers_is_used() -> None:
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     assert Environment.detect(SLURM | torchrun).launched_by == "torchrun"
     assert Environment.detect(SLURM | OPEN_MPI).launched_by == "mpi"
-    # srun started one proxy a node for Intel MPI's mpirun, which started two processes on each.
+    # srun started one proxy per node for Intel MPI's mpirun, which started two processes per node.
     proxy = SLURM | PMI | {"SLURM_NTASKS": "4", "PMI_SIZE": "4", "PMI_RANK": "1", "MASTER_ADDR": "a"}
     assert Environment.detect(proxy | {"PMI_SIZE": "8", "MPI_LOCALNRANKS": "2"}).world_size == 8
     assert Environment.detect(SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7"}).launched_by == "slurm"  # srun --mpi=pmi2
@@ -158,7 +158,7 @@ print(json.dumps({
 
 @pytest.mark.launch
 @pytest.mark.parametrize("by", ["slurm", "mpi"])
-def test_tasks_of_one_node_train_over_loopback_alone(tmp_path: Path, by: str) -> None:
+def test_tasks_of_one_node_are_connected_over_loopback(tmp_path: Path, by: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
@@ -209,7 +209,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "--all"}, ""),
     ],
 )
-def test_the_number_of_a_slurm_job(variables: dict[str, str], job: str) -> None:
+def test_the_number_of_a_slurm_job_is_read(variables: dict[str, str], job: str) -> None:
     assert read_slurm_job(variables) == job
 
 

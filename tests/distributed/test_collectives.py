@@ -1,4 +1,4 @@
-"""The collectives, alone and on two gloo ranks."""
+"""The collectives, in one process and on two gloo ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.distributed.environment import Environment
 
 
 def job(folder: Path) -> int:
-    """Make all checks that need two ranks; each assertion runs on both."""
+    """Make all checks that need two ranks. All assertions run on both."""
     environment = Environment.detect()
     open_process_group(environment, "gloo")
     rank = environment.rank
@@ -51,7 +51,7 @@ def job(folder: Path) -> int:
     return rank
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_collectives_are_correct_on_two_ranks(tmp_path: Path) -> None:
     assert run_job(job, 2, tmp_path) == [0, 1]
 
 

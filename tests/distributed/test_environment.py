@@ -30,13 +30,12 @@ TORCHRUN = {
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
 
-# Rank 0 holds the store and ends first; rank 1 goes on for a while and must not take that for a failure.
+# Rank 0 hosts the store and ends first. Rank 1 goes on for a while and must not consider that a failure.
 PLAIN_SCRIPT = """
 import sys, time
 from unittest import mock
 import pytest, torch, torch.distributed as dist
-from trainwright.distributed.connection import open_process_group
-from trainwright.distributed.mesh import make_mesh
+from trainwright.distributed.connection import make_mesh, open_process_group
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.collectives import all_reduce
 
@@ -134,10 +133,10 @@ def test_a_backend_is_picked_for_the_device() -> None:
     assert pick_backend("cpu", on_host_too=True) == "gloo"
 
 
-def test_deterministic_cublasis_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cublas_setting_of_a_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     prepare_deterministic()
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # what the user chose stays
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's choice stays
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     prepare_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

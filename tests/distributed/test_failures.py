@@ -133,4 +133,4 @@ def test_a_keyboard_interrupt_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> 
     PeerWatch(store, 1, 2).wrap_excepthook()
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert FailureLog(store).count() == 0
-    assert printed == []  # rank 0 alone shows it
+    assert printed == []  # only rank 0 shows it

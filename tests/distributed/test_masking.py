@@ -1,4 +1,4 @@
-"""Masking: which parts of command lines and variables are left out, and where else they are."""
+"""Masking: the secrets of command lines and variables are hidden, also in other texts."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from trainwright.distributed.masking import HIDDEN, is_secret, masked, shown
         ([], ""),
     ],
 )
-def test_command_lines(arguments: list[str], text: str) -> None:
+def test_secrets_are_hidden_in_command_lines(arguments: list[str], text: str) -> None:
     assert masked(arguments).text == text
     assert "abc" not in masked(arguments).text
 
 
-def test_other_texts() -> None:
+def test_known_secrets_are_hidden_in_other_texts() -> None:
     line = masked(["--token", "a-long-token", "--auth", "true", "--key=a-long-token-too"])
     assert line.hidden == ("a-long-token-too", "a-long-token")
     text = line.applied_to("a-long-token-too and a-long-token are true for ftp://me:word@host")
     assert text == f"{HIDDEN} and {HIDDEN} are true for ftp://{HIDDEN}@host"
 
 
-def test_variables() -> None:
+def test_secrets_are_hidden_in_variables() -> None:
     assert shown("NCCL_DEBUG", "INFO") == "INFO"
     assert shown("HF_TOKEN", "abc") == HIDDEN
     assert shown("PROXY", "http://me:abc@host") == f"http://{HIDDEN}@host"
 
 
-def test_whole_words_of_a_name_make_it_secret() -> None:
+def test_a_name_is_secret_by_its_whole_words() -> None:
     secret = """HF_TOKEN hfToken token --api-key apiKey APIKey apikey openai_api_keys AWS_SECRET_ACCESS_KEY db.password auth
         wandb_key key oauth2 DB_PASS"""
     plain = """tokenizer max_tokens max_token num_keys key_dim keyboard author token_dim pad_token eos_token_id label_key

@@ -1,4 +1,4 @@
-"""What ranks agree on: values of all, rank 0's decisions, work that fails on one rank, and the order of a block."""
+"""Agreement of ranks: values of all, rank 0's decisions, failures of one rank, and the order of a block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainwright.errors import CheckpointError, MissingCheckpoint
 
 
 def run_ranks(world_size: int, work: Callable[[Ranks], Any]) -> list[Any]:
-    """Run the work in threads that stand for ranks; return what each returned or raised."""
+    """Run the work in threads that stand for ranks; return their results or errors."""
     store: Any = dist.HashStore()
 
     def attempt(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""What notes signals: while the main thread is busy in C, in forked children, and with others that want them too."""
+"""The watch records signals while the main thread is busy in C, in forked children, and beside other handlers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_forked_child_takes_its_signals_itself() -> None:
         watch.close()
 
 
-def test_a_watch_within_a_watch() -> None:
+def test_an_inner_watch_does_not_end_the_outer_one() -> None:
     """A fit within a fit: forked children let go of both, and after the inner one's end of the outer one still."""
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
 

@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 from deadlines import deadline, wait_until
 
-from trainwright.distributed.rank_positions import RankPositions
-from trainwright.distributed.store_channel import StoreChannel
+from trainwright.distributed.store_channel import RankPositions, StoreChannel
 
 
 def make_store() -> Any:
@@ -48,36 +47,6 @@ def test_the_store_does_not_grow() -> None:
     assert store.num_keys() <= 4
 
 
-def test_what_is_so_on_any_rank_is_so_on_all() -> None:
-    store = make_store()
-    asked = [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 1, 1), (0, 1, 1), (0, 0, 0)] * 20
-
-    def work(channel: StoreChannel) -> list[bool]:
-        return [channel.on_any(bool(each[channel.rank]), call="a test", timeout_seconds=deadline(60)) for each in asked]
-
-    with ThreadPoolExecutor(3) as pool:
-        replies = list(pool.map(work, [StoreChannel(store, rank, 3) for rank in range(3)]))
-    assert replies == [[any(each) for each in asked]] * 3
-    assert store.num_keys() == 0
-
-
-def test_only_a_rank_on_which_it_is_not_so_waits_for_the_others() -> None:
-    first, second = (StoreChannel(store, rank, 2) for store in [make_store()] for rank in range(2))
-    assert first.on_any(True, call="a test", timeout_seconds=0)
-    with pytest.raises(
-        TimeoutError, match=r"rank 0 waited 0 s in a test for 1 of 2 ranks; every rank must make this call"
-    ):
-        first.on_any(False, call="a test", timeout_seconds=0)
-    first.leave()
-    assert second.on_any(False, call="a test", timeout_seconds=deadline(60))
-    assert not second.on_any(False, call="a test", timeout_seconds=deadline(60))
-    with pytest.raises(RuntimeError, match=r"rank 0 has exited while rank 1 waits for it in a test"):
-        second.on_any(False, call="a test", timeout_seconds=deadline(60))
-    second.give_up()
-    with pytest.raises(RuntimeError, match=r"no longer waits"):
-        second.on_any(False, call="a test", timeout_seconds=deadline(60))
-
-
 def test_who_has_left_is_not_waited_for() -> None:
     def work(channel: StoreChannel) -> bytes | str:
         channel.exchange(b"both", call="a test", timeout_seconds=120)
@@ -94,7 +63,7 @@ def test_who_has_left_is_not_waited_for() -> None:
 
 
 def test_ranks_in_different_calls_are_told_apart() -> None:
-    """No rank takes what another has posted in another call for its answer; all of them say the same."""
+    """No rank accepts another call's post as its answer, and all ranks raise the same error."""
 
     def work(channel: StoreChannel) -> list[str]:
         said = []
@@ -180,7 +149,7 @@ def test_channels_do_not_mix() -> None:
     assert run_ranks(2, work) == [[b"first", b"first", b"second", b"second"]] * 2
 
 
-def test_channels_of_one_name_pair_up_by_their_order() -> None:
+def test_channels_of_one_name_are_paired_by_their_order() -> None:
     """A second engine's saves read nothing that the first one's have left in the store."""
 
     def work(channel: StoreChannel) -> list[bytes]:

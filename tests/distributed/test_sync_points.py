@@ -1,4 +1,4 @@
-"""Sync points: all ranks reach what any rank requested at the same boundary, and no request is lost."""
+"""Sync points: all ranks act on any rank's request at the same boundary, and no request is lost."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_all_ranks_keep_every_sync_point_at_the_same_step(tmp_path: Path) -> Non
     assert kept[0] > 121
     for result in results:
         assert result["asked_at"]
-        assert all(count < len(kept) for count in result["asked_at"])  # another was kept after each question
+        assert all(count < len(kept) for count in result["asked_at"])  # another was kept after every question
     later = results[0]["later"]
     assert [result["later"] for result in results] == [later] * 3
     assert len(later) >= 2
@@ -117,9 +117,9 @@ class Device:
 
 
 class LateStore:
-    """One connection to a store that is late with what it sets, as torch's: `set` returns while the request is on its way.
+    """One connection to a store that sets values late, like torch's: `set` returns while the request is on its way.
 
-    Requests of one connection are served in their order, so whatever gives an answer waits for what was set before it.
+    Requests of one connection are served in order, so every answer waits for earlier sets.
     """
 
     def __init__(self, store: Any, seconds: float) -> None:
@@ -150,8 +150,8 @@ class LateStore:
 
 
 @pytest.mark.parametrize(("lead", "late_seconds"), [(0, 0.0), (12, 0.0), (0, 0.003)])
-def test_rounds_in_threads_with_hosts_that_run_ahead(lead: int, late_seconds: float) -> None:
-    """Every rank asks some time in every round; a device's collectives are queued, the host does not wait for them."""
+def test_ranks_agree_on_a_step_while_hosts_run_ahead(lead: int, late_seconds: float) -> None:
+    """Every rank sends a request in every round. A device's collectives are queued, and the host does not wait for them."""
     world_size, rounds = 4, 40
     store, device = dist.HashStore(), Device(world_size, lead)
     connections = [
@@ -191,7 +191,7 @@ def test_rounds_in_threads_with_hosts_that_run_ahead(lead: int, late_seconds: fl
         kept = list(pool.map(loop, range(world_size)))
     assert kept == [kept[0]] * world_size
     assert len(kept[0]) >= 10
-    assert store.num_keys() <= 3 * (world_size + 1)  # what earlier rounds left is deleted
+    assert store.num_keys() <= 3 * (world_size + 1)  # the keys of earlier rounds are deleted
 
 
 def make_pair(store: Any = None) -> tuple[list[SyncPoints], Any]:
@@ -278,7 +278,7 @@ class CountingStore:
         return call
 
 
-def test_without_a_request_it_costs_next_to_nothing() -> None:
+def test_a_sync_point_is_almost_free_without_a_request() -> None:
     loop_store, watch_store = (CountingStore(dist.HashStore()) for _ in range(2))
     books, _ = make_pair(loop_store)
     books[0].poll(watch_store)
@@ -288,4 +288,4 @@ def test_without_a_request_it_costs_next_to_nothing() -> None:
         books[0].poll(watch_store)
         assert not any(each.is_reached(step) for each in points)
     assert not loop_store.calls
-    assert watch_store.calls == {"add": 100, "check": 2}  # one look of each at the beginning
+    assert watch_store.calls == {"add": 100, "check": 2}  # every rank looks once at the beginning

@@ -1,4 +1,4 @@
-"""The Accelerator on one process: preparing, windows, gathering, and what it refuses."""
+"""The Accelerator in one process: preparing, windows, gathering and its errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_each_iteration_is_an_epoch_of_its_own_order() -> None:
     assert len(loader) == 11
 
 
-def test_gather_and_reduce_on_one_process() -> None:
+def test_one_process_gathers_and_reduces() -> None:
     accelerator = tw.Accelerator(cpu=ON_HOST)
     assert accelerator.gather({"a": torch.ones(2), "b": (torch.tensor(3.0), "text")}) == {
         "a": pytest.approx(torch.ones(2)),
@@ -80,7 +80,7 @@ def test_gather_and_reduce_on_one_process() -> None:
     assert (accelerator.process_index, accelerator.num_processes, accelerator.is_main_process) == (0, 1, True)
 
 
-def test_two_models_and_their_state(tmp_path: Path) -> None:
+def test_two_models_train_and_restore_their_state(tmp_path: Path) -> None:
     def make() -> tuple[Any, ...]:
         accelerator = tw.Accelerator(cpu=ON_HOST)
         left, right = make_net(), nn.Linear(8, 2)
@@ -107,7 +107,7 @@ def test_two_models_and_their_state(tmp_path: Path) -> None:
 
 
 def test_damage_that_only_the_load_sees_changes_nothing(tmp_path: Path) -> None:
-    """The sizes are right, so the file of this rank's own state is found out when it is read: before the model's."""
+    """The sizes are right, so the damage in this rank's state is found when it is read, before the model's state."""
 
     def make(seed: int) -> tuple[Any, ...]:
         torch.manual_seed(seed)
@@ -134,29 +134,29 @@ def test_damage_that_only_the_load_sees_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"mixed_precision": "fp8"}, "choose from no, fp16, bf16"),
-        ({"mixed_precision": "no", "precision": 16}, "pass one"),
+        ({"mixed_precision": "fp8"}, "Choose from no, fp16, bf16"),
+        ({"mixed_precision": "no", "precision": 16}, "Pass one"),
         ({"gradient_accumulation_steps": 0}, "integer of at least 1"),
     ],
 )
-def test_settings_refused(settings: dict[str, Any], match: str) -> None:
+def test_wrong_accelerator_settings_raise(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         tw.Accelerator(cpu=ON_HOST, **settings)
 
 
 def test_calls_refused() -> None:
     accelerator, model, *_ = prepared()
-    with pytest.raises(TypeError, match="of type str; expected torch modules"):
+    with pytest.raises(TypeError, match=r"of type str\. Expected torch modules"):
         accelerator.prepare("model")
     with pytest.raises(ValueError, match="was not prepared"):
         accelerator.step(torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(ValueError, match="not those of one prepared optimizer"):
         accelerator.clip_grad_norm_(nn.Linear(1, 1).parameters(), 1.0)
-    with pytest.raises(ValueError, match="no parameters to clip were passed; pass a list, since an iterator is empty"):
+    with pytest.raises(ValueError, match=r"no parameters to clip were passed. Pass a list, since an iterator is empty"):
         accelerator.clip_grad_norm_(iter([]), 1.0)
 
 
-def test_a_loader_within_a_loader() -> None:
+def test_a_loader_within_a_loader_keeps_its_windows() -> None:
     """A validation inside of a training epoch leaves the window of the training as it was."""
 
     def train(validate: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -186,10 +186,10 @@ def test_an_epoch_left_in_its_middle_is_over() -> None:
     again = tw.Accelerator(cpu=ON_HOST)
     other = again.prepare(make_loader(20, 4, shuffle=True))
     again.engine.seed = accelerator.engine.seed
-    assert [list(other)[0][1].tolist() for _ in range(2)] == firsts  # noqa: RUF015 - the whole epoch, each time
+    assert [list(other)[0][1].tolist() for _ in range(2)] == firsts  # noqa: RUF015 - the whole epoch, every time
 
 
-def test_a_window_that_ends_early_without_a_known_length() -> None:
+def test_a_window_without_known_length_can_end_early() -> None:
     def train(known: bool) -> dict[str, torch.Tensor]:
         accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=4)
         net = make_net()

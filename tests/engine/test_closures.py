@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def train_lbfgs(strategy: str) -> dict[str, Any]:
-    """Full batches of 16 samples, each rank having its half, with a line search that looks at the loss."""
+    """Full batches of 16 samples, half of them on every rank, with a line search that reads the loss."""
     engine = Engine(strategy=strategy, accelerator=ACCELERATOR)
     net = make_net()
     engine.prepare_module(net, Optimization())
@@ -111,7 +111,7 @@ def test_a_closure_that_cannot_hold_is_refused(settings: dict[str, Any], reason:
         optimizer.step(closure_of(accelerator, model, optimizer))
 
 
-def test_toggled_parameters_alone_get_gradients() -> None:
+def test_only_toggled_parameters_get_gradients() -> None:
     engine = Engine(accelerator=ACCELERATOR)
     left, right = make_net(), make_net()
     module = nn.ModuleList([left, right])

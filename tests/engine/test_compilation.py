@@ -1,4 +1,4 @@
-"""Compilation in place: what is compiled, how many graphs there are, and that nothing of it stays behind."""
+"""Compilation in place: the compiled modules, the number of graphs, and their complete removal."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Root(nn.Module):
         self.batch = 0
 
     def whole(self, x: Any) -> Any:
-        self.batch += 1  # an int that changes at each batch: read in a graph, it would compile anew
+        self.batch += 1  # an int that changes at every batch and would cause a new graph if a graph read it
         y = self.net(x)
         self.logged.append(float(y.detach().mean()))
         self.metric.update(y.detach().mean())
@@ -118,7 +118,7 @@ def test_items_of_containers_share_graphs_and_no_limit(counter: CompileCounterWi
     assert len(compiled.called) == 13
 
 
-def test_what_is_left_alone(counter: CompileCounterWithBackend) -> None:
+def test_opaque_modules_are_not_compiled(counter: CompileCounterWithBackend) -> None:
     module = Root()
     in_place = module.in_place._compiled_call_impl
     compiled = Compiled(module, {"backend": counter})
@@ -145,7 +145,7 @@ def test_a_hook_within_a_graph_breaks_nothing(counter: CompileCounterWithBackend
 
 def test_undo_copies_and_pickles_leave_plain_modules(counter: CompileCounterWithBackend) -> None:
     module = Root()
-    del module.theirs, module.in_place  # what the user compiled cannot be pickled
+    del module.theirs, module.in_place  # modules that the user compiled cannot be pickled
     names = list(module.state_dict())
     compiled = Compiled(module, {"backend": counter})
     module.whole(X)
@@ -182,7 +182,7 @@ def test_an_error_within_leaves_it_as_it_was(counter: CompileCounterWithBackend)
         ({"mode": "max"}, "Unrecognized mode=max"),
     ],
 )
-def test_options_refused(options: dict[str, Any], match: str) -> None:
+def test_wrong_compile_options_raise(options: dict[str, Any], match: str) -> None:
     module = Root()
     with pytest.raises(ValueError, match=match):
         Compiled(module, options)

@@ -1,4 +1,4 @@
-"""A loss divided by its window: each batch weighs the same, whatever the loss is computed in."""
+"""A loss divided by its window: all batches weigh the same, in any dtype of the loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Slope(tw.Module):
-    """A weight whose gradient is 1 in each batch, by a loss in some dtype; the first batch may be skipped."""
+    """A weight whose gradient is 1 in every batch, by a loss in some dtype. The first batch may be skipped."""
 
     def __init__(self, dtype: torch.dtype, skips: bool = False) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_a_window_weighs_what_its_mean_does(dtype: torch.dtype, window: int) -> 
         assert weights == pytest.approx([-sum(ends[: count + 1]) for count in range(len(ends))], abs=1e-5)
 
 
-def test_a_skipped_batch_and_another_window() -> None:
+def test_losses_are_divided_after_a_skipped_batch_and_in_other_windows() -> None:
     module = Slope(torch.bfloat16, skips=True)
     windows = tw.GradientAccumulationScheduler({0: 3, 1: 1, 2: 2})
     tw.Trainer(max_epochs=3, callbacks=windows, **QUIET).fit(module, DataLoader(torch.ones(3, 1)))

@@ -97,14 +97,16 @@ def test_the_compiler_once_loaded_changes_nothing() -> None:
         (Adam, torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
     ],
 )
-def test_tensors_that_the_kernels_step_rightly(make: Callable[..., Optimizer], tensor: Tensor, expected: bool) -> None:
+def test_kernels_get_only_tensors_that_they_step_right(
+    make: Callable[..., Optimizer], tensor: Tensor, expected: bool
+) -> None:
     assert use_fused(make([nn.Parameter(tensor)])) is expected
 
 
 @pytest.mark.parametrize("make", [Adam, Adagrad])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_near_to_the_truth_as_unfused(make: Callable[..., Optimizer], dtype: torch.dtype) -> None:
-    """A kernel of torch 2.13 leaves whole blocks of half-precision elements out; those that we use do not."""
+    """A kernel of torch 2.13 skips whole blocks of half-precision elements, but not the kernels in use here."""
     ends = []
     for kind, fused in ((torch.float64, False), (dtype, False), (dtype, True)):
         parameter = nn.Parameter(torch.linspace(1, 2, 131).to(kind))
@@ -120,7 +122,7 @@ def test_half_precision_is_as_near_to_the_truth_as_unfused(make: Callable[..., O
     assert (ours - truth).abs().max() <= (unfused - truth).abs().max() + 2 * torch.finfo(dtype).eps
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own Adagrad meets it
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad meets it
 def test_sparse_gradients_are_found_in_the_module_or_at_the_first_step() -> None:
     embedding, linear = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)
     optimizer = SGD([{"params": embedding.parameters()}, {"params": linear.parameters()}], lr=0.1)
@@ -136,8 +138,8 @@ def test_sparse_gradients_are_found_in_the_module_or_at_the_first_step() -> None
         assert not optimizer.param_groups[0]["fused"]
 
 
-def test_a_parameter_that_gets_its_first_gradient_late() -> None:
-    """Unfrozen after the first steps, as in finetuning; torch's kernel refuses momentum buffers of which some are missing."""
+def test_a_parameter_may_get_its_first_gradient_late() -> None:
+    """Unfrozen after the first steps, as in finetuning. Torch's kernel rejects momentum buffers if some are missing."""
     ends = []
     for fused in (False, True):
         net = make_net()
@@ -151,7 +153,7 @@ def test_a_parameter_that_gets_its_first_gradient_late() -> None:
     assert_close(*ends, 1e-6)
 
 
-def test_a_group_that_was_added_later() -> None:
+def test_a_group_added_later_is_fused() -> None:
     net = make_net()
     optimizer = AdamW(net[3].parameters(), 0.01)
     use_fused(optimizer, [net])
@@ -191,7 +193,7 @@ def test_state_goes_from_one_kind_to_the_other(make: Callable[..., Optimizer], b
         assert_close(weights(net), weights(other), 1e-6)
 
 
-def test_a_loss_scale_and_clipping_with_a_fused_optimizer() -> None:
+def test_a_fused_optimizer_works_with_loss_scale_and_clipping() -> None:
     ends = []
     for fused in (False, True):
         net = make_net()

@@ -1,4 +1,4 @@
-"""Gradients are cleared as the optimizer's own zero_grad clears them."""
+"""Gradients are cleared like in the optimizer's zero_grad."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.engine.gradients import clear_gradients
+from trainwright.engine.optimizers import clear_gradients
 
 
 def with_gradients() -> nn.Module:
@@ -42,7 +42,7 @@ def test_an_optimizers_own_way_is_called() -> None:
     assert net.weight.grad is not None
 
 
-def test_a_class_that_was_patched_for_all_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda self, set_to_none=True: called.append(self))
     optimizer = torch.optim.SGD(with_gradients().parameters(), 0.1)

@@ -93,7 +93,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(kind: str, tmp_path: Path) 
     assert len(expected) >= len(list(whole.parameters()))
 
 
-def test_an_evaluation_and_a_loop_of_ones_own_take_the_weights(saved: str) -> None:
+def test_evaluations_and_raw_loops_load_lazy_weights(saved: str) -> None:
     module, trainer = Lazy(), tw.Trainer(**QUIET)
     trainer.validate(module, make_loader(8), ckpt_path=saved)
     accelerator = tw.Accelerator(cpu=ON_HOST)
@@ -152,7 +152,7 @@ def test_what_is_not_in_it_stays_lazy_where_that_is_allowed(saved: str) -> None:
     assert [name for name, each in module.named_parameters() if is_lazy(each)] == ["unused.weight", "unused.bias"]
 
 
-def test_layers_of_one_tensor_get_it_once(tmp_path: Path) -> None:
+def test_tied_lazy_layers_share_one_tensor(tmp_path: Path) -> None:
     class Tied(Lazy):
         def __init__(self) -> None:
             super().__init__()

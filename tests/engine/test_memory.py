@@ -1,4 +1,4 @@
-"""What a model takes on each device, from sizes alone, and the warning where that is too much."""
+"""The memory of a model on every device, from sizes only, and the warning if that is too much."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import trainwright as tw
-from trainwright.engine import memory
+from trainwright.engine import memory_estimate as memory
 from trainwright.engine.finiteness import Finiteness
-from trainwright.engine.memory import available_memory
+from trainwright.engine.memory_estimate import available_memory
 
 GIB = 2**30
 PARAMETERS = 1000 * 1000 + 1000
@@ -65,18 +65,18 @@ def test_an_optimizers_state_is_what_a_real_step_makes(kind: Any, options: dict[
     assert estimate.optimizer == measured(kind, **options)
 
 
-def test_the_shares_of_each_strategy() -> None:
+def test_every_strategy_has_its_share() -> None:
     estimate = tw.estimate_memory(on_meta(), torch.optim.Adam, num_devices=4, available_bytes=24 * GIB)
     one = 4 * PARAMETERS
     assert (estimate.parameters, estimate.gradients) == (one, one)
-    assert estimate.optimizer == 2 * one + 2 * 4  # and a step count for each tensor
+    assert estimate.optimizer == 2 * one + 2 * 4  # and a step count per tensor
     expected = {
         "ddp": 5 * one,
         "ddp_sharded": 2 * one + 2 * one / 4,
         "deepspeed_stage_1": 2 * one + 3 * one / 4 + one,  # with the buffer in which gradients are reduced
         "deepspeed_stage_2": one + 4 * one / 4 + one,
-        "fsdp": 4 * one / 4 + 2 * one,  # with what was gathered and its gradients
-        "deepspeed_stage_3": 5 * one / 4 + one + one,  # and with what was gathered
+        "fsdp": 4 * one / 4 + 2 * one,  # with the gathered part and its gradients
+        "deepspeed_stage_3": 5 * one / 4 + one + one,  # and with the gathered part
     }
     assert list(estimate.per_device) == list(expected)
     for name, size in expected.items():
@@ -85,7 +85,7 @@ def test_the_shares_of_each_strategy() -> None:
 
 
 def test_what_fsdp_has_whole_is_that_of_its_groups() -> None:
-    """Two blocks, the gradients of one, and what is outside of blocks."""
+    """Two blocks, the gradients of one, and the parameters outside of blocks."""
     one = 4 * PARAMETERS
 
     def gathered(module: nn.Module, **options: Any) -> int:
@@ -109,7 +109,7 @@ def test_what_fsdp_has_whole_is_that_of_its_groups() -> None:
 
 
 def test_buffers_of_deepspeed_are_no_larger_than_it_makes_them() -> None:
-    """Those of a large model stay as they are: 5e8 elements to reduce in, 1e9 that were gathered."""
+    """A large model fills its buffers: 5e8 elements to reduce in, 1e9 gathered ones."""
     numel = 4_000_000_000
     module = nn.Linear(numel // 1000, 1000, bias=False, device="meta", dtype=torch.bfloat16)
     estimate = tw.estimate_memory(module, 0, num_devices=1000, available_bytes=GIB)
@@ -124,7 +124,7 @@ def test_buffers_of_deepspeed_are_no_larger_than_it_makes_them() -> None:
         assert estimate.per_device[name] == pytest.approx(size, rel=1e-6), name
 
 
-def test_frozen_parameters_buffers_and_half_precision() -> None:
+def test_frozen_parameters_buffers_and_half_precision_are_counted() -> None:
     module = nn.Sequential(on_meta(torch.bfloat16), nn.BatchNorm1d(10, device="meta"))
     module[0].bias.requires_grad_(False)
     estimate = tw.estimate_memory(module, 12, num_devices=1, available_bytes=GIB)
@@ -141,7 +141,7 @@ def test_frozen_parameters_buffers_and_half_precision() -> None:
         (4, 14, r"^strategy='ddp_sharded' would need 9.5 MiB of the 14.0 MiB\.$"),
     ],
 )
-def test_the_advice(devices: int, megabytes: int, advice: str) -> None:
+def test_the_advice_names_a_strategy(devices: int, megabytes: int, advice: str) -> None:
     check_advice(on_meta(), devices, megabytes, advice)
 
 
@@ -154,11 +154,11 @@ def test_the_advice(devices: int, megabytes: int, advice: str) -> None:
         (
             2,
             14,
-            r"^no strategy fits .* 14.0 MiB, nor does fsdp on more: what it has whole at once takes 11.5 MiB\. Give it smaller",
+            r"^no strategy fits .* 14.0 MiB, nor does fsdp on more: the parts that it gathers at once take 11.5 MiB\.",
         ),
     ],
 )
-def test_the_advice_for_a_deep_net(devices: int, megabytes: int, advice: str) -> None:
+def test_the_advice_fits_a_deep_net(devices: int, megabytes: int, advice: str) -> None:
     check_advice(deep(), devices, megabytes, advice)
 
 
@@ -197,7 +197,7 @@ def test_an_optimizer_that_cannot_be_tried_is_counted_as_adam() -> None:
     assert "counted as Adam's" in str(estimate)
 
 
-def test_what_is_refused() -> None:
+def test_wrong_estimate_arguments_raise() -> None:
     with pytest.raises(ValueError, match="num_devices=0 is not accepted; pass an integer of at least 1"):
         tw.estimate_memory(on_meta(), num_devices=0)
     with pytest.raises(ValueError, match="has lazy parameters, which have no shape yet; run it on one batch first"):
@@ -206,7 +206,7 @@ def test_what_is_refused() -> None:
         tw.estimate_memory(on_meta(), "adam")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="auto_wrap_policy chooses no submodule of Linear"):
         tw.estimate_memory(on_meta(), auto_wrap_policy={nn.Conv1d})
-    with pytest.raises(ValueError, match="optimizer=-1 is not accepted; pass the bytes for each parameter"):
+    with pytest.raises(ValueError, match="optimizer=-1 is not accepted; pass the bytes per parameter"):
         tw.estimate_memory(on_meta(), -1)
 
 
@@ -239,7 +239,7 @@ def by_exact_class(module: nn.Module) -> bool:
 
 
 def what_fits_say(folder: Path) -> dict[str, Any]:
-    """Fits twice under a policy and once without any group, each with a device of 8 KiB; returns what they warn of."""
+    """Fits twice under a policy and once without any group, on a device of 8 KiB; returns the warnings."""
     said: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "available_memory", lambda *_: 8 * 2**10)
@@ -261,8 +261,8 @@ def what_fits_say(folder: Path) -> dict[str, Any]:
     return said
 
 
-def test_what_fits_under_fsdp_say(tmp_path: Path) -> None:
-    """The groups are those that fsdp has made, and buffers are whole on each rank."""
+def test_the_warning_shows_the_estimate_of_the_groups_in_use(tmp_path: Path) -> None:
+    """The estimate uses the groups that fsdp has made, and buffers are whole on every rank."""
     first, second = run_job(what_fits_say, 2, tmp_path)
     by_groups, whole = (
         tw.estimate_memory(Masked(), num_devices=2, available_bytes=8 * 2**10, auto_wrap_policy=policy)
@@ -281,10 +281,10 @@ def test_buffers_are_not_sharded() -> None:
     assert (estimate.parameters, estimate.unsharded) == (parameters + mask, mask)
     for name in ("fsdp", "deepspeed_stage_3"):
         assert estimate.parts[name].parameters == parameters / 4 + mask
-    assert f"what it has whole at once takes {(mask + 2 * parameters) / 1024:.1f} KiB" in estimate.advice
+    assert f"the parts that it gathers at once take {(mask + 2 * parameters) / 1024:.1f} KiB" in estimate.advice
 
 
-def test_the_memory_of_this_machine() -> None:
+def test_the_memory_of_this_machine_is_found() -> None:
     cpu = torch.device("cpu")
     assert GIB / 4 < available_memory(cpu) < 2**50
     assert available_memory(cpu, 4) == available_memory(cpu) // 4

@@ -1,4 +1,4 @@
-"""The names of a checkpoint's state: those of several models never meet, and what no model holds has one too."""
+"""The names of a checkpoint's state: several models never share a name, and stray parameters have names too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepared() -> tuple[Any, ...]:
     return accelerator, *accelerator.prepare(first, second, *optimizers), scale, shift
 
 
-def test_several_models_and_parameters_of_none(tmp_path: Path) -> None:
+def test_several_models_and_stray_parameters_are_named(tmp_path: Path) -> None:
     accelerator, first, second, adam, sgd, scale, shift = prepared()
     accelerator.backward((second(first(torch.ones(1, 3)) * scale) + shift).sum())
     adam.step()

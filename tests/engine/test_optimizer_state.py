@@ -18,7 +18,7 @@ META = torch.device("meta")
 
 
 class Nested(Optimizer):
-    """Keeps its state as second-order optimizers do: factors in lists of dicts, and a history of its own."""
+    """Stores its state like second-order optimizers: factors in lists of dicts, and a history."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})

@@ -1,4 +1,4 @@
-"""Every form that configure_optimizers may return, and what it may not."""
+"""Every form that configure_optimizers may return, and the errors for others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PLATEAU = ReduceLROnPlateau(SGD)
         ),
     ],
 )
-def test_forms(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> None:
+def test_every_accepted_form_is_read(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> None:
     assert read_optimizers(returned) == (optimizers, schedulers)
 
 
@@ -81,7 +81,7 @@ def test_forms(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> N
         ([{"optimizer": SGD}, SGD], TypeError, "item 1 of .* is a SGD, but the first is a dict"),
         ([{"optimizer": SGD}, {"optimizer": None}], TypeError, "'optimizer' of item 1 of .* is a NoneType"),
         (torch.optim.SGD, TypeError, "the class SGD, .*; expected"),
-        ([torch.optim.SGD], TypeError, "item 0 .* Make one of SGD"),
+        ([torch.optim.SGD], TypeError, "item 0 .* Make an instance of SGD"),
         ({"lr_scheduler": STEP}, ValueError, "expected 'optimizer'"),
         ({"optimizer": SGD, "scheduler": STEP}, ValueError, "Did you mean 'lr_scheduler'"),
         (
@@ -110,7 +110,7 @@ def test_forms(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> N
         ({"optimizer": SGD, "lr_scheduler": 3}, TypeError, "a scheduler was expected, got an int"),
     ],
 )
-def test_refusals(returned: Any, error: type[Exception], match: str) -> None:
+def test_wrong_configure_optimizers_results_raise(returned: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         read_optimizers(returned)
 
@@ -170,7 +170,7 @@ class Renamed(torch.optim.AdamW):
         (Renamed, False, False),
     ],
 )
-def test_who_calls_a_closure(make: Any, needs: bool, may: bool, stepped_before: bool) -> None:
+def test_closure_optimizers_are_recognised(make: Any, needs: bool, may: bool, stepped_before: bool) -> None:
     optimizer = make([nn.Parameter(torch.zeros(1))])
     if stepped_before:
         StepLR(optimizer, 1)  # it wraps the step of this one instance

@@ -1,4 +1,4 @@
-"""Prepared objects: they have what the user's own have, can be copied and pickled, and are prepared once."""
+"""Prepared objects have the attributes of the user's objects, can be copied and pickled, and are prepared once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def in_bfloat16(module: nn.Module) -> Any:
     return tw.Accelerator(cpu=ON_HOST, mixed_precision="bf16").prepare(module)
 
 
-def test_any_output_and_any_keyword() -> None:
+def test_any_output_and_keyword_is_accepted() -> None:
     model = in_bfloat16(Named())
     output = model(torch.ones(4, 3), name="a", module="b")
     assert isinstance(output, Output)
@@ -67,7 +67,7 @@ def test_any_output_and_any_keyword() -> None:
     assert tw.Accelerator(cpu=ON_HOST).gather_for_metrics(output).logits.shape == (4, 2)
 
 
-def test_predictions_of_any_kind() -> None:
+def test_predictions_keep_their_type() -> None:
     class Predicts(Classifier):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             output = Output()
@@ -163,7 +163,7 @@ def test_a_prepared_optimizer_has_its_own_methods() -> None:
     assert not hasattr(optimizer, "nothing")
 
 
-def test_the_methods_of_an_optimizer_in_a_module() -> None:
+def test_a_module_can_call_methods_of_its_optimizer() -> None:
     class Tells(Classifier):
         def configure_optimizers(self) -> Any:
             return Averaging(self.parameters(), 0.1)
@@ -238,5 +238,5 @@ def test_an_optimizer_of_another_kind_is_no_scheduler() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {}
 
-    with pytest.raises(TypeError, match=r"of type Wrapper; expected torch modules, optimizers \(subclasses of"):
+    with pytest.raises(TypeError, match=r"of type Wrapper. Expected torch modules, optimizers \(subclasses of"):
         tw.Accelerator(cpu=ON_HOST).prepare(Wrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)))

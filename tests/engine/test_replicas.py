@@ -56,7 +56,7 @@ class Chosen(Classifier):
 
 
 def other_arguments(rank: int) -> dict[str, str]:
-    """Return the errors of calls that have other arguments on rank 1; the first call differs only where ranks may."""
+    """Return the errors of calls with other arguments on rank 1. The first call differs only in allowed arguments."""
     tw.Trainer(max_steps=2, **{**QUIET, "enable_progress_bar": rank == 0}, detect_anomaly=rank == 1).fit(
         Classifier(), make_loader()
     )

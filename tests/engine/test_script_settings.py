@@ -25,7 +25,7 @@ def linear(step: int, total: int) -> float:
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "LambdaLR": lambda each: lr_scheduler.LambdaLR(each, partial(linear, total=30)),  # as transformers makes its own
+    "LambdaLR": lambda each: lr_scheduler.LambdaLR(each, partial(linear, total=30)),  # as transformers does
     "MultiplicativeLR": lambda each: lr_scheduler.MultiplicativeLR(each, lambda _: 0.9),
     "StepLR": lambda each: StepLR(each, 2),
     "MultiStepLR": lambda each: lr_scheduler.MultiStepLR(each, [1, 13]),
@@ -44,7 +44,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 class Rated(Classifier):
-    """Records the learning rate and the momentum of each step."""
+    """Records the learning rate and the momentum of every step."""
 
     def __init__(self, schedule: Schedule | None = None, lr: float = 0.1, weight_decay: float = 0.0) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Rated(Classifier):
 
 
 def fit(folder: Path, module: Rated, epochs: int, ckpt_path: str | None = None, **options: Any) -> Rated:
-    """Train, keep the checkpoint of each epoch as epoch=N.ckpt, and return the module."""
+    """Train, save a checkpoint after every epoch as epoch=N.ckpt, and return the module."""
     settings = {**QUIET, "enable_checkpointing": True, **options.pop("settings", {})}
     batch_size = 4 // settings.get("devices", 1)
     callback = tw.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
@@ -174,7 +174,7 @@ def test_fresh_rejects_other_names_and_repeated_commands(tmp_path: Path) -> None
         tw.Accelerator(cpu=ON_HOST).load_state(str(tmp_path), fresh=True)  # type: ignore[arg-type]
 
 
-def test_the_raw_loop_compares_settings_too(tmp_path: Path) -> None:
+def test_settings_are_compared_in_the_raw_loop(tmp_path: Path) -> None:
     fit(tmp_path, Rated(SCHEDULES["CosineAnnealingLR"]), 1)
     path = f"{tmp_path}/epoch=0.ckpt"
 
@@ -213,7 +213,7 @@ def test_a_resume_names_the_callback_states_that_nobody_loads(tmp_path: Path) ->
 
 
 def resumed_fits(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Resume at another rate three times: as saved, with the script's rate, and with its scheduler; return what was trained."""
+    """Resume three times: as saved, with the script's rate, and with its scheduler. Return the trained modules."""
     is_first = os.environ.get("RANK", "0") == "0"
     fit(folder, Rated(SCHEDULES["ExponentialLR"]), 1, settings=settings)
     found: dict[str, Any] = {}

@@ -90,7 +90,7 @@ def test_what_another_models_loss_leaves_is_cleared_between_windows() -> None:
 
 
 def steps_of(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any, at: dict[int, Any]) -> list[int]:
-    """Train over a loader and return the batches at which the optimizer stepped; `at` calls something before a batch's step."""
+    """Train over a loader and return the batches at which the optimizer stepped. `at` has calls before a batch's step."""
     made = []
     for index, batch in enumerate(loader):
         if index in at and at[index]() == "break":
@@ -275,7 +275,7 @@ def test_a_step_that_is_skipped_leaves_the_gradients_of_the_others_to_scale() ->
     assert [model.module.weight.item() for model in models] == [0.5, 0.0]
 
 
-def test_a_loop_that_counts_its_batches_by_itself_divides_by_the_usual_length() -> None:
+def test_losses_are_divided_by_the_usual_length_in_a_loop_that_counts_batches() -> None:
     accelerator, model, optimizer, loader = accumulating(5)
     whole, plain = tw.Accelerator(cpu=ON_HOST), make_net()
     plain, stepper = whole.prepare(plain, torch.optim.SGD(plain.parameters(), 0.5))

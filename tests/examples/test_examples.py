@@ -20,7 +20,7 @@ has_compiler = shutil.which("g++") is not None and Path(sysconfig.get_path("incl
 
 
 def run(*arguments: str, folder: Path, seconds: float = 200.0) -> str:
-    """Run python with these arguments in a folder and return what it printed; a failure shows all of it."""
+    """Run python with these arguments in a folder and return its output. A failure shows the whole output."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -39,7 +39,7 @@ def train_on_rank(script: str, arguments: list[str]) -> None:
 
 
 def run_forked(script: str, options: str, folder: Path) -> str:
-    """Run an example on as many ranks as its options say, and return what rank 0 has printed."""
+    """Run an example on the ranks of its options, and return the output of rank 0."""
     arguments = options.split()
     ranks = int(arguments[arguments.index("--devices") + 1]) if "--devices" in arguments else 1
     run_ranks(train_on_rank, (str(ROOT / "examples" / script), arguments), ranks, folder, 200.0)
@@ -49,7 +49,7 @@ def run_forked(script: str, options: str, folder: Path) -> str:
 
 
 def said(output: str, name: str) -> str:
-    """Return what stands after a name in the output; it is said once, by rank 0."""
+    """Return the value after a name in the output. Only rank 0 prints it, once."""
     found: list[str] = re.findall(rf"^{name}: (.*)$", output, re.MULTILINE)
     assert len(found) == 1, output
     return found[0]
@@ -66,7 +66,7 @@ def check_files(output: str, folder: Path) -> None:
 
 
 @pytest.mark.launch
-def test_digits_for_an_epoch(tmp_path: Path) -> None:
+def test_digits_runs_for_an_epoch_as_a_command(tmp_path: Path) -> None:
     output = run(str(ROOT / "examples/digits.py"), "--epochs", "1", "--precision", "16-mixed", folder=tmp_path)
     assert float(said(output, "test_acc")) > 0.3
     check_files(output, tmp_path)
@@ -82,7 +82,7 @@ def test_digits_for_an_epoch(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_digits(tmp_path: Path, options: str) -> None:
+def test_digits_reaches_its_accuracy(tmp_path: Path, options: str) -> None:
     output = run_forked("digits.py", options, tmp_path)
     assert float(said(output, "test_acc")) >= 0.97
     check_files(output, tmp_path)
@@ -91,7 +91,7 @@ def test_digits(tmp_path: Path, options: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["", "--devices 2 --mixed-precision bf16 --accumulate 2"])
-def test_raw_loop(tmp_path: Path, options: str) -> None:
+def test_the_raw_loop_reaches_its_accuracy(tmp_path: Path, options: str) -> None:
     output = run_forked("raw_loop.py", options, tmp_path)
     assert float(said(output, "test_acc")) >= 0.97
     assert (tmp_path / said(output, "checkpoint") / "manifest.json").is_file()
@@ -99,17 +99,17 @@ def test_raw_loop(tmp_path: Path, options: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["--epochs 4", "--epochs 8 --devices 2"])
-def test_gan(tmp_path: Path, options: str) -> None:
+def test_the_gan_covers_its_modes(tmp_path: Path, options: str) -> None:
     output = run_forked("gan.py", options, tmp_path)
     assert float(said(output, "distance")) < 0.25 < 1.0 < float(said(output, "distance before"))
     assert float(said(output, "coverage")) > 0.8
-    assert int(said(output, "steps")) == 2 * 128 * int(options.split()[1])  # each optimizer's count
+    assert int(said(output, "steps")) == 2 * 128 * int(options.split()[1])  # a count per optimizer
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("devices", ["devices=1", pytest.param("devices=2", marks=pytest.mark.slow)])
-def test_the_readmes_program(tmp_path: Path, devices: str) -> None:
-    """It runs as it is printed there; and with two devices after the one change that the README promises."""
+def test_the_program_of_the_readme_works(tmp_path: Path, devices: str) -> None:
+    """The printed program works, and with two devices after the one change that the README promises."""
     program = re.search(r"A complete program:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert program is not None
     assert "devices=1" in program[1]

@@ -1,4 +1,4 @@
-"""The example examples/imdb: its scripts, each of which is another one with a few lines changed, and its data."""
+"""The example examples/imdb: its data, and its scripts, which are made from others by changes of a few lines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHANGES = {
     "8_ddp_sharded": ("2_trainer", 1, 2),
     "9_raw_loop": ("1_plain", 14, 16),
 }
-"""By script: the one that it derives from, how many lines of that it leaves out, and how many it adds, docstrings apart."""
+"""By script: the script that it derives from, and the numbers of removed and added lines, without docstrings."""
 
 
 # -- the scripts -----------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_batches_hold_what_was_read() -> None:
 
 
 def test_the_vocabulary_is_made_once() -> None:
-    """Training on the same texts gives another one each time; processes with different ones would train on different tokens."""
+    """Training a vocabulary twice on the same texts gives different ones, and processes with different ones disagree."""
     import reviews
 
     given = options(reviews=200)
@@ -172,7 +172,7 @@ def test_pretrained_weights_come_with_their_tokenizer() -> None:
         reviews.load(options(data="none"))
 
 
-def test_the_data_set_of_the_hub() -> None:
+def test_the_data_set_of_the_hub_is_read() -> None:
     import reviews
 
     datasets = pytest.importorskip("datasets")
@@ -202,7 +202,7 @@ TOGETHER = ("5_ddp", "6_deepspeed", "7_fsdp", "8_ddp_sharded", "9_raw_loop")
 
 
 def run_here(name: str, *arguments: str) -> str:
-    """Run a script in this process, and return what it has printed."""
+    """Run a script in this process, and return its output."""
     argv = [f"{name}.py", *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "argv", argv):
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
@@ -229,8 +229,8 @@ def best_checkpoints(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, in its compiler
-def test_the_scripts_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # from torch's compiler
+def test_the_scripts_of_one_process_are_accurate(tmp_path: Path) -> None:
     (outputs,) = run_job(on_one, 1, tmp_path)
     found = {name: accuracy(output) for name, output in outputs.items()}
     assert found.pop("4_compile") > 30
@@ -239,7 +239,7 @@ def test_the_scripts_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_scripts_of_two_processes(tmp_path: Path) -> None:
+def test_the_scripts_of_two_processes_are_accurate(tmp_path: Path) -> None:
     outputs, others = run_job(on_two, 2, tmp_path)
     assert not any(others.values()), "rank 0 alone prints"
     found = {name: accuracy(output) for name, output in outputs.items()}

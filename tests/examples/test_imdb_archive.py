@@ -133,7 +133,7 @@ class Server(ThreadingHTTPServer):
         self.data, self.knows_ranges = data, knows_ranges
         self.cut_after = len(data)
         self.asked: list[str | None] = []
-        """The range of each request."""
+        """The ranges of the requests."""
         super().__init__(("127.0.0.1", 0), Reply)
 
     @property
@@ -192,18 +192,9 @@ def test_a_download_that_was_cut_is_continued(tmp_path: Path, serve: Any, knows_
     assert server.asked == [None, "bytes=200000-"]
     assert found_in(folder) == {0: 6, 1: 6}
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, f"{digest[:8]}-aclImdb_v1.tar.gz"}
-    server.shutdown()  # what is there needs no network
+    server.shutdown()  # files that exist need no network
     assert archive.find_folder(server.url, digest, tmp_path) == folder
     assert len(server.asked) == 2
-
-
-def test_a_complete_part_is_not_downloaded_again(tmp_path: Path, serve: Any) -> None:
-    """As a start leaves it that was killed before it renamed the file."""
-    data, digest = pack()
-    server = serve(data)
-    (tmp_path / f"{digest[:8]}-aclImdb_v1.tar.gz.part").write_bytes(data)
-    assert found_in(archive.find_folder(server.url, digest, tmp_path)) == {0: 6, 1: 6}
-    assert server.asked == [f"bytes={len(data)}-"]
 
 
 def test_a_download_with_a_wrong_digest_is_set_aside(tmp_path: Path, serve: Any) -> None:
@@ -219,7 +210,7 @@ def test_a_download_with_a_wrong_digest_is_set_aside(tmp_path: Path, serve: Any)
     assert server.asked == [None, None]
 
 
-def test_no_network_and_a_wrong_address(tmp_path: Path, serve: Any) -> None:
+def test_a_missing_network_is_named(tmp_path: Path, serve: Any) -> None:
     server = serve(b"")  # 416 for every request, as from a server that has no such file
     with pytest.raises(ConnectionError, match=r"the server answered 416 .*Check the address"):
         archive.find_folder(server.url, archive.PUBLISHED_MD5, tmp_path)
@@ -231,7 +222,7 @@ def test_no_network_and_a_wrong_address(tmp_path: Path, serve: Any) -> None:
 
 
 def load_on_rank(folder: Path) -> list[int]:
-    """Load the reviews as 9_raw_loop.py does, and return how many there are in each part."""
+    """Load the reviews as 9_raw_loop.py does, and return the sizes of the parts."""
     import reviews
 
     accelerator = tw.Accelerator()
@@ -242,7 +233,7 @@ def load_on_rank(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_rank_0_alone_downloads(tmp_path: Path, serve: Any) -> None:
+def test_only_rank_0_can_download(tmp_path: Path, serve: Any) -> None:
     data, digest = pack(reviews_each=10)
     server = serve(data)
     (tmp_path / "arguments.txt").write_text(f"--data {server.url} --digest {digest} --cache {tmp_path}/cache")

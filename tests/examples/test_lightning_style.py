@@ -1,4 +1,4 @@
-"""A script of Lightning's kind runs with only its import lines changed, and comes to what it comes to there."""
+"""A script in the style of Lightning runs after a change of its import lines, with the same results."""
 
 from __future__ import annotations
 

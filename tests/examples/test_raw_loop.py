@@ -1,4 +1,4 @@
-"""The examples of examples/raw_loop: each is the base script plus one feature, and each runs."""
+"""The examples of examples/raw_loop are the base script plus one feature, and they run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST_CHANGES = {
     "cross_validation": (2, 9),
     "gan": (19, 29),
 }
-"""By example: how many lines of the base it leaves out, and how many it adds, apart from its docstring and indentation."""
+"""By example: the numbers of removed and added lines of the base, without docstrings and indentation."""
 
 
 def lines_of(name: str) -> list[str]:
@@ -87,30 +87,30 @@ def test_examples_that_train_as_the_base_does(tmp_path: Path, name: str) -> None
         assert [each.name for each in (tmp_path / "runs/profile").iterdir()] == ["profile-0.json"]
 
 
-def test_early_stopping(tmp_path: Path) -> None:
+def test_the_early_stopping_example_stops(tmp_path: Path) -> None:
     assert len(accuracies(run("early_stopping", tmp_path))) < 5
 
 
-def test_gradient_accumulation(tmp_path: Path) -> None:
+def test_the_accumulation_example_is_trained(tmp_path: Path) -> None:
     assert accuracies(run("gradient_accumulation", tmp_path))[-1] > 0.7
 
 
 @pytest.mark.launch
-def test_cross_validation(tmp_path: Path) -> None:
+def test_the_cross_validation_example_has_a_mean(tmp_path: Path) -> None:
     output = run("cross_validation", tmp_path)
     assert len(accuracies(output)) == 15
     assert float(re.findall(r"mean val_acc (.*)", output)[0]) > 0.9
 
 
 @pytest.mark.launch
-def test_gan(tmp_path: Path) -> None:
+def test_the_raw_gan_is_trained(tmp_path: Path) -> None:
     distances = [float(each) for each in re.findall(r"distance to the points (.*)", run("gan", tmp_path))]
     assert len(distances) == 5
     assert distances[-1] < distances[0]
     assert distances[-1] < 0.25
 
 
-def test_checkpointing(tmp_path: Path) -> None:
+def test_the_checkpointing_example_resumes(tmp_path: Path) -> None:
     first = run("checkpointing", tmp_path)
     folder = tmp_path / "runs/checkpointing/checkpoints"
     *_, newest = sorted(folder.iterdir())
@@ -119,7 +119,7 @@ def test_checkpointing(tmp_path: Path) -> None:
     assert accuracies(run("checkpointing", tmp_path, "--resume")) == accuracies(first)[-1:]
 
 
-def test_tracking(tmp_path: Path) -> None:
+def test_the_tracking_example_writes_files(tmp_path: Path) -> None:
     accuracy = accuracies(run("tracking", tmp_path))
     (path,) = (tmp_path / "runs/tracking").rglob("metrics.csv")
     rows = list(csv.DictReader(path.read_text().splitlines()))
@@ -142,7 +142,7 @@ def memory_for(samples: int) -> Iterator[None]:
 
 
 def run_here(name: str, *arguments: str) -> str:
-    """Run an example in this process, and return what it has printed."""
+    """Run an example in this process, and return its output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "argv", [name, *arguments]):
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     return printed.getvalue()
@@ -163,7 +163,7 @@ def test_a_smaller_batch_size_is_taken_when_memory_runs_out() -> None:
 
 
 def on_two(folder: Path) -> dict[str, Any]:
-    """Run every example on this rank, in one job, and return what each has printed."""
+    """Run every example on this rank, in one job, and return the outputs."""
     outputs = {name: run_here(name) for name in ("base", *MOST_CHANGES) if name != "batch_size"}
     if os.environ["RANK"] == "0":  # before the collectives of the next example
         shutil.rmtree(sorted((folder / "runs/checkpointing/checkpoints").iterdir())[-1])
@@ -174,7 +174,7 @@ def on_two(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_example_on_two_processes(tmp_path: Path) -> None:
+def test_examples_run_on_two_processes(tmp_path: Path) -> None:
     outputs, others = run_job(on_two, 2, tmp_path)
     assert set(outputs) == {"base", *MOST_CHANGES, "resumed"}
     assert not any(others.values()), "rank 0 alone prints"

@@ -1,4 +1,4 @@
-"""The short programs of examples/: each trains, ends in something to look at, and says a number that is checked here."""
+"""The short programs of examples/ train, make something to look at, and print a number that is checked here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def needs(*modules: str) -> Any:
 
 
 def run(name: str, *arguments: str, warnings_are: str | None = "error") -> str:
-    """Run an example, and return what it printed."""
+    """Run an example, and return its output."""
     done = run_python(FOLDER / f"{name}.py", *arguments, warnings_are=warnings_are)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -62,7 +62,7 @@ def test_they_are_short() -> None:
 
 @pytest.mark.slow
 @needs("sklearn", "matplotlib")
-def test_four_tricks() -> None:
+def test_four_tricks_runs_with_all_of_them() -> None:
     output = run("four_tricks", "--epochs", "3")
     assert said(output, "batches and steps") == "237, 60"  # 79 batches an epoch in windows of 4, the last one of 3
     assert float(said(output, "loss scale")) >= 1024
@@ -72,7 +72,7 @@ def test_four_tricks() -> None:
 
 
 @pytest.mark.slow
-def test_gpt() -> None:
+def test_gpt_is_trained_and_continues_a_text() -> None:
     Path("mine.txt").write_text("# Not part of it.\n" + "Shall I compare thee to a summer's day?\n" * 120)
     output = run("gpt", "--text", "mine.txt", "--steps", "150")
     assert float(said(output, "val_loss")) < 0.5
@@ -90,7 +90,7 @@ def test_the_bundled_text_is_whole() -> None:
 
 @pytest.mark.slow
 @needs("matplotlib")
-def test_images() -> None:
+def test_images_are_classified() -> None:
     output = run("images", "--epochs", "14")
     assert 0.4 < float(said(output, "without augmentation")) < 1
     assert float(said(output, "with augmentation")) > 0.7
@@ -99,7 +99,7 @@ def test_images() -> None:
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_interruption() -> None:
+def test_interruption_resumes_from_its_stop() -> None:
     output = run("interruption")
     assert re.findall(r"exit code (\d+)", output) == ["130", "0"]
     assert output.count("resumed here") == 1
@@ -108,7 +108,7 @@ def test_interruption() -> None:
 
 @pytest.mark.slow
 @needs("datasets")
-def test_stream() -> None:
+def test_the_stream_is_trained() -> None:
     output = run("stream", "--steps", "250")
     assert float(said(output, "val_acc")) > 0.85
     made = load("imdb/made")
@@ -118,8 +118,8 @@ def test_stream() -> None:
 
 @pytest.mark.slow
 @needs("peft", "transformers")
-def test_lora() -> None:
-    output = run("lora", "--steps", "200", warnings_are=None)  # peft's own
+def test_lora_is_trained_and_saved() -> None:
+    output = run("lora", "--steps", "200", warnings_are=None)  # from peft
     assert said(output, "without the adapter") == "mnopqrstuvwx"
     assert said(output, "with the adapter") == "mlkjihgfedcb"
     sizes = re.findall(r"^trained ([\d,]+) of ([\d,]+) weights, (\d+) KiB", output, re.MULTILINE)
@@ -134,7 +134,7 @@ def test_lora() -> None:
 
 @pytest.mark.slow
 @needs("sklearn")
-def test_sweep() -> None:
+def test_the_sweep_has_a_best_rate() -> None:
     output = run("sweep", "--rates", "0.0001", "0.03", "--epochs", "1")
     assert re.findall(r"^ *(\S+) +\d+\.\d{4} +\d\.\d{4} +runs/sweep/lr=\1$", output, re.MULTILINE) == ["0.03", "0.0001"]
     assert said(output, "best learning rate") == "0.03"
@@ -148,7 +148,7 @@ def test_sweep() -> None:
 
 @pytest.mark.slow
 @needs("datasets", "PIL")
-def test_the_published_images() -> None:
+def test_the_published_images_are_read() -> None:
     import datasets
     from PIL import Image
 
@@ -221,8 +221,8 @@ def test_the_tour_goes_on_after_a_failure(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.slow
 @pytest.mark.launch
 @needs("nbclient", "nbformat", "ipykernel", "matplotlib")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the client's own
-def test_the_notebook(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from the client
+def test_the_notebook_runs(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import nbformat

@@ -31,7 +31,7 @@ def differences(config: Config, folder: Path) -> list[str]:
     if config["colour"] == "dead":
         os.kill(os.getpid(), signal.SIGKILL)
     if config["colour"] == "slow":
-        time.sleep(60)  # longer than the limit, which is what is tested
+        time.sleep(60)  # longer than the tested limit
     if config["colour"] == "bad":
         raise ValueError("rotten")
     return ["fruit: too much of it"] if config["apples"] >= 3 and config["pears"] and config["colour"] != "red" else []

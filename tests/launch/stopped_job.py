@@ -1,6 +1,6 @@
 """A small run with randomness and counters, to be stopped anywhere: `stopped_job.py <folder> <devices> <pause> <strategy>`.
 
-It resumes from the newest checkpoint of its folder. Rank 0 prints a numbered line at each event; each rank records what it
+It resumes from the newest checkpoint of its folder. Rank 0 prints a numbered line at every event. All ranks record what they
 trains on, and at the end they save a checkpoint.
 """
 
@@ -45,7 +45,7 @@ class Net(Classifier):
 
 
 class Events(tw.Callback):
-    """Prints each event of the run, and pauses there."""
+    """Prints every event of the run, and pauses there."""
 
     def __init__(self, folder: Path, pause: float) -> None:
         self.folder, self.pause, self.count = folder, pause, 0

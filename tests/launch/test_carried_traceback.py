@@ -7,7 +7,7 @@ import linecache
 
 import pytest
 
-from trainwright.launch.carried_traceback import carry, render
+from trainwright.launch.notebook import carry, render
 
 CELL = "def step(batch):\n    raise ValueError('no such batch')\n"
 

@@ -1,4 +1,4 @@
-"""`trainwright launch`: what it resolves, what it refuses, and what its job does."""
+"""`trainwright launch`: its settings, its errors, and its jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deadlines import deadline
 from started import Started, python
 
 from trainwright.__main__ import check_names
-from trainwright.devices import accelerator
+from trainwright.devices import hardware
 from trainwright.launch.cli import main
 
 SCRIPT = """
@@ -153,32 +153,32 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
         (["--devices=0", "x.py"], "--devices 0: expected an integer of at least 1, -1 for all, or auto."),
         (["--devices", "two", "x.py"], "--devices two: expected an integer of at least 1"),
         (["--devices"], "argument --devices: expected one argument"),
-        ([], "no script was given; pass one, or -m and a module"),
-        (["x.py"], "file 'x.py' does not exist; pass the path of a script"),
-        (["."], "'.' is a folder without a __main__.py, so Python cannot run it; pass the path"),
+        ([], "no script was given. Pass one, or -m and a module"),
+        (["x.py"], "file 'x.py' does not exist. Pass the path of a script"),
+        (["."], "'.' is a folder without a __main__.py, so Python cannot run it. Pass the path"),
         (["-m"], "-m needs the name of a module after it."),
         (["--strategy", "dpd", "x.py"], "strategy='dpd' is unknown; choose from auto"),
         (["--precision", "float16", "x.py"], "precision='float16' is unknown; choose from"),
         (
             ["--num-nodes", "2", "x.py"],
-            "--num-nodes 2 was given, but not this machine's number; pass --node-rank",
+            "--num-nodes 2 was given, but not this machine's number. Pass --node-rank",
         ),
-        (["--num-nodes", "2", "--node-rank", "0", "x.py"], "but no main address; pass --main-address"),
+        (["--num-nodes", "2", "--node-rank", "0", "x.py"], "but no main address. Pass --main-address"),
         (["--num-nodes", "2", "--node-rank", "-1", "x.py"], "--node-rank -1: expected an integer of at least 0."),
         (["--node-rank", "1", __file__], "node_rank=1 is out of range for num_nodes=1"),
         (
             ["--num-nodes", "2", "--node-rank", "2", "--main-address", "a", __file__],
             "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1",
         ),
-        (["--main-address", "a", "x.py"], "--main-address a is for several machines; add --num-nodes N"),
+        (["--main-address", "a", "x.py"], "--main-address a is for several machines. Add --num-nodes N"),
         (["--main-port", "70000", __file__], "main_port=70000 is not a port"),
-        (["--rendezvous-seconds", "9", "x.py"], "--rendezvous-seconds 9 is for several machines; add --num-nodes N"),
+        (["--rendezvous-seconds", "9", "x.py"], "--rendezvous-seconds 9 is for several machines. Add --num-nodes N"),
         (["--nodes", "1:4", "--node-rank", "0", "x.py"], "--node-rank 0 was given with --nodes 1:4, which replaces it"),
         (["--nodes", "1:4", "--num-nodes", "4", "x.py"], "--num-nodes 4 was given with --nodes 1:4"),
         (["--nodes", "4:2", "x.py"], "--nodes 4:2: expected MIN:MAX, two integers of at least 1"),
         (["--nodes", "0:2", "x.py"], "--nodes 0:2: expected MIN:MAX"),
         (["--nodes", "1:", "x.py"], "--nodes 1:: expected MIN:MAX"),
-        (["--nodes", "1:4", "x.py"], "--nodes 4 was given, but no main address; pass --main-address"),
+        (["--nodes", "1:4", "x.py"], "--nodes 4 was given, but no main address. Pass --main-address"),
         (["--nodes", "1:4", "--main-address", "a", "--main-port", "0", __file__], "main_port=0 is not a port"),
         (["--logs", f"{__file__}/below", __file__], "Not a directory"),
     ],
@@ -206,11 +206,11 @@ def test_logs_are_not_written_through_a_link(tmp_path: Path, capsys: pytest.Capt
 def test_devices_that_are_not_there_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accelerator, "built_for", lambda: "cuda")
+    monkeypatch.setattr(hardware, "built_for", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit):
         main(["launch", "--devices", "4", __file__], check_names)
-    assert "--devices 4: torch sees 2 GPU(s) here; pass at most that many, or add --cpu." in capsys.readouterr().err
+    assert "--devices 4: torch sees 2 GPU(s) here. Pass at most that many, or add --cpu." in capsys.readouterr().err
 
 
 def test_a_worker_cannot_launch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_the_environment_may_describe_the_node(tmp_path: Path, started: list[Sta
     assert [(each["rank"], each["world"], each["strategy"]) for each in seen] == [(rank, 3, "ddp") for rank in range(3)]
 
 
-def test_help_and_unknown_commands() -> None:
+def test_help_lists_commands_and_unknown_ones_are_rejected() -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = python("-m", "trainwright", *arguments)
         return subprocess.run(
@@ -254,6 +254,6 @@ def test_help_and_unknown_commands() -> None:
     assert "--main-address HOST" in run("launch", "--help").stdout
     wrong = run("lanch")
     assert wrong.returncode == 2
-    text = "'lanch' is not a command; choose from launch, config, test, ladder, estimate, env, runs, plot, checkpoint. "
-    text += "Did you mean 'launch'?"
+    text = "'lanch' is not a command. Choose from launch, config, test, ladder, estimate, env, runs, plot, migrate, "
+    text += "checkpoint. Did you mean 'launch'?"
     assert text in wrong.stderr

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from trainwright.__main__ import check_names
-from trainwright.commands.estimate import estimate_command
-from trainwright.commands.runs import runs_command
 from trainwright.launch import cli
 from trainwright.launch.columns import lay_out, shorten
+from trainwright.tools.estimate import estimate_command
+from trainwright.tools.runs import runs_command
 
 LONG = Path("a_folder_with_a_long_name/another_folder_with_a_long_name/and_a_third_one_with_a_long_name")
 
@@ -55,7 +55,7 @@ def test_lists_of_runs_fit(width: int, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "val_loss 0.53125" in lines[1]
 
 
-def test_the_settings_of_a_launch_fit(
+def test_launch_settings_are_cut_to_the_terminals_width(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     LONG.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The config under `trainwright launch`: what overrides what, what is shown of it, and what is refused with its line."""
+"""The config under `trainwright launch`: the order of overrides, the shown sources, and the errors with their lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ env:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The jobs that launch would have started, and what it passes on."""
+    """The jobs that launch would have started, and their arguments."""
     for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", GRACE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     for name in ("FIRST", "SECOND", "MY_TOKEN"):
@@ -108,7 +108,7 @@ def test_flags_override_the_environment_which_overrides_the_config(
 
 
 @pytest.mark.parametrize(("word", "name"), [("no", "32-true"), ("fp16", "16-mixed"), ("BF16", "bf16-mixed")])
-def test_the_accelerators_names_of_precisions(word: str, name: str, started: list[Any]) -> None:
+def test_the_accelerators_names_of_precisions_are_accepted(word: str, name: str, started: list[Any]) -> None:
     assert launch(f"precision: {word}\n") == 0
     assert launch("", "--precision", word) == 0
     assert [passed_on["precision"] for _, passed_on in started] == [name, name]
@@ -157,7 +157,7 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
     assert config_path(None, {})[0] == "/home/one/.config/trainwright/config.yaml"
     monkeypatch.delenv("TRAINWRIGHT_CONFIG")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert main(["launch", "train.py"], check_names) == 0  # the user's own need not exist
+    assert main(["launch", "train.py"], check_names) == 0  # the user's config need not exist
     (tmp_path / "trainwright").mkdir()
     (tmp_path / "trainwright/config.yaml").write_text("devices: 3")
     assert main(["launch", "train.py"], check_names) == 0
@@ -167,7 +167,7 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("# one\ndevcies: 2", "mine.yaml:2: 'devcies' is not a key of a config; expected one of devices, cpu,"),
+        ("# one\ndevcies: 2", "mine.yaml:2: 'devcies' is not a key of a config. Expected one of devices, cpu,"),
         ("devcies: 2", "Did you mean 'devices'?"),
         (
             "compute_environment: LOCAL_MACHINE",
@@ -175,8 +175,8 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
         ),
         ("mixed_precision: fp16", "Did you mean 'precision'?"),
         ("devices: two", "mine.yaml:1: devices: two: expected an integer of at least 1, -1 for all, or auto."),
-        ("devices: [1, 2]", "mine.yaml:1: devices is a list; expected a single value."),
-        ("devices: 1\ndevices: 2", "mine.yaml:2: 'devices' is there twice, first at mine.yaml:1; remove one."),
+        ("devices: [1, 2]", "mine.yaml:1: devices is a list. Expected a single value."),
+        ("devices: 1\ndevices: 2", "mine.yaml:2: 'devices' is there twice, first at mine.yaml:1. Remove one."),
         ("cpu: yes", "mine.yaml:1: cpu: yes: expected true or false."),
         ("strategy: dpd", "mine.yaml:1: strategy='dpd' is unknown; choose from auto"),
         ("\nprecision: half", "mine.yaml:2: precision='half' is unknown; choose from"),
@@ -191,9 +191,9 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
         ("- devices", "mine.yaml:1: a config holds lines of `name: value`, not a list."),
         ("env: [A]", "mine.yaml:1: env holds lines of `name: value`, not a list."),
         ("env:\n  A-B: 1", "mine.yaml:2: 'A-B' is not the name of a variable"),
-        ("env:\n  MASTER_PORT: 1", "mine.yaml:2: env has MASTER_PORT; set the key 'main_port' instead."),
-        ("env:\n  RANK: 1", "mine.yaml:2: env has RANK, which trainwright launch sets itself; remove it."),
-        ("env:\n  A: {B: 1}", "mine.yaml:2: A is a mapping; expected a single value."),
+        ("env:\n  MASTER_PORT: 1", "mine.yaml:2: env has MASTER_PORT. Set the key 'main_port' instead."),
+        ("env:\n  RANK: 1", "mine.yaml:2: env has RANK, which trainwright launch sets itself. Remove it."),
+        ("env:\n  A: {B: 1}", "mine.yaml:2: A is a mapping. Expected a single value."),
     ],
 )
 def test_what_is_wrong_in_a_config_has_its_line(
@@ -206,12 +206,12 @@ def test_what_is_wrong_in_a_config_has_its_line(
     assert not started
 
 
-def test_a_config_that_cannot_be_read(
+def test_a_config_that_cannot_be_read_is_reported(
     started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("bytes.yaml").write_bytes(b"devices: \xff")
     for name, said in (
-        ("none.yaml", "TRAINWRIGHT_CONFIG names 'none.yaml', which does not exist; pass the path of a config"),
+        ("none.yaml", "TRAINWRIGHT_CONFIG names 'none.yaml', which does not exist. Pass the path of a config"),
         (".", ".: the config cannot be read"),
         ("bytes.yaml", "bytes.yaml: the config cannot be read"),
     ):

@@ -44,7 +44,7 @@ class Job(Started):
         **more: str,
     ) -> None:
         folder.mkdir(exist_ok=True)
-        # Not in the test's own folder: the loader workers' sockets lie there, and a socket's path is at most 107 letters long.
+        # Not in the test's folder: the loader workers' sockets lie there, and a socket's path is at most 107 letters long.
         self.folder, self.temporary = folder, Path(tempfile.mkdtemp(prefix="tw"))
         self.shared = set(os.listdir("/dev/shm"))
         arguments = [
@@ -58,7 +58,7 @@ class Job(Started):
         super().__init__(arguments, folder, TMPDIR=str(self.temporary), **more)
 
     def reach(self, count: int) -> bool:
-        """Wait for the n-th event of this run; return whether it got that far."""
+        """Wait for the n-th event of this run. Return whether it got that far."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.stdout += line
@@ -116,7 +116,7 @@ def results(folder: Path, ranks: int = 2) -> list[Any]:
         for section in checkpoint.sections
         for name in checkpoint.tensors(section)
     }
-    counters = {**checkpoint.state()["position"], "saves": 0}  # the stop's own save is one more
+    counters = {**checkpoint.state()["position"], "saves": 0}  # the save of the stop is one more
     return [tensors, counters, [(folder / f"seen-{rank}").read_text() for rank in range(ranks)]]
 
 
@@ -160,7 +160,7 @@ def test_a_signalled_job_resumes_bitwise(tmp_path: Path, start: StartJob) -> Non
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_in_a_terminal(times: int, tmp_path: Path, start: StartJob) -> None:
+def test_ctrl_c_in_a_terminal_stops_the_run(times: int, tmp_path: Path, start: StartJob) -> None:
     """It goes to the whole group: this process and its loader workers."""
     leader = ["setsid", "--wait", sys.executable, "-W", "error", "-c"]
     code = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
@@ -203,7 +203,7 @@ def test_a_rank_that_cannot_answer_is_killed_after_the_grace_seconds(tmp_path: P
 def test_a_wrong_number_of_grace_seconds_is_refused(given: str, tmp_path: Path, start: StartJob) -> None:
     job = start(tmp_path, 0.0, TRAINWRIGHT_GRACE_SECONDS=given)
     assert job.wait() == 1
-    assert f"TRAINWRIGHT_GRACE_SECONDS='{given}'; expected an integer of at least 0, in seconds." in job.stderr
+    assert f"TRAINWRIGHT_GRACE_SECONDS='{given}'. Expected an integer of at least 0, in seconds." in job.stderr
 
 
 @pytest.mark.slow
@@ -216,10 +216,12 @@ def test_a_wrong_number_of_grace_seconds_is_refused(given: str, tmp_path: Path, 
         ("deepspeed_stage_2", ("launcher",)),
     ],
 )
-def test_signals_at_random_moments(strategy: str, signals: tuple[str, ...], tmp_path: Path, start: StartJob) -> None:
-    """Each run of a chain is stopped somewhere: the first step, a window, a validation, a save; the last one ends.
+def test_signals_at_random_moments_lose_nothing(
+    strategy: str, signals: tuple[str, ...], tmp_path: Path, start: StartJob
+) -> None:
+    """Every run of a chain is stopped somewhere: the first step, a window, a validation, a save. The last one ends.
 
-    The jobs are started by `trainwright launch`; a signal to one of its ranks stops all of them too.
+    The jobs are started by `trainwright launch`. A signal to one of its ranks stops all of them too.
     """
     draw = random.Random(strategy)
     folder = tmp_path / "stopped"
@@ -236,7 +238,7 @@ def test_signals_at_random_moments(strategy: str, signals: tuple[str, ...], tmp_
             job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 75, job.stderr
         assert time.monotonic() - began < deadline(60)
-        job.stderr = job.stderr.partition("grace_seconds")[2]  # below what the command line resolves
+        job.stderr = job.stderr.partition("grace_seconds")[2]  # below the resolved settings
         job.check_saved()
         job.check_nothing_left()
     run_here(folder, strategy)

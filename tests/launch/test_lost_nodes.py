@@ -117,7 +117,7 @@ def start(network: Network, node: int, *options: str, kind: str = "trainer") -> 
 
 
 def start_both(network: Network, kind: str = "trainer") -> list[Started]:
-    """Start a job of one or two nodes on both; the main node begins last, since it waits half a minute for a second one."""
+    """Start a job of one or two nodes on both. The main node begins last, since it waits half a minute for a second one."""
     second = start(network, 1, "--nodes", "1:2", kind=kind)
     second.wait_for_message("trainwright launch: ")
     return [start(network, 0, "--nodes", "1:2", kind=kind), second]
@@ -136,7 +136,7 @@ def cut_off(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network,
 
 
 def check_used_once(folder: Path) -> set[int]:
-    """Check that the history that led to the end used every sample of each epoch once; return the starts it took."""
+    """Check that the history that led to the end used every sample of every epoch once. Return the starts it took."""
     entries = [json.loads(line) for path in folder.glob("used-*") for line in path.read_text().splitlines()]
     begins = {
         each: min(entry["step"] for entry in entries if entry["start"] == each)
@@ -156,7 +156,7 @@ def check_used_once(folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", ["trainer", "accelerator"])
-def test_the_nodes_that_are_left_train_on(network: Network, kind: str) -> None:
+def test_the_remaining_nodes_train_on(network: Network, kind: str) -> None:
     jobs = start_both(network, kind)
     jobs[0].wait_for("start 0 step 8.")
     jobs[1].process.send_signal(signal.SIGKILL)
@@ -178,7 +178,7 @@ def test_two_of_three_nodes_train_on_without_the_middle_one(three: Network) -> N
     jobs = [start(three, 0, "--nodes", "1:4", "--rendezvous-seconds", most), *others]
     jobs[0].wait_for("start 0 step 8.")
     entries = [(three.folder / "kept" / f"used-0-{rank}").read_text() for rank in range(3)]
-    assert all(entries)  # three ranks, each with samples of its own
+    assert all(entries)  # three ranks with different samples
     jobs[1].process.send_signal(signal.SIGKILL)
     jobs[1].check_nothing_left()
     for job in (jobs[0], jobs[2]):

@@ -1,4 +1,4 @@
-"""Calls that start their own processes: from this test, a REPL, -c code, standard input and a script without a guard."""
+"""Calls that start processes: from this test, a REPL, -c code, standard input and a script without a guard."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 import trainwright as tw
 from trainwright.errors import WorkerFailed
-from trainwright.launch.relay import run_launcher
+from trainwright.launch.notebook import run_launcher
 
 
 class Net(tw.Module):
@@ -77,7 +77,7 @@ class History(tw.Callback):
     def __init__(self) -> None:
         self.losses: dict[str, list[float]] = defaultdict(list)
         self.lock: Any = None
-        self.told = SimpleNamespace(validations=0)  # comes back by state_dict alone
+        self.told = SimpleNamespace(validations=0)  # comes back only by state_dict
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         self.lock = threading.Lock()  # cannot come back, and need not
@@ -235,9 +235,9 @@ def test_a_hand_written_loop_needs_the_function() -> None:
         tw.LaunchError, match=r"devices=2 needs .*test runner \(pytest\).*trainwright\.notebook_launcher\("
     ):
         tw.Accelerator(devices=2, cpu=True)
-    with pytest.raises(TypeError, match=r"was given an int; expected a function"):
+    with pytest.raises(TypeError, match=r"was given an int. Expected a function"):
         tw.notebook_launcher(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"num_processes=0 is not accepted; pass an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"num_processes=0 is not accepted. Pass an integer of at least 1"):
         tw.notebook_launcher(print, num_processes=0)
     assert tw.notebook_launcher(pow, (2, 5), num_processes=1) == 32
 
@@ -351,7 +351,7 @@ def started(tmp_path: Path) -> Iterator[Program]:
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_code_of_the_command_line(started: Program) -> None:
+def test_code_of_the_command_line_trains(started: Program) -> None:
     output = started.run(["-c", PROGRAM + FIT.replace("STRATEGY", "'auto'") + LOOP])
     assert "moved by 6.0 in 2\n" in output
     assert "loop {'total': tensor(21), 'rank': 0}\n" in output
@@ -369,7 +369,7 @@ def test_a_script_without_a_guard_runs_once(started: Program, tmp_path: Path) ->
 
 @pytest.mark.launch
 @pytest.mark.slow
-def test_standard_input(started: Program) -> None:
+def test_a_program_from_standard_input_trains(started: Program) -> None:
     text = PROGRAM + "trainer = tw.Trainer(devices=2, accelerator='cpu', strategy='ddp', **QUIET)\n"
     output = started.run(["-"], text + "print(trainer.test(net, loader, verbose=False))\n")
     assert output == "[{'size': 8.0}]\n"
@@ -456,7 +456,7 @@ def settings():
 
 
 @pytest.mark.launch
-def test_the_arguments_of_the_launchers(tmp_path: Path) -> None:
+def test_the_arguments_of_the_launchers_are_accelerates(tmp_path: Path) -> None:
     port = free_port()
     calls = f"tw.debug_launcher(settings), tw.notebook_launcher(settings, (), 2, 'bf16', use_port='{port}')"
     printed = Program(tmp_path).run(["-c", f"{LAUNCHERS}\nprint('found', {calls})"])
@@ -465,7 +465,7 @@ def test_the_arguments_of_the_launchers(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_notebooks_on_two_nodes(tmp_path: Path) -> None:
+def test_notebooks_train_on_two_nodes(tmp_path: Path) -> None:
     port = free_port()
     outputs: list[str] = ["", ""]
 
@@ -512,7 +512,7 @@ def test_results_of_searches_reports_and_profilers_come_back(monkeypatch: pytest
     assert finder.optimal_lr is not None
     assert finder.optimal_lr.suggestion() == module.hparams.lr == module.hparams_initial.lr != 0.1
     durations = trainer.profiler.durations  # type: ignore[attr-defined]
-    assert durations["training_step"].calls == len(durations["training_step"].of_each) == 6
+    assert durations["training_step"].calls == len(durations["training_step"].of_calls) == 6
     trainer.test(module, make_loader(21, 4), verbose=False)
     assert int(report.scores["test"].support.sum()) == 21
     assert "macro avg" in report.scores["test"].text()

@@ -1,4 +1,4 @@
-"""What work can be packed for another process, what travels by value, and how a culprit is named."""
+"""Packing of work for another process: by value where needed, with an error that names the culprit."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_copied_is_named(make: Callable[[Path], Any], place: str,
 
 
 def test_a_culprit_goes_by_the_name_that_the_user_gave_it(tmp_path: Path) -> None:
-    """Not by that of a hook which leads to it."""
+    """Not by the name of a hook that leads to it."""
     module = nn.Linear(1, 1)
     module.handle = threading.Lock()  # type: ignore[assignment]
     module.register_load_state_dict_pre_hook(functools.partial(print, module.handle))

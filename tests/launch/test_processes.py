@@ -1,4 +1,4 @@
-"""The launcher with real processes: what a job prints, how it ends, and that it leaves nothing behind."""
+"""The launcher with real processes: the output of a job, its end, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, jobs: list[Job], numb
     assert time.monotonic() - began < deadline(GONE_SECONDS)
     if number == signal.SIGINT:  # a thread that is left may abort the process
         assert "threads of gloo: 0" in job.stdout
-    assert job.stderr.count("KeyboardInterrupt") == (number == signal.SIGINT)  # rank 0's own
+    assert job.stderr.count("KeyboardInterrupt") == (number == signal.SIGINT)  # rank 0's
     assert "RuntimeError" not in job.stderr
     assert "trainwright" not in job.stderr  # no traceback of the launcher, no summary
     job.check_nothing_left()

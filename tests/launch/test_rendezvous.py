@@ -1,4 +1,4 @@
-"""How the launchers of several nodes meet; here all on this machine, over real sockets."""
+"""How the launchers of several nodes meet, here all on this machine over real sockets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainwright.launch.rendezvous import NodeRendezvous
 
 @pytest.fixture(autouse=True, scope="module")
 def _process_stays() -> Iterator[None]:
-    """A launcher whose main node is lost ends its process after a while, which here is that of the tests."""
+    """A launcher whose main node is lost ends its process after a while: here the process of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "CUT_SECONDS", deadline(600))
         yield
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 class Meeting:
-    """Nodes that meet at one port, without those that were refused."""
+    """Nodes that meet at one port, without rejected ones."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -86,13 +86,13 @@ def test_nodes_meet_and_know_each_other(meeting: Meeting) -> None:
 def test_nodes_that_do_not_belong_together_are_refused(meeting: Meeting) -> None:
     meeting.wait(meeting.come(3, 0))
     with pytest.raises(
-        LaunchError, match="num_nodes=4 was given to node 1, but num_nodes=3 to the main node; give all nodes"
+        LaunchError, match=r"num_nodes=4 was given to node 1, but num_nodes=3 to the main node. Give all nodes"
     ):
         meeting.come(4, 1).next_rendezvous()
     second = meeting.come(3, 2)
     meeting.wait(second)
     wait_until(lambda: second._agents.check(["ready/1"]))
-    with pytest.raises(LaunchError, match="node_rank=2 was given to two nodes; give each its own number, from 0 to 2"):
+    with pytest.raises(LaunchError, match=r"node_rank=2 was given to two nodes. Give each its own number, from 0 to 2"):
         meeting.come(3, 2).next_rendezvous()
     meeting.come(3, 1).next_rendezvous()
 
@@ -106,7 +106,7 @@ class Range(Meeting):
         return self.came[-1]
 
     def meet(self, *nodes: NodeRendezvous) -> list[tuple[int, int, int]]:
-        """Let nodes meet; return what each of them is in the round: its number, of how many, after which restarts."""
+        """Let nodes meet. Return their places in the round: number, number of nodes, restarts."""
         for node in nodes:
             self.wait(node)
         self.check_met()
@@ -149,7 +149,7 @@ def test_the_nodes_that_are_left_meet_again_and_others_join_there(range_: Range)
         (2, 3, 2),
     ]
     assert main.failures(1).post(0, "boom") == 1
-    assert third.failures(2).count() == 0  # each start has its own
+    assert third.failures(2).count() == 0  # every start has another log
     for node in (main, late):
         range_.wait(node)
     assert third.heartbeat is not None
@@ -188,7 +188,7 @@ def test_too_few_nodes_end_the_job(range_: Range, capfd: pytest.CaptureFixture[s
         main.next_rendezvous()
 
 
-def test_a_node_that_waits_learns_how_the_job_ended(range_: Range, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_waiting_node_is_told_how_the_job_ended(range_: Range, capfd: pytest.CaptureFixture[str]) -> None:
     main = range_.arrive(1, 2, wait_seconds=0.2)
     main.next_rendezvous()
     late, errors = range_.arrive(1, 2), []
@@ -208,7 +208,7 @@ def test_a_node_that_waits_learns_how_the_job_ended(range_: Range, capfd: pytest
     assert len(errors) == 1
     said = capfd.readouterr().err
     assert (
-        "trainwright: the job runs on other nodes; this one joins at its next restart, unless the job has its most nodes.\n"
+        "trainwright: the job runs on other nodes. This one joins at its next restart, unless the job has its most nodes.\n"
         in said
     )
     assert "trainwright: the job has ended without this node.\n" in said
@@ -217,7 +217,9 @@ def test_a_node_that_waits_learns_how_the_job_ended(range_: Range, capfd: pytest
 def test_nodes_of_different_ranges_are_refused(range_: Range) -> None:
     main = range_.arrive(1, 2)
     assert main.is_main
-    with pytest.raises(LaunchError, match="nodes=1:3 was given to this node, but nodes=1:2 to the main node; give all"):
+    with pytest.raises(
+        LaunchError, match=r"nodes=1:3 was given to this node, but nodes=1:2 to the main node. Give all"
+    ):
         range_.arrive(1, 3).next_rendezvous()
     numbered = NodeRendezvous(Nodes(2, 1, port=range_.port), 1, max_restarts=3)
     with pytest.raises(LaunchError, match="num_nodes=2 was given to node 1, but nodes=1:2 to the main node"):
@@ -256,7 +258,7 @@ def test_a_main_port_in_use_is_refused() -> None:
         ((0,), "num_nodes=0 is not an integer of at least 1"),
         ((2, 2, "a", 29500), "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1"),
         ((2, 0, "a", 0), "main_port=0 is not a port"),
-        ((1, 0, "a", 70000), "main_port=70000 is not a port; pass one from 1 to 65535"),
+        ((1, 0, "a", 70000), "main_port=70000 is not a port. Pass one from 1 to 65535"),
     ],
 )
 def test_wrong_nodes_are_refused(nodes: tuple[int, ...], text: str) -> None:
@@ -269,5 +271,5 @@ def test_a_script_reads_its_node_from_the_environment() -> None:
     assert nodes_of(1, variables) == Nodes()
     assert nodes_of(2, variables) == Nodes(2, 1, "10.0.0.1", 29500)
     assert nodes_of(2, variables | {"MASTER_PORT": "31000"}).port == 31000
-    with pytest.raises(ValueError, match="num_nodes=2 was given, but the environment has no NODE_RANK; set NODE_RANK"):
+    with pytest.raises(ValueError, match=r"num_nodes=2 was given, but the environment has no NODE_RANK. Set NODE_RANK"):
         nodes_of(2, {"MASTER_ADDR": "a"})

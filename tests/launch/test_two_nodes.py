@@ -1,4 +1,4 @@
-"""Jobs of two machines, with one rank on each."""
+"""Jobs of two machines with one rank per machine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def torchrun(node: int) -> list[str]:
 
 
 def slurm(node: int) -> dict[str, str]:
-    """What srun sets for the only task of a node."""
+    """The variables that srun sets for the only task of a node."""
     return {
         "SLURM_JOB_ID": "4711",
         "SLURM_STEP_ID": "0",

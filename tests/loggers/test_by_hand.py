@@ -1,4 +1,4 @@
-"""Loggers before a run and outside of one: what they say, and what they write."""
+"""Loggers before a run and outside of one: their messages and their files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import trainwright as tw
 from trainwright.loggers import rank_zero_experiment
-from trainwright.loggers.run_files import is_run, read_history
+from trainwright.loggers.run_files import read_history
+from trainwright.tools.run_folders import is_run
 
 Kinds = pytest.mark.parametrize("kind", [tw.CSVLogger, tw.TensorBoardLogger])
 
 
 @Kinds
-def test_folders_before_a_run(tmp_path: Path, kind: Any) -> None:
+def test_version_and_folder_are_known_before_a_run(tmp_path: Path, kind: Any) -> None:
     (tmp_path / "runs" / "version_3").mkdir(parents=True)
     logger = kind(tmp_path, name="runs")
     trainer = tw.Trainer(**{**QUIET, "logger": logger}, max_epochs=1)
@@ -39,14 +40,14 @@ def test_folders_before_a_run(tmp_path: Path, kind: Any) -> None:
     assert kind(tmp_path, name=None, version=2).log_dir == f"{tmp_path}/version_2"
 
 
-def test_without_a_logger(tmp_path: Path) -> None:
+def test_a_trainer_without_loggers_has_no_folder(tmp_path: Path) -> None:
     assert tw.Trainer(**QUIET, default_root_dir=tmp_path).log_dir == str(tmp_path)
     logger = tw.CSVLogger()
     assert tw.Trainer(**{**QUIET, "logger": logger}, default_root_dir=tmp_path).log_dir == logger.log_dir
     assert logger.log_dir == f"{tmp_path}/trainwright_logs/version_0"
 
 
-def test_rows_by_hand(tmp_path: Path) -> None:
+def test_rows_by_hand_are_written_to_a_run_folder(tmp_path: Path) -> None:
     logger = tw.CSVLogger(tmp_path, name="hand", version=3)
     logger.log_hyperparams({"lr": 0.1, "layers": [1, 2]}, {"ignored": 1.0})
     logger.log_metrics({"a": 1.0}, step=0)
@@ -62,7 +63,7 @@ def test_rows_by_hand(tmp_path: Path) -> None:
     assert not (tmp_path / "unused").exists()
 
 
-def test_an_experiment_before_a_run(tmp_path: Path) -> None:
+def test_an_experiment_works_before_a_run(tmp_path: Path) -> None:
     logger = tw.TensorBoardLogger(tmp_path, name=None)
     logger.experiment.add_scalar("before", 1.0, 0)
     logger.log_graph(torch.nn.Linear(2, 1), torch.ones(1, 2))
@@ -75,7 +76,7 @@ def test_an_experiment_before_a_run(tmp_path: Path) -> None:
     assert events.Tags()["graph"]
 
 
-def test_the_experiment_of_a_table(tmp_path: Path) -> None:
+def test_the_experiment_of_a_table_writes_rows_and_names_its_limits(tmp_path: Path) -> None:
     logger = tw.CSVLogger(tmp_path, name="hand")
     experiment = logger.experiment
     assert (experiment.log_dir, os.listdir(tmp_path)) == (f"{tmp_path}/hand/version_0", [])
@@ -105,7 +106,7 @@ def two_ranks(folder: Path) -> Any:
     return found
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_share_the_folder_of_rank_zero(tmp_path: Path) -> None:
     first, second = run_job(two_ranks, 2, tmp_path)
     for own, other in zip(first, second, strict=True):
         assert own[:2] == other[:2]
@@ -117,7 +118,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert len(text.splitlines()) > 5
 
 
-def test_an_experiment_of_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_does_nothing_on_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mine(tw.Logger):
         @property
         @rank_zero_experiment

@@ -105,7 +105,7 @@ def log_steps(logger: tw.CometLogger, *steps: int) -> None:
 
 @pytest.mark.parametrize("online", [True, False])
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_a_resumed_run(client: Client, tmp_path: Path, online: bool, is_killed: bool) -> None:
+def test_a_resumed_run_continues_its_experiment(client: Client, tmp_path: Path, online: bool, is_killed: bool) -> None:
     first = began(tw.CometLogger(save_dir=tmp_path, online=online, project="p"))
     log_steps(first, 1, 2)
     state = first.state_dict()
@@ -134,7 +134,7 @@ def test_an_experiment_that_another_one_has_ended(client: Client, tmp_path: Path
     log_steps(second, 1)
     second.finalize("success")
     with pytest.warns(
-        UserWarning, match="could not write: RuntimeError: the experiment was ended, as the client has one"
+        UserWarning, match="could not write: RuntimeError: another experiment was opened, which ended this one"
     ):
         log_steps(first, 2)
     log_steps(began(first), 3)
@@ -180,7 +180,7 @@ def test_without_a_key_it_is_offline(client: Client, tmp_path: Path) -> None:
     assert client.experiments[1].options["online"] is True
 
 
-def test_wrong_settings(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comet_rejects_wrong_settings(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="mode='append' is not accepted; choose from 'get_or_create'"):
         tw.CometLogger(mode="append")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -204,7 +204,7 @@ class Fails(Classifier):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
-def test_the_real_client_offline(tmp_path: Path) -> None:
+def test_the_real_client_writes_an_archive(tmp_path: Path) -> None:
     pytest.importorskip("comet_ml")
 
     def fit(fails_at: int, ckpt_path: str | None) -> tw.CometLogger:

@@ -23,7 +23,7 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.loggers.csv import MetricsFile
-from trainwright.loggers.folder import claim_folder
+from trainwright.loggers.files import claim_folder
 
 
 def rows(logger: tw.CSVLogger) -> list[dict[str, str]]:
@@ -114,6 +114,7 @@ def test_new_columns_keep_the_earlier_rows(place: str) -> None:
     logger.log_metrics({"epoch": 0, "a": 2.5}, 2)
     logger.flush()
     logger.log_metrics({"epoch": 1, "b": 3.5}, 3)
+    logger.log_metrics({"epoch": 1, "b": 4.5}, 3)  # another row of the same step
     logger.close()
     logger.log_metrics({"epoch": 2, "b": 0.1 + 0.2}, 4)  # a test after fit goes on
     logger.close()
@@ -121,6 +122,7 @@ def test_new_columns_keep_the_earlier_rows(place: str) -> None:
         {"step": "1", "epoch": "0", "a": "1.5", "b": ""},
         {"step": "2", "epoch": "0", "a": "2.5", "b": ""},
         {"step": "3", "epoch": "1", "a": "", "b": "3.5"},
+        {"step": "3", "epoch": "1", "a": "", "b": "4.5"},
         {"step": "4", "epoch": "2", "a": "", "b": "0.30000000000000004"},
     ]
     assert not [
@@ -135,20 +137,11 @@ def test_rows_are_written_while_a_long_epoch_runs(tmp_path: Path, monkeypatch: p
     wait_until(lambda: os.path.exists(logger.metrics_path) and len(rows(logger)) == 404)
     assert rows(logger)[0]["a"] == "0.1"
     monkeypatch.setattr("trainwright.loggers.folder.LONGEST_WAIT_SECONDS", 0.0)
-    logger.log_metrics({"a": 0.1}, 450)  # what waited for ten seconds is written though it is little
+    logger.log_metrics({"a": 0.1}, 450)  # few rows are written too after ten seconds
     wait_until(lambda: len(rows(logger)) == 451)
 
 
-def test_each_call_adds_a_row(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    logger.log_metrics({"epoch": 0, "val": 1.0}, 7)
-    logger.log_metrics({"epoch": 0, "train": 2.0}, 7)
-    logger.log_metrics({"epoch": 0, "train": 3.0}, 7)
-    logger.close()
-    assert [(row["val"], row["train"]) for row in rows(logger)] == [("1.0", ""), ("", "2.0"), ("", "3.0")]
-
-
-def test_what_user_code_logs(tmp_path: Path) -> None:
+def test_values_are_logged_as_numbers(tmp_path: Path) -> None:
     logger = tw.CSVLogger(tmp_path, prefix="p")
     value = torch.tensor(2.0, requires_grad=True)
     logger.log_metrics({"a": value, "of": {"x": 1, "y": True}}, step=5)  # before the run: it waits
@@ -160,26 +153,10 @@ def test_what_user_code_logs(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(logger)] == ["5", "5"]
     assert rows(logger)[0] == {"step": "5", "p-a": "2.0", "p-of/x": "1", "p-of/y": "True", "p-b": ""}
     assert rows(logger)[1]["p-b"] == "3"
-    with pytest.raises(TypeError, match=r"metric 'p-x' was given to a logger as a Tensor; expected numbers"):
+    with pytest.raises(TypeError, match=r"a logger got the metric 'p-x' as a Tensor; expected numbers"):
         logger.log_metrics({"x": torch.ones(2)})
     with pytest.raises(AttributeError, match=r"experiment of a CSVLogger has no 'add_text'.*TensorBoardLogger"):
         logger.experiment.add_text("note", "hello")
-
-
-def test_hyper_parameters_become_json(place: str) -> None:
-    logger = started(place)
-    logger.log_hyperparams()
-    logger.log_hyperparams(
-        {"lr": 0.1, "layers": (1, 2), "t": torch.ones(2), "path": Path("a"), "type": torch.float16, "in": {3: {4}}}
-    )
-    logger.flush()
-    expected = {"lr": 0.1, "layers": [1, 2], "t": [1.0, 1.0], "path": "a", "type": "torch.float16", "in": {"3": [4]}}
-    assert hyper_parameters(logger) == expected
-    logger.log_hyperparams({"lr": 0.2})
-    logger.close()
-    assert hyper_parameters(logger) == {**expected, "lr": 0.2}
-    with pytest.raises(TypeError, match="log_hyperparams got 3, an int"):
-        logger.log_hyperparams(3)  # type: ignore[arg-type]
 
 
 class Mode(str, Enum):  # noqa: UP042  # as scripts for Python 3.10 write it
@@ -190,17 +167,31 @@ class Size(IntEnum):
     SMALL = 3
 
 
-def test_hyper_parameters_of_derived_types_become_plain(place: str) -> None:
+def test_hyper_parameters_become_json(place: str) -> None:
     logger = started(place)
-    given = {"lr": numpy.float64(0.5), "name": numpy.str_("a"), "mode": Mode.FAST, "in": [Size.SMALL, numpy.int64(2)]}
-    logger.log_hyperparams({**given, "on": True})
-    logger.log_metrics({"a": 1.0}, 1)
-    logger.close()
-    expected = {"lr": 0.5, "name": "a", "mode": "fast", "in": [3, 2], "on": True}
+    logger.log_hyperparams()
+    logger.log_hyperparams(
+        {"lr": 0.1, "layers": (1, 2), "t": torch.ones(2), "path": Path("a"), "type": torch.float16, "in": {3: {4}}}
+    )
+    derived = {
+        "a": numpy.float64(0.5),
+        "b": numpy.str_("b"),
+        "c": Mode.FAST,
+        "d": [Size.SMALL, numpy.int64(2)],
+        "e": True,
+    }
+    logger.log_hyperparams(derived)
+    logger.flush()
+    expected = {"lr": 0.1, "layers": [1, 2], "t": [1.0, 1.0], "path": "a", "type": "torch.float16", "in": {"3": [4]}}
+    expected |= {"a": 0.5, "b": "b", "c": "fast", "d": [3, 2], "e": True}
     assert hyper_parameters(logger) == expected
     with fsspec.open(f"{logger.log_dir}/hparams.yaml", "r") as file:
         assert yaml.safe_load(file) == expected
-    assert len(rows(logger)) == 1
+    logger.log_hyperparams({"lr": 0.2})
+    logger.close()
+    assert hyper_parameters(logger) == {**expected, "lr": 0.2}
+    with pytest.raises(TypeError, match="log_hyperparams got 3, an int"):
+        logger.log_hyperparams(3)  # type: ignore[arg-type]
 
 
 def resumed(place: Any, state: dict[str, Any], **kwargs: Any) -> tw.CSVLogger:
@@ -227,7 +218,9 @@ def test_a_resumed_run_goes_on_in_the_folder_of_a_given_version(place: str) -> N
     assert [row["a"] for row in rows(logger)] == ["1.0", "3.0"]
 
 
-def test_a_failure_surfaces_at_the_next_flush_and_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_raised_by_the_next_flush_and_loses_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger = started(tmp_path)
     logger.log_metrics({"a": 1.0}, 1)
     logger.flush()
@@ -249,7 +242,7 @@ def test_a_failure_surfaces_at_the_next_flush_and_loses_no_row(tmp_path: Path, m
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons warn of threads
 def test_half_a_row_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None:
-    """A file that may not grow beyond a size, in a process of its own."""
+    """In a separate process, a file may not grow beyond a size."""
     read, write = os.pipe()
     logger = started(tmp_path, flush_logs_every_n_steps=1000)
     logger.log_metrics({"a": 1.0}, 0)
@@ -280,7 +273,7 @@ def test_half_a_row_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons warn of threads
-def test_a_forked_child_and_a_copy_leave_the_file_alone(tmp_path: Path) -> None:
+def test_a_forked_child_and_a_copy_do_not_write_the_file(tmp_path: Path) -> None:
     logger = started(tmp_path)
     logger.log_metrics({"a": 1.0}, 1)
     child = os.fork()
@@ -298,7 +291,7 @@ def test_a_forked_child_and_a_copy_leave_the_file_alone(tmp_path: Path) -> None:
 
 
 def test_the_thread_ends_when_nothing_is_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.loggers.background.IDLE_SECONDS", 0.02)
+    monkeypatch.setattr("trainwright.loggers.files.IDLE_SECONDS", 0.02)
     logger = started(tmp_path)
     for step in range(5):
         logger.log_metrics({"a": 1.0}, step)
@@ -316,13 +309,13 @@ def test_the_thread_ends_when_nothing_is_to_be_done(tmp_path: Path, monkeypatch:
         ({"flush_logs_every_n_steps": "1"}, TypeError, "is not an int"),
     ],
 )
-def test_wrong_settings(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_csv_logger_rejects_wrong_settings(settings: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         tw.CSVLogger(**settings)
 
 
 def test_a_run_goes_on_after_the_rows_that_a_checkpoint_knows_of(place: str) -> None:
-    """Whatever came after it, and whether the row of the moment was complete, the file becomes that of one run."""
+    """The file is the same as of an uninterrupted run, also if the latest row was incomplete."""
 
     def log(logger: Any, first: int, last: int) -> None:
         for step in range(first, last):
@@ -410,9 +403,9 @@ def test_a_stop_within_an_epoch_leaves_no_trace_in_the_table(tmp_path: Path) -> 
     assert table("short and stopped", 50, 4, 11, 11, 27, 27) == short
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_an_impossible_folder_is_an_error(tmp_path: Path) -> None:
     """The error says which argument to change."""
     (tmp_path / "file").touch()
     trainer = tw.Trainer(**QUIET | {"logger": True}, max_steps=1, default_root_dir=str(tmp_path / "file"))
-    with pytest.raises(OSError, match=r"file/trainwright_logs \(Not a directory\); set another default_root_dir"):
+    with pytest.raises(OSError, match=r"file/trainwright_logs \(Not a directory\)\. Set another default_root_dir"):
         trainer.fit(Classifier(), make_loader())

@@ -1,4 +1,4 @@
-"""Whole files of loggers: what a killed writer leaves behind."""
+"""Whole files of loggers, and leftovers of killed writers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.loggers.files import write_file
-from trainwright.process_identity import process_start_time
+from trainwright.paths import process_start_time
 
 
 def test_the_next_write_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_only_rows_that_come_again_are_left_out(store: Store, tmp_path: Path, gi
         logger = tw.MLFlowLogger(save_dir=tmp_path, run_id=run_id)
     began(logger, state)
     log_steps(logger, "loss", 3, 4)
-    log_steps(logger, "val", 4)  # its epoch is of the same step as that of a training row
+    log_steps(logger, "val", 4)  # a training row has an epoch at the same step
     log_steps(logger, "loss", 5)
     assert logger.version == run_id
     assert store.steps(run_id, "loss") == [1, 2, 3, 4, 5]
@@ -183,7 +183,7 @@ def test_what_is_done_after_a_run_leaves_its_status(store: Store, tmp_path: Path
     assert (store.steps("r0", "tested"), store.statuses) == ([8], ["FINISHED", "RUNNING", "FAILED"])
 
 
-def test_two_jobs_that_start_together_share_an_experiment(store: Store, tmp_path: Path) -> None:
+def test_concurrent_jobs_can_share_an_experiment(store: Store, tmp_path: Path) -> None:
     store.has_experiment = False
     assert began(tw.MLFlowLogger(save_dir=tmp_path)).experiment_id == "e7"
 
@@ -194,7 +194,7 @@ def test_values_that_mlflow_refuses(store: Store, tmp_path: Path) -> None:
     logger.flush()
     names = {each.key: each.value for each in store.metrics["r0"]}
     assert names == {"odd": 1, "a/b": 2, "_": 4, "__": 3, "__c/_/d": 5, "e_": 6, "__.": 7, "a.b/c d": 8}
-    with pytest.warns(UserWarning, match="MLflow refuses 'nnn.*It is left out, as are all other values") as caught:
+    with pytest.warns(UserWarning, match="MLflow rejects 'nnn.*It is skipped, like all other values") as caught:
         log_steps(logger, "n" * 300, 2, 3)
     log_steps(logger, "loss", 3)
     assert len(caught) == 1

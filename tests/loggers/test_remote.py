@@ -1,4 +1,4 @@
-"""The loggers of services through their real clients: W&B offline, MLflow on a local store; and what a failing client does."""
+"""Loggers of services through their real clients, W&B offline and MLflow on a local store, and failing clients."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_a_fit_from_an_older_checkpoint_of_a_given_run_is_refused(tmp_path: Path
     older, newest = (f"{tmp_path}/step={step}.ckpt" for step in (5, 10))
     again = Service(run_id="mine")
     with pytest.raises(
-        ValueError, match=r"given the run 'mine', in which .*step=5\.ckpt was saved, .* Leave out the id"
+        ValueError, match=r"got the run 'mine', which saved .*step=5\.ckpt and has later rows\. .* Omit the id"
     ):
         fit(again, tmp_path, ckpt_path=older)
     assert (again.rows, again.ends) == ([], [])
@@ -289,7 +289,7 @@ def test_only_what_came_after_the_checkpoint_comes_again() -> None:
     assert steps(service, "p-a") == [1, 2, 2]
 
 
-def test_a_run_resumed_twice() -> None:
+def test_a_run_can_be_resumed_twice() -> None:
     service = began(Service())
     log_steps(service, 1)
     state = service.state_dict()
@@ -389,7 +389,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 def log_records(data: bytes) -> Iterator[bytes]:
     """Yield the records of a file in LevelDB's log format: blocks of 32 KiB, records with checksum, length and type."""
-    at, record = 7, b""  # after the file's own header
+    at, record = 7, b""  # after the header of the file
     while at + 7 <= len(data):
         left = 32768 - at % 32768
         length, kind = struct.unpack_from("<HB", data, at + 4)
@@ -404,7 +404,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.slow
-def test_wandb(tmp_path: Path) -> None:
+def test_wandb_gets_every_row_once(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     logger = tw.WandbLogger(project="tests", save_dir=tmp_path, offline=True, tags=["a"])
     assert (logger.name, logger.version) == ("tests", None)
@@ -416,9 +416,9 @@ def test_wandb(tmp_path: Path) -> None:
     assert resumed.version == name
     wandb.log({"by_hand": 1})
     tw.Trainer(**{**QUIET, "logger": resumed}).validate(Trained(), make_loader())
-    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2  # the one that failed, and this one
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2  # of the failed run, and of this run
     wandb.finish()
-    # The client's own process may write the file a moment later.
+    # The client's process may write the file a moment later.
     wait_until(lambda: any("val_loss" in row for row in history(tmp_path)))
     rows = history(tmp_path)
     assert [row["trainer/global_step"] for row in rows if "loss_step" in row] == list(range(22))
@@ -441,7 +441,7 @@ def test_wandb(tmp_path: Path) -> None:
         keys = {key for row in history(tmp_path / "other") for key in row}
         return {"seen", "texts", "said"} <= {key.partition("/")[0].partition(".")[0] for key in keys}
 
-    wait_until(has_media)  # the client's own process may write the file a moment later
+    wait_until(has_media)  # the client's process may write the file a moment later
 
 
 @pytest.mark.slow
@@ -450,7 +450,7 @@ def test_without_a_login_a_run_is_offline(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     logger = tw.WandbLogger(project="tests", save_dir=tmp_path)
-    with pytest.warns(UserWarning, match="No API key configured.*upload it with `wandb sync`"):
+    with pytest.warns(UserWarning, match="No API key configured.*Upload it with `wandb sync`"):
         logger.log_metrics({"a": 1.0}, 3)
     assert logger.experiment.offline
     logger.end_run()
@@ -462,7 +462,7 @@ def test_without_a_login_a_run_is_offline(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
-def test_mlflow(tmp_path: Path) -> None:
+def test_mlflow_gets_every_row_once(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
 
     def make(**options: Any) -> Any:
@@ -499,7 +499,7 @@ def test_mlflow(tmp_path: Path) -> None:
     assert "model/checkpoints/step=20.ckpt/manifest.json" in names
 
 
-def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install wandb"):
         tw.WandbLogger()

@@ -1,4 +1,4 @@
-"""Run files: what is read of the tables and event files of runs, whole, damaged, resumed and none at all; `logger.plot`."""
+"""Reading tables and event files of runs: whole, damaged, resumed and missing ones. `logger.plot` draws them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from small import QUIET, Classifier, loss_of, make_loader
 
 import trainwright as tw
 from trainwright.loggers import SilentLogger, run_files
-from trainwright.loggers.run_files import find_runs, is_run, read_history
+from trainwright.loggers.run_files import read_history
+from trainwright.tools.run_folders import check_run, find_runs, is_run
 
 
 class Scored(Classifier):
@@ -61,15 +62,13 @@ def test_both_kinds_of_files_say_the_same(tmp_path: Path) -> None:
     image = loggers[0].plot(tmp_path / "new" / "curves.png")
     assert Path(image).read_bytes().startswith(b"\x89PNG")
     assert os.listdir(tmp_path / "new") == ["curves.png"]
-    with pytest.raises(
-        ValueError, match=r"curves\.svg' does not say what to draw: expected names that end in \.html or"
-    ):
+    with pytest.raises(ValueError, match=r"curves\.svg' has no known format\. Pass a name that ends in \.html or"):
         loggers[0].plot("curves.svg")
     with pytest.raises(ValueError, match="the metric 'nothing' was not logged"):
         loggers[0].plot(metrics=["nothing"])
 
 
-def test_events_after_a_resume(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_later_events(tmp_path: Path) -> None:
     """A file whose writer was told of a start at a step takes the place of the rows from there on."""
     logger = tw.TensorBoardLogger(tmp_path, name=None, version=0)
     for step in range(6):
@@ -82,7 +81,7 @@ def test_events_after_a_resume(tmp_path: Path) -> None:
     series = read_history(str(tmp_path / "version_0")).series["loss"]
     assert series.steps.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert series.values.tolist() == [1, 1, 1, 1, 2, 2, 2]
-    # A killed process leaves half of a record; and a file may be damaged.
+    # A killed process leaves half of a record. A file may be damaged.
     newest = max((tmp_path / "version_0").glob("events*"), key=lambda each: each.stat().st_mtime_ns)
     data = newest.read_bytes()
     newest.write_bytes(data[:-5])
@@ -107,7 +106,7 @@ def test_writers_of_one_run_are_apart(tmp_path: Path) -> None:
         "eval/parts_left/parts": [3],
         "train/loss": [1, 1],
     }
-    page = Path(logger.plot()).read_text()  # its own log_dir alone
+    page = Path(logger.plot()).read_text()  # only of its log_dir
     assert "last 50, min 50, max 50" in page
     assert "last 1," not in page
     inner = tw.TensorBoardLogger(tmp_path / "version_0", name="fold")
@@ -118,7 +117,7 @@ def test_writers_of_one_run_are_apart(tmp_path: Path) -> None:
     assert find_runs(str(tmp_path)) == [f"{tmp_path}/version_0", f"{tmp_path}/version_0/fold/version_0"]
 
 
-def test_events_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_events_needs_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = tw.TensorBoardLogger(tmp_path, name=None)
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.close()
@@ -127,7 +126,7 @@ def test_events_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_history(str(tmp_path / "version_0"))
 
 
-def test_tables(tmp_path: Path) -> None:
+def test_tables_are_read_without_damaged_rows(tmp_path: Path) -> None:
     text = (
         'step,epoch,loss,"odd, ""name""",note,flag\r\n5,1,2.5,,text,True\n0,0,nan,1,,\n,,7,,,\n3,0,inf,2,,False\n4,0,1'
     )
@@ -136,17 +135,16 @@ def test_tables(tmp_path: Path) -> None:
     loss = history.series["loss"]
     assert loss.steps.tolist() == [0, 3, 5]  # in order, without the row that ends within a value
     assert [str(each) for each in loss.values] == ["nan", "inf", "2.5"]
-    assert loss.num_bad == 2
     assert history.series["flag"].values.tolist() == [0, 1]
     assert history.epochs.tolist() == [[5, 1], [0, 0], [3, 0]]
-    assert "1 rows without a step were left out" in history.problems[0]
+    assert "1 rows without a step were skipped" in history.problems[0]
     assert "1 damaged rows" in read_history(table(tmp_path / "run", "step,a\n1,2\n3,4,5\n")).problems[0]
     for empty in ("", "step", "step,epoch\n", "step,epoch,loss\n"):
         found = read_history(table(tmp_path / "empty", empty))
         assert (found.series, found.last_step, found.last_epoch) == ({}, None, None)
     for data in ("a,b\n1,2\n", b"\xff\xfe\x00step\n", 'step,"a\n' + "x" * 200_000 + "\n"):
         with pytest.raises(
-            ValueError, match=r"metrics\.csv is not a table of a CSVLogger: .* Give the folder of another run\."
+            ValueError, match=r"metrics\.csv is not a table of a CSVLogger: .* Pass the folder of another run\."
         ):
             read_history(table(tmp_path / "foreign", data))
 
@@ -187,13 +185,13 @@ def test_long_event_files_are_read_in_part(tmp_path: Path) -> None:
     history = read_history(str(tmp_path / "version_0"), most_bytes=4000)
     loss = history.series["loss"]
     assert 20 < len(loss.steps) < 200
-    assert (np.diff(loss.steps) > 0).all()  # what the resumed run has replaced is not there
+    assert (np.diff(loss.steps) > 0).all()  # the resumed run has replaced rows
     assert (loss.values == np.where(loss.steps < 200, loss.steps, -loss.steps)).all()
-    assert "values of it one was read" in history.problems[0]
+    assert "values was read" in history.problems[0]
     assert set(history.series) == {"loss"}
 
 
-def test_what_is_not_a_run(tmp_path: Path) -> None:
+def test_other_folders_are_rejected_with_a_hint(tmp_path: Path) -> None:
     for number in (2, 10):
         table(tmp_path / f"logs/version_{number}", "step,loss\n1,2\n")
     (tmp_path / "logs/version_10/checkpoints/step=1.ckpt").mkdir(parents=True)
@@ -205,15 +203,15 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
     assert not is_run(str(tmp_path))
     for path, text in (
         ("nowhere", r"nowhere is not a run folder: it does not exist\. A run folder is one that CSVLogger or"),
-        ("logs", r"logs is not a run folder: it holds 2 of them\. .*; did you mean .*/logs/version_10\?"),
+        ("logs", r"logs is not a run folder: it contains 2 of them\. .* Did you mean .*/logs/version_10\?"),
         (
             "logs/version_10/checkpoints",
-            r"it has no metrics\.csv and no event files\. .*; did you mean .*/version_10, which it",
+            r"it has no metrics\.csv and no event files\. .* Did you mean .*/version_10\?",
         ),
-        ("logs/version_2/metrics.csv", r"it is a file\. .*; give .*/logs/version_2\."),
+        ("logs/version_2/metrics.csv", r"it is a file\. .* Did you mean .*/logs/version_2\?"),
     ):
         with pytest.raises(ValueError, match=text):
-            read_history(f"{tmp_path}/{path}")
+            check_run(f"{tmp_path}/{path}")
 
 
 def test_files_of_others_do_not_hide_runs(tmp_path: Path) -> None:
@@ -231,22 +229,22 @@ def test_files_of_others_do_not_hide_runs(tmp_path: Path) -> None:
     assert read_history(str(tmp_path / "version_0")).problems == (f"{tmp_path}/version_0/metrics.csv is not a file.",)
 
 
-def test_loggers_that_cannot_plot(tmp_path: Path) -> None:
+def test_loggers_without_files_cannot_plot(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"CSVLogger\.plot\(\) was called before anything was logged"):
         tw.CSVLogger(tmp_path).plot()
     assert os.listdir(tmp_path) == []
     with pytest.raises(
-        NotImplementedError, match=r"WandbLogger\.plot\(\) was called, but its rows are with its service; look at"
+        NotImplementedError, match=r"WandbLogger\.plot\(\) was called, but its service has the rows\. Look at"
     ):
         tw.WandbLogger(save_dir=tmp_path, offline=True).plot()
     with pytest.raises(NotImplementedError, match="the pages of MLflow"):
         tw.MLFlowLogger(save_dir=str(tmp_path)).plot()
-    with pytest.raises(NotImplementedError, match="writes no files to draw from; CSVLogger and TensorBoardLogger"):
+    with pytest.raises(NotImplementedError, match=r"writes no files to draw from\. CSVLogger and TensorBoardLogger"):
         tw.Logger().plot()
     assert SilentLogger().plot() == ""
 
 
-def test_a_run_in_memory() -> None:
+def test_a_run_in_memory_can_be_plotted() -> None:
     logger = tw.CSVLogger("memory://plots", name="run")
     logger.log_metrics({"loss": 1.0}, step=0)
     assert logger.plot() == "memory://plots/run/version_0/curves.html"

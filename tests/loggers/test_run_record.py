@@ -1,4 +1,4 @@
-"""The record of a run in its folder: what became of the run, for each way in which one ends."""
+"""The record of a run in its folder, for every way in which a run can end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.commands.runs import list_runs
 from trainwright.loggers import run_record
-from trainwright.loggers.run_record import RunRecord, RunRecorder, read_record
-from trainwright.process_identity import machine, process_start_time
+from trainwright.loggers.run_record import RunRecord, RunRecorder, find_record
+from trainwright.paths import machine, process_start_time
+from trainwright.tools.runs import list_runs
 
 
 class Raises(Classifier):
@@ -42,7 +42,7 @@ def trainer_in(folder: Path, **options: Any) -> tw.Trainer:
 
 
 def record_in(folder: Path, run: str = "version_0") -> RunRecord:
-    found = read_record(str(folder / run))
+    found = find_record(str(folder / run)).record
     assert found is not None
     return found
 
@@ -65,7 +65,7 @@ def test_a_run_that_finishes_and_is_tested(tmp_path: Path) -> None:
     assert done.checkpoints == (f"{tmp_path}/elsewhere",)
     trainer.test(Classifier(), make_loader(), verbose=False)
     assert record_in(tmp_path) == done  # how the training ended
-    assert [each.epoch for each in list_runs(str(tmp_path))] == [0]  # not that of the test's row
+    assert [each.epoch for each in list_runs(str(tmp_path))] == [0]  # the epoch of the training, not of the test's row
     trainer.fit(Classifier(), make_loader())  # from step 0: another run
     again = record_in(tmp_path, "version_1")
     assert (again.resumed, again.checkpoints, again.state.word) == (None, done.checkpoints, "finished")
@@ -118,7 +118,7 @@ def test_no_run_depends_on_its_record(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "folder/trainwright_run.json").mkdir()
     for name, what in (("other", "is not the record of a run"), ("folder", "is not a file")):
         with pytest.warns(
-            UserWarning, match=rf"trainwright_run\.json {what}, and is left alone; move it away\."
+            UserWarning, match=rf"trainwright_run\.json {what}, and stays as it is\. Move it away\."
         ) as seen:
             by_hand(name)
         assert len(seen) == 1
@@ -176,7 +176,7 @@ trainer.fit(Classifier(), make_loader())
 
 
 @pytest.mark.launch
-def test_a_run_that_is_killed(tmp_path: Path) -> None:
+def test_a_killed_run_is_shown_as_failed(tmp_path: Path) -> None:
     assert run_python("-c", KILLED, tmp_path).returncode != 0
     killed = record_in(tmp_path)
     assert (killed.status, killed.machine) == ("running", machine())
@@ -186,7 +186,7 @@ def test_a_run_that_is_killed(tmp_path: Path) -> None:
     assert "on other-host" in elsewhere.state.remark
 
 
-def test_the_state_of_a_process() -> None:
+def test_the_state_depends_on_the_process() -> None:
     own = os.getpid()
     record = RunRecord(
         "fit", "running", "2026-01-01T00:00:00+00:00", machine=machine(), pid=own, process_start=process_start_time(own)
@@ -199,10 +199,10 @@ def test_the_state_of_a_process() -> None:
     assert replace(record, pid=ended.pid, call="loop").state.word == "ended"  # such a loop need not say how it ended
 
 
-def test_loops_by_hand(tmp_path: Path) -> None:
+def test_loops_by_hand_have_records(tmp_path: Path) -> None:
     logger = tw.CSVLogger(tmp_path, name=None)
     logger.log_metrics({"loss": 1.0}, step=4)
-    logger.finalize("success")  # writes what is buffered
+    logger.finalize("success")  # writes the buffered rows
     assert (tmp_path / "version_0/metrics.csv").read_text() == "step,loss\n4,1.0\n"
     assert (record_in(tmp_path).call, record_in(tmp_path).state.word, record_in(tmp_path).step) == (
         "loop",
@@ -235,7 +235,7 @@ def test_loops_by_hand(tmp_path: Path) -> None:
 )
 def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "trainwright_run.json").write_text(text)
-    assert read_record(str(tmp_path)) is None
+    assert find_record(str(tmp_path)).record is None
     trainer = tw.Trainer(**{**QUIET, "logger": tw.CSVLogger(tmp_path, name=None, version="")}, max_steps=1)
     if not text:
         trainer.fit(Classifier(), make_loader())

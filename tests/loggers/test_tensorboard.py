@@ -59,7 +59,7 @@ def test_scalars_come_back_with_their_steps_and_times(tmp_path: Path) -> None:
     assert logger.log_dir == f"{tmp_path}/trainwright_logs/version_0/part"
 
 
-def test_hyper_parameters_with_a_metric(tmp_path: Path) -> None:
+def test_hyper_parameters_can_have_a_metric(tmp_path: Path) -> None:
     logger = started(tmp_path)
     logger.log_hyperparams({"lr": 0.1, "net": {"act": "relu", "sizes": [1, 2]}, "flag": True, "none": None})
     logger.log_hyperparams({"lr": 0.1})  # nothing new: not written again
@@ -93,7 +93,7 @@ class Drawn(tw.Module):
         return self.frozen(self.first(inputs)) * scale + torch.randn(3)
 
 
-def test_hyper_parameters_in_a_sub_folder(tmp_path: Path) -> None:
+def test_hyper_parameters_are_written_into_the_sub_dir(tmp_path: Path) -> None:
     logger = started(tmp_path, sub_dir="s")
     logger.log_hyperparams({"lr": 0.1})
     logger.close()
@@ -110,7 +110,7 @@ def test_the_graph_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     names = [node.name for node in events(logger).Graph().node]
     assert any("Drawn/Linear[first]" in name for name in names), names
     for example, message in (
-        (None, "is a NoneType; set it to a tensor"),
+        (None, r"is a NoneType\. Set it to a tensor"),
         (torch.ones(2, 5), "not logged: RuntimeError"),
     ):
         with pytest.warns(UserWarning, match=message):
@@ -160,7 +160,7 @@ def test_a_full_disk_is_told_with_the_folder(
     assert re.fullmatch(f"trainwright: TensorBoardLogger.close failed too: OSError: {says}.*", lines[1])
 
 
-def test_loggers_of_one_run_share_a_folder(tmp_path: Path) -> None:
+def test_loggers_of_one_run_can_share_a_folder(tmp_path: Path) -> None:
     def start(*loggers: Logger) -> list[str | None]:
         start_loggers(loggers, lambda text: text, is_writer=True)
         return [each.log_dir and os.path.relpath(each.log_dir, tmp_path) for each in loggers]
@@ -187,11 +187,11 @@ def test_loggers_of_one_run_share_a_folder(tmp_path: Path) -> None:
         "trainwright_logs/version_3",
         "other/version_0",
     ]
-    with pytest.raises(ValueError, match=r"two CSVLogger that write to .*mine; leave out one"):
+    with pytest.raises(ValueError, match=r"two CSVLogger that write to .*mine\. Remove one"):
         start(CSVLogger(root, version="mine"), CSVLogger(root, version="mine"))
 
 
-def test_without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install tensorboard, or use CSVLogger"):
         TensorBoardLogger()
@@ -218,9 +218,9 @@ def test_the_silent_logger_takes_everything(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_logger_written_for_lightning(tmp_path: Path) -> None:
+def test_a_logger_for_lightning_works(tmp_path: Path) -> None:
     class Own(Logger):
-        """Overrides what Lightning's contract has."""
+        """Overrides the methods of Lightning's contract."""
 
         def __init__(self) -> None:
             self.calls: list[str] = []
@@ -254,7 +254,7 @@ def test_a_logger_written_for_lightning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kwargs", [{}, {"filename_suffix": ""}, {"filename_suffix": ".mine"}])
 def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path, kwargs: dict[str, str]) -> None:
-    """Each number is there once, also one of the very step of the checkpoint; other writers' files are left alone."""
+    """Every number is there once, also at the step of the checkpoint. Files of other writers do not change."""
 
     def resume(logger: TensorBoardLogger, last: int) -> TensorBoardLogger:
         logger.load_state_dict(state)
@@ -296,7 +296,7 @@ def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path, kwargs: dict[str
 
 
 def test_a_checkpoint_that_knows_no_files_hides_what_follows(tmp_path: Path) -> None:
-    """As those of 0.1.0, and where files cannot be cut."""
+    """Checkpoints of 0.1.0 have none, and some files cannot be cut."""
     killed = started(tmp_path)
     for step in range(1, 8):
         killed.log_metrics({"loss": step / 4}, step)

@@ -19,7 +19,7 @@ class UsageError(Exception):
 
 
 class Run:
-    """A run of the fake client; its rows stay in `client.rows`."""
+    """A run of the fake client. Its rows stay in `client.rows`."""
 
     def __init__(self, client: Client, options: dict[str, Any]) -> None:
         self.client, self.options = client, options
@@ -99,7 +99,7 @@ def log_steps(logger: tw.WandbLogger, *steps: int, **more: float) -> None:
     logger.flush()
 
 
-def test_a_resumed_run_that_logs_at_another_rate(client: Client, tmp_path: Path) -> None:
+def test_a_resumed_run_may_log_at_another_rate(client: Client, tmp_path: Path) -> None:
     first = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
     log_steps(first, *range(1, 6))
     state = json.loads(json.dumps(first.state_dict()))
@@ -153,7 +153,7 @@ def test_a_failed_write_repeats_no_row(client: Client, tmp_path: Path, monkeypat
     assert client.steps("a") == [1, 2, 3]
 
 
-def test_a_run_that_the_user_made(client: Client, tmp_path: Path) -> None:
+def test_a_run_of_the_user_is_used_and_not_finished(client: Client, tmp_path: Path) -> None:
     run = client.init(dir=str(tmp_path / "theirs"), project="p", mode=None)
     logger = began(tw.WandbLogger(save_dir=tmp_path / "ours", experiment=run))
     log_steps(logger, 1)
@@ -176,7 +176,7 @@ def test_a_run_that_the_user_made(client: Client, tmp_path: Path) -> None:
     assert client.active == [logger.experiment]
 
 
-def test_a_file_of_steps_that_cannot_be_written(client: Client, tmp_path: Path) -> None:
+def test_an_unwritable_file_of_steps_is_a_warning(client: Client, tmp_path: Path) -> None:
     (tmp_path / "wandb/trainwright-a.steps").mkdir(parents=True)
     logger = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
     with pytest.warns(UserWarning, match=r"WandbLogger could not write .*trainwright-a\.steps") as caught:
@@ -216,7 +216,7 @@ def test_the_run_stays_open_after_a_call(client: Client, tmp_path: Path) -> None
     logger.end_run()
 
 
-def test_a_run_that_was_used_by_hand_after_a_call(client: Client, tmp_path: Path) -> None:
+def test_a_run_can_be_used_by_hand_after_a_call(client: Client, tmp_path: Path) -> None:
     first = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
     log_steps(first, 1)
     first.finalize("success")
@@ -235,7 +235,7 @@ def test_a_run_that_was_used_by_hand_after_a_call(client: Client, tmp_path: Path
     assert (client.steps("a"), client.steps("b"), client.active) == ([1, 2, 4], [3], client.runs[3:])
 
 
-def test_the_name_and_the_policy_of_artifacts(client: Client, tmp_path: Path) -> None:
+def test_artifacts_have_a_name_and_a_policy(client: Client, tmp_path: Path) -> None:
     made: list[Any] = []
 
     class Artifact:
@@ -315,7 +315,7 @@ def test_each_logger_has_a_run_of_its_own(client: Client, tmp_path: Path) -> Non
     assert len(client.runs) == 2
 
 
-def test_modes(client: Client, tmp_path: Path) -> None:
+def test_modes_are_passed_to_the_client(client: Client, tmp_path: Path) -> None:
     client.has_login = False
     disabled = began(tw.WandbLogger(save_dir=tmp_path, mode="disabled", id="a"))
     log_steps(disabled, 1, 2)

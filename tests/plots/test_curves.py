@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from html_page import LOADING, Page
 
-from trainwright.plots import History, Series, draw, panels_of
+from trainwright.history import History, Series
+from trainwright.plots import draw, names_of_runs, panels_of
 from trainwright.plots.curves import line_of, log_ticks, smoothed, ticks, x_label
-from trainwright.plots.history import names_of_runs
 
 ODD = ("_first", "$x_{", "<script>alert(1)</script>", "a&b\"'", "\u540d\u524d", "line\nbreak\x1b[31m", "with, comma")
 
@@ -25,7 +25,7 @@ def history(folder: str = "runs/a", epochs: Any = (), **series: Any) -> History:
     return History(folder, made, np.asarray(epochs, float).reshape(-1, 2))
 
 
-def test_panels() -> None:
+def test_metrics_are_grouped_in_panels() -> None:
     names = (
         *("train_loss_step", "train_loss_epoch", "val_loss", "loss", "g_loss", "nll/loss", "FocalLoss", "glossary"),
         *("train_acc", "val_acc", "val_acc/dataloader_idx_1", "f1", "lr-Adam", "lr-Adam/pg1", "lr-Adam-momentum"),
@@ -84,7 +84,7 @@ def test_a_panel_has_a_log_axis_for_its_positive_values_and_smooth_curves() -> N
     assert 'class="log"' not in draw([history(loss=[-1.0])], ".html").decode()
 
 
-def test_several_runs() -> None:
+def test_several_runs_have_colors_and_short_names() -> None:
     runs = [history("/logs/one/version_0", loss=[1], only=[2]), history("/logs/two/version_0", loss=[3], val_loss=[4])]
     loss, only = panels_of(runs)
     assert [(curve.label, curve.color, curve.dash) for curve in loss.curves] == [
@@ -100,13 +100,13 @@ def test_several_runs() -> None:
     assert "/logs/two/version_0" in page
 
 
-def test_axes() -> None:
+def test_curves_can_be_drawn_over_epochs_and_time() -> None:
     steps = np.array([0.0, 5, 10, 15, 20, 25])
     epochs = np.array([[5, 0], [10, 0], [20, 1], [25, 2]])
     series = Series(steps, steps, times=steps * 60 + 1e9)
     run = History("run", {"loss": series, "early": Series(steps[:1], steps[:1], np.array([1e9 - 30]))}, epochs)
     assert run.x_of(series, "step").tolist() == steps.tolist()
-    # Ten steps an epoch; the last is taken to be as long as the one before it.
+    # An epoch has ten steps. The last epoch counts as long as the previous one.
     assert run.x_of(series, "epoch").tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
     assert run.x_of(series, "time").tolist() == (steps * 60 + 30).tolist()
     assert (run.last_step, run.last_epoch) == (25, 2)
@@ -114,8 +114,8 @@ def test_axes() -> None:
     assert x_label("time", 4000) == ("time in minutes", 60.0)
     assert x_label("time", 9000) == ("time in hours", 3600.0)
     for axis, text in (
-        ("epoch", "names no epochs"),
-        ("time", "has no times: metrics.csv holds steps and epochs alone"),
+        ("epoch", "has no epochs"),
+        ("time", "has no times: only the event files"),
     ):
         with pytest.raises(ValueError, match=text):
             draw([history(loss=[1.0])], ".html", axis=axis)
@@ -123,21 +123,21 @@ def test_axes() -> None:
         draw([history(loss=[1.0])], ".html", axis="batch")
 
 
-def test_what_cannot_be_drawn() -> None:
+def test_unknown_metrics_are_rejected() -> None:
     with pytest.raises(ValueError, match="nothing to draw: runs/a has no rows"):
         draw([history()], ".html")
     with pytest.raises(ValueError, match=r"'val_los' was not logged; choose from val_loss\. Did you mean 'val_loss'\?"):
         draw([history(val_loss=[1.0])], ".html", ["val_los"])
-    with pytest.raises(TypeError, match="pass a list of the names"):
+    with pytest.raises(TypeError, match="Pass a list of the names"):
         draw([history(val_loss=[1.0])], ".html", "val_loss")
 
 
-def test_gaps() -> None:
+def test_values_that_are_not_finite_are_gaps() -> None:
     nan, inf = float("nan"), float("inf")
     (panel,) = panels_of([history(loss=[nan, 1, 2, nan, 3, inf, -inf, 1e308, 4, 5])])
     (curve,) = panel.curves
     assert curve.label == "loss (5 not finite)"
-    assert [ys.tolist() for _, ys in line_of(curve, panel.x_range, 100).parts] == [[1, 2], [3], [4, 5]]
+    assert [ys.tolist() for _, ys in line_of(curve, panel.x_range, 100)] == [[1, 2], [3], [4, 5]]
     page = draw([history(loss=[nan, 1, 2, nan, 3, inf])], ".html").decode()
     assert "loss (3 not finite)" in page
     assert page.count('r="2.5"') == 4  # the lone point: on both axes, as it is and smooth
@@ -152,23 +152,23 @@ def test_long_curves_keep_their_peaks() -> None:
     (panel,) = panels_of([history(loss=values)])
     (curve,) = panel.curves
     line = line_of(curve, panel.x_range, columns)
-    xs, ys = (np.concatenate(each) for each in zip(*line.parts, strict=True))
-    assert line.is_thinned
+    xs, ys = (np.concatenate(each) for each in zip(*line, strict=True))
+    assert len(xs) < len(curve.x)
     assert len(xs) <= 4 * columns
     assert (np.diff(xs) > 0).all()
     assert (values[xs.astype(int)] == ys).all()
     assert (ys.max(), ys.min(), xs[0], xs[-1]) == (50.0, -60.0, 0, count - 1)
-    # The extremes of each column are drawn.
+    # The extremes of all columns are drawn.
     column = (np.arange(count) / (count - 1) * columns).astype(int).clip(0, columns - 1)
     drawn = (xs / (count - 1) * columns).astype(int).clip(0, columns - 1)
     for each in (0, 200, columns - 1):
         assert np.nanmax(values[column == each]) == ys[drawn == each].max()
-    assert not any((part >= 100_000).any() and (part < 100_000).any() for part, _ in line.parts)
+    assert not any((part >= 100_000).any() and (part < 100_000).any() for part, _ in line)
     page = draw([history(loss=values)], ".html").decode()
     assert "(up to 200,000 points)" in page
-    assert "smallest, largest and last value in each of 564 columns" in page
+    assert "smallest, largest and last value in 564 columns" in page
     assert len(page) < 120_000
-    assert not line_of(curve, panel.x_range, count).is_thinned
+    assert sum(len(part) for part, _ in line_of(curve, panel.x_range, count)) == count - 10_000  # without the gap
 
 
 def test_the_page_is_self_contained_and_escapes_names() -> None:
@@ -190,10 +190,10 @@ def test_the_page_is_self_contained_and_escapes_names() -> None:
         assert name in found.text
     assert "line\\nbreak\\x1b[31m" in found.text
     assert "\x1b" not in page
-    assert "1: _first = 1 at step 1\n2: _first = 2 at step 1" in found.text  # what the pointer shows
+    assert "1: _first = 1 at step 1\n2: _first = 2 at step 1" in found.text  # the text under the pointer
 
 
-def test_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_a_png(monkeypatch: pytest.MonkeyPatch) -> None:
     was_there = "matplotlib.pyplot" in sys.modules
     numbers = {"loss": [float("nan")], "one": [1], "big": [1e299, -1e299], "same": [3, 3]}
     assert draw([history(**numbers)], ".html")
@@ -203,7 +203,7 @@ def test_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="201 panels are too many"):
         draw([history(**{f"m{number}": [1.0] for number in range(201)})], ".png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "trainwright\[plot\]", or give a name that ends in \.html'):
+    with pytest.raises(ImportError, match=r'pip install "trainwright\[plot\]", or pass a name that ends in \.html'):
         draw([history(loss=[1.0])], ".png")
     assert draw([history(loss=[1.0])], ".html")
 
@@ -211,7 +211,7 @@ def test_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "low_high", [(0, 1), (0.1, 0.1001), (-1e299, 1e299), (1e-300, 3e-300), (999_990, 1_000_010), (-7, -6.5)]
 )
-def test_ticks(low_high: tuple[float, float]) -> None:
+def test_ticks_are_round_numbers(low_high: tuple[float, float]) -> None:
     low, high = low_high
     found = ticks(low, high, 5)
     assert 2 <= len(found) <= 12

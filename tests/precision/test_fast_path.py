@@ -11,7 +11,7 @@ from trainwright.precision.mixed import NoFastPath
 
 
 @pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
-def test_a_padding_mask_in_evaluation(name: str) -> None:
+def test_a_padding_mask_works_in_evaluation(name: str) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     encoder, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(3, 4, 8)

@@ -1,4 +1,4 @@
-"""What runs within a step of the module's own making: forwards, backwards and optimizers, in each precision."""
+"""Forwards, backwards and optimizers within a manual step, in every precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOW = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class FourSteps(tw.Module):
-    """Steps four times in one training_step, by the means that `way` names, and keeps each loss."""
+    """Steps four times in one training_step, in the way that `way` names, and keeps the losses."""
 
     automatic_optimization = False
 
@@ -60,7 +60,7 @@ class FourSteps(tw.Module):
 
 
 def losses_by_hand(dtype: torch.dtype, batch: Any, way: str) -> list[float]:
-    """The same with a context for each forward."""
+    """The same with a context per forward."""
     net, losses = make_net(), []
     kinds: dict[str, Any] = {"closure": lambda p: torch.optim.LBFGS(p, lr=0.3, max_iter=4)}
     optimizer = kinds.get(way, lambda p: torch.optim.SGD(p, lr=0.3))(net.parameters())
@@ -130,7 +130,7 @@ def test_an_evaluation_sees_weights_that_its_step_puts_in_place() -> None:
 
 
 class Telling(torch.optim.SGD):
-    """Notes what its arithmetic is computed in."""
+    """Records the dtype of its arithmetic."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -150,7 +150,7 @@ def conditions() -> tuple[bool, torch.dtype]:
 
 
 class Conditions(tw.Module):
-    """Notes what its forward, its gradients' hooks and its optimizer are computed in."""
+    """Records the dtypes of its forward, its gradients' hooks and its optimizer."""
 
     def __init__(self, is_automatic: bool) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_a_closure_runs_in_the_steps_precision() -> None:
 
 
 @pytest.mark.host
-def test_a_loop_of_ones_own_that_steps_within_autocast() -> None:
+def test_a_raw_loop_may_step_within_autocast() -> None:
     accelerator = tw.Accelerator(cpu=ON_HOST, mixed_precision="bf16")
     net = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(net, Telling(net.parameters()))
@@ -239,7 +239,7 @@ def test_a_loop_of_ones_own_that_steps_within_autocast() -> None:
 
 
 class Recomputing(Conditions):
-    """Makes tensors of its own in a part that is computed again in backward."""
+    """Makes tensors in a part that is computed again in backward."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         def part(x: Tensor) -> Tensor:

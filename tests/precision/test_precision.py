@@ -29,7 +29,7 @@ from trainwright.precision.mixed import MixedPrecision
         ("bf16-true", "bf16-true"),
     ],
 )
-def test_names(given: Any, name: str) -> None:
+def test_names_give_their_precisions(given: Any, name: str) -> None:
     assert resolve_precision(given, "cpu").name == name
 
 
@@ -45,7 +45,7 @@ def test_names(given: Any, name: str) -> None:
         (Precision, TypeError, "is a type"),
     ],
 )
-def test_names_refused(given: Any, error: type[Exception], match: str) -> None:
+def test_unknown_names_raise(given: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         resolve_precision(given, "cpu")
 
@@ -67,7 +67,7 @@ def test_the_forward_runs_in_its_dtype() -> None:
 
 
 def test_two_optimizers_after_one_backward_are_unscaled_by_the_scale_of_their_loss() -> None:
-    """The scale grows each step here; grown between the two steps, it would halve the second one's gradients."""
+    """The scale grows at every step here. Growth between the two steps would halve the second step's gradients."""
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1))
     left, right = (nn.Parameter(torch.zeros(())) for _ in range(2))
     optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in (left, right)]
@@ -105,7 +105,7 @@ def test_a_scaler_is_refused_where_it_has_no_use() -> None:
         MixedPrecision("bf16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
-def test_contexts_within_each_other_restore_what_was() -> None:
+def test_nested_contexts_restore_the_previous_state() -> None:
     precision = resolve_precision("bf16-mixed", "cpu")
     left, right = torch.ones(2, 2), torch.ones(2, 2)
     outer, inner = precision.forward_context(), precision.forward_context()
@@ -118,7 +118,7 @@ def test_contexts_within_each_other_restore_what_was() -> None:
     assert (left @ right).dtype == torch.float32
 
 
-def test_gradients_dropped_after_clipping_count_for_the_scale() -> None:
+def test_the_scale_counts_gradients_dropped_after_clipping() -> None:
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
     parameter = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -173,8 +173,8 @@ def scaled(**options: Any) -> tuple[MixedPrecision, nn.Parameter, torch.optim.Op
     return precision, parameter, torch.optim.SGD([parameter], lr=1.0)
 
 
-def test_gradients_that_were_clipped_go_on_under_the_scale() -> None:
-    """Clipped after each of several backwards, they are what they are without a scale, also where it has grown in between."""
+def test_clipped_gradients_are_scaled_again() -> None:
+    """Gradients clipped after every one of several backwards are the same as without a scale, even if the scale has grown."""
     precision, parameter, optimizer = scaled(growth_interval=1)
     other = nn.Parameter(torch.zeros(()))
     often = torch.optim.SGD([other], lr=1.0)
@@ -209,18 +209,18 @@ def test_an_inf_that_clipping_has_removed_still_skips_the_step() -> None:
     assert precision.state_dict()["scale"] == 2.0
 
 
-def test_gradients_that_were_dropped_by_hand_after_clipping_leave_nothing_behind() -> None:
+def test_no_state_remains_of_gradients_dropped_after_clipping() -> None:
     precision, parameter, optimizer = scaled()
     precision.backward(parameter * float("inf"))
     precision.unscale(optimizer)
-    parameter.grad = None  # as the module's own zero_grad does
+    parameter.grad = None  # as the module's zero_grad does
     precision.backward(parameter * 3.0)
     assert not precision.step(optimizer)
     assert parameter.item() == -3.0
     assert precision.state_dict()["scale"] == 2.0
 
 
-def test_stepping_twice_with_the_same_gradients() -> None:
+def test_two_steps_may_use_the_same_gradients() -> None:
     precision, parameter, optimizer = scaled(growth_interval=1)
     precision.backward(parameter * 3.0)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""One dtype: the module, the batch and the default within a step; what keeps its own dtype."""
+"""One dtype of the module, the batch and the default within a step, and exceptions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_module_is_converted_in_place_and_its_metrics_are_not(name: str, dtype
 
 
 @pytest.mark.parametrize(("name", "dtype"), DTYPES.items())
-def test_batches_of_every_structure(name: str, dtype: torch.dtype) -> None:
+def test_batches_of_every_structure_are_converted(name: str, dtype: torch.dtype) -> None:
     precision = resolve_precision(name, "cpu")
     assert precision.converts_batch
     assert not resolve_precision("bf16-mixed", "cpu").converts_batch
@@ -118,7 +118,7 @@ def test_a_loop_of_ones_own_trains_in_it(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_module_that_is_in_the_dtype_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a run has left it: torch cannot swap what fsdp has sharded, nor what somebody refers to weakly."""
+    """As after a run: torch cannot swap tensors that fsdp has sharded, or tensors with weak references."""
     module = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)).double()
     kept = [weakref.ref(each) for each in module.parameters()]
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)

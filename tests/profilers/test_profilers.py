@@ -26,7 +26,7 @@ from trainwright.profilers import (
     SimpleProfiler,
     resolve_profiler,
 )
-from trainwright.profilers.instrumentation import instrument, is_measuring
+from trainwright.profilers.base import instrument, is_measuring
 from trainwright.profilers.pytorch import SORT_KEYS
 
 
@@ -101,7 +101,7 @@ def test_the_simple_profiler_prints_a_table(capsys: pytest.CaptureFixture[str]) 
     assert len(recorded) == 6
     assert sum(recorded) == pytest.approx(profiler.durations["backward"].seconds)
     train(profiler, batches=2)
-    assert profiler.durations["training_step"].calls == 2  # of that run alone
+    assert profiler.durations["training_step"].calls == 2  # only of that run
 
 
 def test_a_file_is_written_where_oneis_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def test_a_file_is_written_where_oneis_asked_for(tmp_path: Path, capsys: pytest.
     with fsspec.open("memory://profiles/fit-profile.txt", "rt") as file:
         assert "training_step" in file.read()
     assert capsys.readouterr().out == ""
-    with pytest.raises(ValueError, match="filename='a/b' is not a plain name; give the folder as dirpath"):
+    with pytest.raises(ValueError, match=r"filename='a/b' is not a plain name\. Pass the folder as dirpath"):
         SimpleProfiler(filename="a/b")
 
 
@@ -163,14 +163,14 @@ def test_actions_may_lie_within_each_other(kind: type[Profiler]) -> None:
         with pytest.raises(KeyError), profiler.profile("broken"):
             raise KeyError
         profiler.teardown("test")
-    with pytest.raises(RuntimeError, match="action='outer' was stopped, but it is not running; start it first"):
+    with pytest.raises(RuntimeError, match="action='outer' was stopped, but it is not running"):
         profiler.stop("outer")
     if isinstance(profiler, SimpleProfiler):
         seconds = {action: duration.seconds for action, duration in profiler.durations.items()}
         assert 0.01 <= seconds["inner"] <= seconds["outer"] <= seconds["whole"]
         assert profiler.durations["inner"].calls == 2
         own = {action: duration.own_seconds for action, duration in profiler.durations.items()}
-        assert own["inner"] == pytest.approx(seconds["inner"])  # also what is called within itself
+        assert own["inner"] == pytest.approx(seconds["inner"])  # also a nested call of the same action
         assert own["outer"] == pytest.approx(seconds["outer"] - seconds["inner"])
         assert (own["first"], own["second"]) == (seconds["first"], seconds["second"])  # neither is within the other
     profiler.setup("validate")
@@ -179,7 +179,7 @@ def test_actions_may_lie_within_each_other(kind: type[Profiler]) -> None:
     profiler.teardown("validate")
 
 
-def test_own_times_of_actions_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_times_are_right_for_overlapping_actions(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
     profiler = tw.SimpleProfiler()
@@ -196,7 +196,7 @@ def test_own_times_of_actions_that_overlap(monkeypatch: pytest.MonkeyPatch) -> N
     assert times == {"a": (2.0, 2.0), "b": (2.0, 2.0), "all": (5.0, 2.0)}  # a and b from 1 to 4
 
 
-def test_the_advanced_profiler_names_functions(tmp_path: Path) -> None:
+def test_advanced_profiler_shows_the_functions(tmp_path: Path) -> None:
     profiler = AdvancedProfiler(dirpath=tmp_path, filename="calls", line_count_restriction=12, dump_stats=True)
 
     def nap() -> None:
@@ -221,11 +221,13 @@ def test_the_advanced_profiler_names_functions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("lines", "error"), [(0, ValueError), (1.5, ValueError), (-0.1, ValueError), ("3", TypeError)])
 def test_a_bad_line_count_is_refused(lines: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"line_count_restriction=.* accepted\. Pass for example 20 or 0\.1"):
+    with pytest.raises(error, match=r"line_count_restriction=.* expected .*\. Pass for example 20 or 0\.1"):
         AdvancedProfiler(line_count_restriction=lines)
 
 
-def test_the_pytorch_profiler_records_batches_three_to_five(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pytorch_profiler_is_recording_batches_three_to_five(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     profiler = PyTorchProfiler(group_by_input_shapes=True, row_limit=200)
     engine = train(profiler, batches=8, log_dir=tmp_path)
     text = capsys.readouterr().out
@@ -240,7 +242,7 @@ def test_the_pytorch_profiler_records_batches_three_to_five(tmp_path: Path, caps
     assert list(tmp_path.iterdir()) == [tmp_path / "fit-profile.pt.trace.json"]
 
 
-def test_the_pytorch_profiler_with_other_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pytorch_profiler_has_other_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ready: list[Any] = []
     profiler = PyTorchProfiler(tmp_path, "ops", on_trace_ready=ready.append, schedule=None, record_module_names=False)
     train(profiler, batches=1, stage="predict")
@@ -289,7 +291,7 @@ def refuse(recorder: Any) -> None:
             UserWarning,
             "RECORD followed by NONE",
         ),
-        # Raised before what was prepared has begun.
+        # Raised before the prepared trace has begun.
         (
             {"schedule": lambda step: [ProfilerAction.WARMUP, ProfilerAction.NONE][step % 2]},
             UserWarning,
@@ -354,7 +356,7 @@ def test_bad_settings_of_the_pytorch_profiler_are_refused(
         PyTorchProfiler(**arguments)
 
 
-def test_profilers_by_name() -> None:
+def test_profilers_are_resolved_by_name() -> None:
     assert type(resolve_profiler("simple")) is SimpleProfiler
     assert type(resolve_profiler("advanced")) is AdvancedProfiler
     assert type(resolve_profiler("pytorch")) is PyTorchProfiler
@@ -416,7 +418,7 @@ def test_hooks_are_actions(tmp_path: Path) -> None:
         "save_checkpoint": 2,
         "[module] on_train_epoch_end": 1,
     }
-    slow, saving = durations["[callback] Slow.on_train_batch_end"], "[callback] ModelCheckpoint.on_train_batch_end"
+    slow, saving = durations["[callback] Slow.on_train_batch_end"], "[callback] ModelCheckpoint.on_save_point"
     assert slow.own_seconds == slow.seconds >= 0.02
     for outer, inner in ((saving, "save_checkpoint"), ("[module] optimizer_step", "optimizer_step")):
         assert durations[outer].own_seconds <= durations[outer].seconds - durations[inner].seconds + 1e-9

@@ -1,4 +1,4 @@
-"""A run beside one that goes on from a checkpoint within an epoch: both end with the same weights, to the last bit."""
+"""A whole run and a run that resumes within an epoch end with the same weights, to the last bit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import trainwright as tw
 
 
 class Saves(tw.Callback):
-    """Saves at one step, after the module's own hook."""
+    """Saves at one step, after the hook of the module."""
 
-    runs_last = True
+    priority = -10
 
     def __init__(self, path: Path, step: int) -> None:
         self.path, self.step = path, step
@@ -28,7 +28,7 @@ class Saves(tw.Callback):
 def check_resume(
     make_module: Callable[[], tw.Module], make_loader: Callable[[], Any], path: Path, *, step: int = 3, **settings: Any
 ) -> dict[str, Tensor]:
-    """Train two epochs, and again from the checkpoint at a step; compare, and return the weights. Collective."""
+    """Train two epochs, and again from the checkpoint at a step. Compare, and return the weights. Collective."""
 
     def trained(**kwargs: Any) -> dict[str, Tensor]:
         module = make_module()

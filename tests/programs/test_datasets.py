@@ -40,7 +40,7 @@ def stream(*, shuffle: bool = False, batch_size: int = BATCH, **options: Any) ->
 
 
 class Reader(tw.Module):
-    """Notes the rows of each epoch that it saw."""
+    """Records the rows of the epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def whole_and_resumed(loader: Any, folder: Path, step: int = 6) -> tuple[Reader,
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["by index", "stream", "shuffled stream"])
-def test_each_row_once_in_each_epoch_and_resumed_exactly(
+def test_rows_are_read_once_in_an_epoch_and_resumed_exactly(
     kind: str, workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loaders = {

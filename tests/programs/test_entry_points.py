@@ -43,7 +43,7 @@ def run(command: list[str], folder: Path) -> Started:
     return started
 
 
-def test_a_package(tmp_path: Path) -> None:
+def test_a_package_can_launch_its_entry_point(tmp_path: Path) -> None:
     folder = tmp_path / "my work"
     package = folder / "pkg"
     package.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What becomes of a trained module elsewhere: exported, traced, compiled, copied, pickled and saved by torch."""
+"""A trained module outside of the framework: exported, traced, compiled, copied, pickled and saved by torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inputs(module: Exported) -> Tensor:
     return next(iter(make_loader(4)))[0]
 
 
-def test_every_way(module: Exported, inputs: Tensor, tmp_path: Path) -> None:
+def test_all_export_formats_are_equal(module: Exported, inputs: Tensor, tmp_path: Path) -> None:
     expected = module(inputs).detach()
 
     def check(made: Any) -> None:
@@ -62,7 +62,7 @@ def test_every_way(module: Exported, inputs: Tensor, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", [False], ids=["plain"], indirect=True)
-def test_onnx(module: Exported, inputs: Tensor, tmp_path: Path) -> None:
+def test_onnx_files_are_written(module: Exported, inputs: Tensor, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -65,7 +65,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     return {**found, "report": report(folder, 4)}
 
 
-def test_folds_and_a_report(tmp_path: Path) -> None:
+def test_folds_are_trained_and_reported(tmp_path: Path) -> None:
     alone, told = folds(tmp_path, "auto", 4), report(tmp_path, 8)
     assert told["steps"] == 4 * 2
     assert told["told"]["support"] == SAMPLES

@@ -26,7 +26,7 @@ GRAPHS = 61
 
 
 def graphs(size: int = GRAPHS) -> list[Any]:
-    """Rings of several sizes; the label is the sign of their features' mean."""
+    """Rings of several sizes. The label is the sign of their features' mean."""
     generator = torch.Generator().manual_seed(3)
     made = []
     for number in range(size):
@@ -97,7 +97,7 @@ def programs(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_graphs(ranks: int, tmp_path: Path) -> None:
+def test_graphs_are_trained(ranks: int, tmp_path: Path) -> None:
     results = [programs(tmp_path)] if ranks == 1 else run_job(programs, ranks, tmp_path)
     for found in results:
         assert found["accuracy"] > 0.95

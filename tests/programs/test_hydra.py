@@ -1,4 +1,5 @@
-"""Hydra: an app whose configuration makes the Trainer, on two processes and in a sweep, and a module that keeps its own."""
+"""Hydra: an app whose configuration makes the Trainer, on two processes and in a sweep, and a module with a
+configuration."""
 
 from __future__ import annotations
 
@@ -79,8 +80,8 @@ def run_app(folder: Path, *overrides: str, options: tuple[str, ...] = ()) -> lis
 
 
 @pytest.mark.launch
-def test_a_sweep_over_processes(tmp_path: Path) -> None:
-    """Both processes go through the sweep together; each job has a folder, which is the same for both."""
+def test_a_sweep_starts_processes_in_its_folders(tmp_path: Path) -> None:
+    """Both processes run the same sweep. A job has one folder for both of them."""
     found = run_app(tmp_path / "app", "-m", "trainer.devices=2", "lr=0.02,0.03")
     assert [(each["lr"], each["rank"], each["steps"]) for each in found] == [
         (0.02, 0, 3), (0.02, 1, 3), (0.03, 0, 3), (0.03, 1, 3)
@@ -92,7 +93,7 @@ def test_a_sweep_over_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_a_working_directory_of_its_own(tmp_path: Path) -> None:
+def test_hydras_working_directory_has_the_outputs(tmp_path: Path) -> None:
     folder = tmp_path / "it's mine"
     found = run_app(folder, "trainer.devices=2", "hydra.job.chdir=True", options=("--config-name", "config"))
     first, second = found
@@ -140,7 +141,7 @@ print(Configured.load_from_checkpoint({str(tmp_path / "end.ckpt")!r}).hparams.cf
 
 
 def test_a_config_that_a_script_composes_adds_nothing_to_its_command(tmp_path: Path) -> None:
-    """Such a script has a command line of its own, which Hydra does not read."""
+    """Hydra does not read the command line of such a script."""
     from hydra.core.hydra_config import HydraConfig
 
     from trainwright.launch import command

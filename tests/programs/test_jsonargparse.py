@@ -62,7 +62,7 @@ def test_arguments_are_typed_and_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_a_command_of_two_processes(tmp_path: Path) -> None:
+def test_a_command_starts_two_processes(tmp_path: Path) -> None:
     folder = tmp_path / "my work"
     folder.mkdir()
     (folder / "train it.py").write_text(SCRIPT)

@@ -27,7 +27,7 @@ IMAGES = 13
 
 
 def images(size: int, *, random: bool) -> Any:
-    """Squares on noise; the label is where the square is."""
+    """Squares on noise. The label is the place of the square."""
     generator = torch.Generator().manual_seed(9)
     items = []
     for number in range(size):
@@ -87,7 +87,7 @@ def programs(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_segmentation(ranks: int, tmp_path: Path) -> None:
+def test_segmentation_is_trained(ranks: int, tmp_path: Path) -> None:
     for found in [programs(tmp_path)] if ranks == 1 else run_job(programs, ranks, tmp_path):
         assert found["dice"] > 0.9
         assert found["sizes"] == [4, 4, 4, 1]

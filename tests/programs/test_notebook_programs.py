@@ -69,7 +69,7 @@ except TypeError as error:
 ]
 
 
-def test_cells(tmp_path: Path) -> None:
+def test_cells_are_trained_in_new_processes(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each.strip()) for each in CELLS])
     from notebook_client import run_notebook
 

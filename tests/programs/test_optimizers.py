@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ import trainwright as tw
 
 pytestmark = pytest.mark.slow
 
-LION_STRATEGIES = ("ddp", "ddp_sharded", "deepspeed", "fsdp")
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: "ddp",
+    "ddp_sharded": lambda: "ddp_sharded",
+    "deepspeed": lambda: tw.DeepSpeedStrategy(elementwise=True),
+    "fsdp": lambda: tw.FSDPStrategy(elementwise=True),
+}
 
 
 class ScheduleFree(Classifier):
@@ -68,7 +74,7 @@ def schedule_free(folder: Path, strategy: str, batch_size: int) -> dict[str, Any
             lambda of_trainer=of_trainer: ScheduleFree(of_trainer),  # type: ignore[misc]
             lambda: make_loader(40, batch_size),
             folder / f"{strategy}-{of_trainer}.ckpt",
-            strategy=strategy,
+            strategy=STRATEGIES[strategy]() if strategy in STRATEGIES else strategy,
         )
         for of_trainer in (False, True)
     }
@@ -97,7 +103,7 @@ def schedule_free_on_two_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_schedule_free(tmp_path: Path) -> None:
+def test_schedule_free_is_evaluated_at_its_average(tmp_path: Path) -> None:
     pytest.importorskip("schedulefree")
     expected = schedule_free_by_hand()
     for each in schedule_free(tmp_path, "auto", 4).values():
@@ -119,12 +125,12 @@ class WithLion(Classifier):
 
 def lion_on_two_ranks(folder: Path) -> dict[str, Any]:
     return {
-        name: check_resume(WithLion, lambda: make_loader(40, 2), folder / f"{name}.ckpt", strategy=name)
-        for name in LION_STRATEGIES
+        name: check_resume(WithLion, lambda: make_loader(40, 2), folder / f"{name}.ckpt", strategy=make())
+        for name, make in STRATEGIES.items()
     }
 
 
-def test_lion(tmp_path: Path) -> None:
+def test_lion_resumes_under_the_strategies(tmp_path: Path) -> None:
     lion_pytorch = pytest.importorskip("lion_pytorch")
     by_hand = Classifier()
     optimizer = lion_pytorch.Lion(by_hand.parameters(), lr=0.003, weight_decay=0.01)
@@ -136,12 +142,12 @@ def test_lion(tmp_path: Path) -> None:
     alone = check_resume(WithLion, lambda: make_loader(40), tmp_path / "alone.ckpt")
     assert_equal(alone, weights(by_hand))
     found, _ = run_job(lion_on_two_ranks, 2, tmp_path / "job")
-    for name in LION_STRATEGIES:
+    for name in STRATEGIES:
         assert_close(found[name], alone, 1e-5)
 
 
 class Averaged(Classifier):
-    """An average of torch-ema, updated at each step, validated with, and stored in the module's own hooks."""
+    """Has an average of torch-ema that is updated after a step, validated with, and stored in hooks."""
 
     def on_fit_start(self) -> None:
         import torch_ema
@@ -172,7 +178,7 @@ class Shown(Averaged):
 
 
 class CopiesInACallback(tw.Callback):
-    """Keeps an average of its own in a copy of the module, as timm's examples do."""
+    """Keeps an average in a copy of the module, as timm's examples do."""
 
     copied: Any = None
 
@@ -206,7 +212,7 @@ def averaged_on_two_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_an_average_of_torch_ema(tmp_path: Path) -> None:
+def test_an_average_of_torch_ema_is_restored(tmp_path: Path) -> None:
     torch_ema = pytest.importorskip("torch_ema")
     by_hand = Classifier()
     optimizer = by_hand.configure_optimizers()

@@ -49,7 +49,7 @@ def test_trials_are_pruned() -> None:
 
 
 class Chosen(Classifier):
-    """The optimizer's rate is what the study of this process chose."""
+    """Trains with the rate that the study of this process chose."""
 
 
 def ranks_with_studies_of_their_own(folder: Path) -> dict[str, Any]:

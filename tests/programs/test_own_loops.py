@@ -1,4 +1,4 @@
-"""Loops with the Accelerator over weighted samples and over a stream; batches of every kind through a Trainer."""
+"""Accelerators with weighted samples and with a stream, and a Trainer with batches of all kinds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def loops(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_every_sample_once(tmp_path: Path) -> None:
+def test_samples_are_seen_once(tmp_path: Path) -> None:
     alone = loops(tmp_path)
     first, second = run_job(loops, 2, tmp_path / "job")
     for name in ("weighted", "stream"):
@@ -136,7 +136,7 @@ class Takes(Classifier):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_and_predictions_of_every_kind(kind: str) -> None:
+def test_batches_of_all_kinds_are_trained_and_predicted(kind: str) -> None:
     def collated(rows: Any) -> Any:
         return KINDS[kind](torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))
 

@@ -1,4 +1,4 @@
-"""LoRA of peft around a model of transformers: what trains, exact resumes, and checkpoints of the adapter alone."""
+"""LoRA of peft around a model of transformers: trained weights, exact resumes, and checkpoints of only the adapter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Adapted(tw.Module):
 
 
 class AdapterAlone(Adapted):
-    """Its checkpoints hold what trains, and nothing of the frozen model."""
+    """Its checkpoints contain only trained weights."""
 
     strict_loading = False
 
@@ -69,7 +69,7 @@ def size_of(path: Path) -> int:
     )
 
 
-def test_one_process(tmp_path: Path) -> None:
+def test_one_process_trains_an_adapter(tmp_path: Path) -> None:
     module, before = Adapted(), Adapted().state_dict()
     trainable = {name for name, each in module.named_parameters() if each.requires_grad}
     assert 0 < len(trainable) < len(list(module.named_parameters()))
@@ -94,7 +94,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_have_the_same_adapter(tmp_path: Path) -> None:
     alone = check_resume(Adapted, loader, tmp_path / "alone.ckpt")
     found, _ = run_job(on_two_ranks, 2, tmp_path / "job", seconds=300)
     for strategy in STRATEGIES:

@@ -65,7 +65,7 @@ def measured(folder: Path) -> dict[str, Any]:
     return {"values": values, "matrix": module.matrix, "names": sorted(trainer.callback_metrics)}
 
 
-def test_one_process_and_two(tmp_path: Path) -> None:
+def test_torchmetrics_are_equal_on_one_process_and_two(tmp_path: Path) -> None:
     alone = measured(tmp_path)
     assert alone["matrix"].sum() == SAMPLES
     names = {"val_acc", "val_f1", "bounds_raw", "bounds_min", "bounds_max", "acc_of_2", "class_multiclassrecall_1"}

@@ -26,7 +26,7 @@ STRATEGIES = ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed", "d
 
 
 def sentences(size: int, seed: int) -> list[dict[str, Any]]:
-    """Ragged sentences of token ids; the label is which half of the vocabulary they are from."""
+    """Ragged sentences of token ids. The label is the half of the vocabulary that they are from."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for number in range(size):
@@ -93,7 +93,7 @@ class BatchPredictor(TextClassifier):
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "16-mixed"}, {"compile": {"backend": "eager"}}], ids=str)
-def test_a_text_classifier(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_text_classifier_is_trained_and_reloaded(settings: dict[str, Any], tmp_path: Path) -> None:
     module = TextClassifier(distilbert())
     best = tw.ModelCheckpoint(monitor="accuracy", mode="max")
     options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, **settings}
@@ -152,7 +152,7 @@ def language(batch_size: int) -> DataLoader[Any]:
 
 
 def trained_language_model(folder: Path, strategy: str, batch_size: int, **settings: Any) -> dict[str, Any]:
-    """Train, resume at the end, and tell what there is."""
+    """Train, resume at the end, and return the results."""
     module = LanguageModel(**settings)
     options = {**QUIET, "devices": "auto", "strategy": strategy}
     trainer = tw.Trainer(max_epochs=2, **options)
@@ -195,7 +195,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_can_fine_tune_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = trained_language_model(tmp_path, "auto", 4)
     assert alone["steps"] == 16
     found, other = run_job(on_two_ranks, 2, tmp_path / "job", seconds=400)
@@ -230,7 +230,7 @@ def enumerate_of(tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_a_loop_of_ones_own(precision: str, tmp_path: Path) -> None:
+def test_an_accelerator_trains_a_model_of_transformers(precision: str, tmp_path: Path) -> None:
     accelerator = tw.Accelerator(mixed_precision=precision, cpu=True)
     model = transformers.AutoModelForSequenceClassification.from_config(distilbert())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -23,7 +23,7 @@ class WithForward(Classifier):
 
 
 def both_ways(folder: Path) -> dict[str, Any]:
-    """Train an epoch with the Trainer, one with an Accelerator, one with the Trainer; return the weights."""
+    """Train an epoch with the Trainer, one with an Accelerator, one with the Trainer. Return the weights."""
     warnings.filterwarnings("ignore")  # of DeepSpeed, which another test looks at
     strategy = folder.name
     whole = fit(strategy, EPOCHS, None, None)
@@ -58,7 +58,7 @@ def both_ways(folder: Path) -> dict[str, Any]:
 
 
 def fit(strategy: str, epochs: int, source: str | None, target: str | None) -> dict[str, Tensor]:
-    """Train to an epoch from a checkpoint; save one; return the whole weights."""
+    """Train to an epoch from a checkpoint. Save one. Return the whole weights."""
     torch.manual_seed(4)
     module = WithForward()
     trainer = tw.Trainer(**{**QUIET, "accelerator": "cpu"}, strategy=strategy, max_epochs=epochs)

@@ -1,4 +1,4 @@
-"""What the processes of a raw loop give each other, and what they refuse on every rank: alone, and on two ranks."""
+"""The collectives of a raw loop, and their errors on every rank, on one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def read_for_all(folder: Path) -> dict[str, Any]:
-    """Read data that only rank 0 has, and data that fails; save within an epoch and resume."""
+    """Read data that only rank 0 has, and data that fails. Save within an epoch and resume."""
     accelerator = dispatching(data_seed=3)
     rank = accelerator.process_index
     mine = Numbers(*range(5)) if rank == 0 else Numbers(fails=True)
@@ -98,7 +98,7 @@ def read_for_all(folder: Path) -> dict[str, Any]:
     with pytest.raises(ValueError, match=r"has 1 batches for 2 ranks, and drop_last drops a short round"):
         accelerator.prepare(DataLoader(list(range(2)), batch_size=2, drop_last=True))
     split = tw.Accelerator(cpu=True, split_batches=True)
-    with pytest.raises(ValueError, match=r"batch_size=3 is not divisible by that; pass batch_size=4"):
+    with pytest.raises(ValueError, match=r"batch_size=3 is not divisible by 2. Pass batch_size=4"):
         split.prepare(DataLoader(list(range(6)), batch_size=3))
     with pytest.raises(ValueError, match=r"this DataLoader has batch_size=None"):
         split.prepare(DataLoader(list(range(6)), batch_size=None))
@@ -143,7 +143,7 @@ def everything(folder: Path) -> list[Any]:
     return [collect(folder), read_for_all(folder), zipped(folder)]
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
+def test_collectives_agree_on_two_ranks(tmp_path: Path) -> None:
     both = run_job(everything, 2, tmp_path)
     for rank, (found, read, together) in enumerate(both):
         assert found["free"] == [[1.0, 1.0], [1.5], 4, {"rank": 0}]
@@ -153,7 +153,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
         )
         assert "rank 0: (2,), rank 1: (2, 2)); reshape them to the same number of dimensions" in found["dims"]
         assert "other tensors on rank(s) [1] than on rank 0" in found["structure"]
-        assert "the value['b']: rank 0: (1, 2), rank 1: (2, 5)); pad_across" in found["reduced"][0]
+        assert "the value['b']: rank 0: (1, 2), rank 1: (2, 5)). Use pad_across" in found["reduced"][0]
         assert "rank 0: (2,), rank 1: (2, 2))" in found["reduced"][1]
         assert "other tensors on rank(s) [1] than on rank 0" in found["reduced"][2]
         assert "a different dtype on rank(s) [1]" in found["reduced"][3]
@@ -180,7 +180,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert rest == sorted(each for _, read, _ in both for batch in read["whole"][3:] for each in batch)
 
 
-def test_alone(tmp_path: Path) -> None:
+def test_collectives_need_no_second_process(tmp_path: Path) -> None:
     assert tw.gather([torch.ones(1), 2, None]) == [torch.ones(1), [2], None]
     assert (tw.reduce(3.0), tw.broadcast("x"), tw.pad_across_processes(torch.ones(2)).tolist()) == (
         3.0,
@@ -197,29 +197,29 @@ def test_alone(tmp_path: Path) -> None:
     assert collectives.shapes_of(torch.ones(2, 3), "x") == [(2, 3)]
 
 
-def test_what_is_refused() -> None:
+def test_wrong_arguments_of_collectives_are_rejected() -> None:
     accelerator = tw.Accelerator(cpu=True)
     with pytest.raises(TypeError, match="pad_across_processes was given a str"):
         accelerator.pad_across_processes("text")
-    with pytest.raises(ValueError, match="rng_types has 'numpy'; expected torch, generator"):
+    with pytest.raises(ValueError, match=r"rng_types has 'numpy'. Expected torch, generator"):
         tw.Accelerator(cpu=True, rng_types=["numpy"])
     with pytest.raises(TypeError, match="rng_types='torch' is not a list"):
         tw.synchronize_rng_states("torch")
-    with pytest.raises(ValueError, match="no generator was given; pass generator="):
+    with pytest.raises(ValueError, match=r"no generator was given. Pass generator="):
         tw.synchronize_rng_states(["generator"])
-    with pytest.raises(TypeError, match="dataloader_config is a dict; expected a DataLoaderConfiguration"):
+    with pytest.raises(TypeError, match=r"dataloader_config is a dict. Expected a DataLoaderConfiguration"):
         tw.Accelerator(cpu=True, dataloader_config={})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="even_batches=1 is not accepted; pass True or False"):
+    with pytest.raises(TypeError, match=r"even_batches=1 is not accepted. Pass True or False"):
         tw.DataLoaderConfiguration(even_batches=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="data_seed='x' is a str; expected an int, or None"):
+    with pytest.raises(TypeError, match=r"data_seed='x' is a str. Expected an int, or None"):
         tw.DataLoaderConfiguration(data_seed="x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="prepare_data_loader was given a Sequential; expected a torch DataLoader"):
+    with pytest.raises(TypeError, match=r"prepare_data_loader was given a Sequential. Expected a torch DataLoader"):
         accelerator.prepare_data_loader(make_net())
     with pytest.raises(TypeError, match="prepare was given what skip_first_batches returned"):
         accelerator.prepare(tw.skip_first_batches(DataLoader([1, 2])))
     with pytest.raises(ValueError, match="num_batches=-1 is not accepted"):
         tw.skip_first_batches([1, 2], -1)
-    with pytest.raises(TypeError, match="skip_first_batches was given an int; expected a loader"):
+    with pytest.raises(TypeError, match=r"skip_first_batches was given an int. Expected a loader"):
         tw.skip_first_batches(3)
     with pytest.raises(ValueError, match="this loader was not prepared"):
         accelerator.gather_for_metrics(1, loader=DataLoader([1]))
@@ -230,7 +230,7 @@ def test_what_is_refused() -> None:
         pass
 
 
-def test_skipping_of_loaders_that_are_not_prepared() -> None:
+def test_loaders_that_are_not_prepared_can_be_skipped() -> None:
     def made(kind: str) -> Any:
         if kind == "list":
             return [[0, 1], [2, 3], [4, 5]]
@@ -247,7 +247,7 @@ def test_skipping_of_loaders_that_are_not_prepared() -> None:
         assert len(list(skipped)) == len(skipped) == len(whole)
 
 
-def test_the_epoch_of_a_loader() -> None:
+def test_a_loader_counts_its_epochs() -> None:
     accelerator = tw.Accelerator(cpu=True, dataloader_config=tw.DataLoaderConfiguration(data_seed=1))
 
     def made() -> Any:

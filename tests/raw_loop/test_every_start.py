@@ -1,5 +1,5 @@
 """The loop of docs/accelerator.md, as it stands there, under every way to start it: python, trainwright launch, torchrun,
-notebook_launcher; and with each strategy that launch passes on."""
+notebook_launcher, and with every strategy that launch passes on."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ KINDS = {
     "deepspeed": "DEEPSPEED",
     "deepspeed_stage_3": "DEEPSPEED",
 }
-"""What distributed_type names each strategy that is started here; `deepspeed` is deepspeed_stage_2 (a test holds that)."""
+"""The distributed_type of the strategies that are started here. `deepspeed` is deepspeed_stage_2 (a test checks it)."""
 STARTS: dict[str, tuple[list[str], list[str], str]] = {
     "python": ([], [], "MULTI_CPU"),
     **{name: ([*LAUNCH, "--strategy", name], [], KINDS[name]) for name in ("ddp", "deepspeed")},
@@ -88,7 +88,7 @@ STARTS: dict[str, tuple[list[str], list[str], str]] = {
     "notebook_launcher": ([], ["notebook"], "MULTI_CPU"),
 }
 FORKED = [name for name in KINDS if name not in STARTS]
-"""Strategies whose ranks are forked, as if launch had started them: interpreters of their own would show nothing new."""
+"""Strategies whose ranks are forked, as if launch had started them. Fresh interpreters would show nothing new."""
 
 
 def loop_of_the_guide() -> str:
@@ -108,7 +108,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights of the same loop in one process, which has the global batch for its own."""
+    """The weights of the same loop in one process, whose batch is the global batch."""
     folder = tmp_path_factory.mktemp("one")
     loop, changes = re.subn(r"devices=2\b", "devices=1", loop_of_the_guide())
     assert changes == 1
@@ -143,7 +143,9 @@ def train_on_rank() -> None:
 
 
 @pytest.mark.parametrize("name", FORKED)
-def test_weights_under_other_strategies(tmp_path: Path, name: str, one_process: dict[str, torch.Tensor]) -> None:
+def test_weights_under_other_strategies_are_the_same(
+    tmp_path: Path, name: str, one_process: dict[str, torch.Tensor]
+) -> None:
     (tmp_path / "train.py").write_text(script_of(loop_of_the_guide(), 2))
     run_ranks(train_on_rank, (), 2, tmp_path, 120.0, passed_on={"strategy": name})
     assert f"trained: 2 {KINDS[name]} 3\n" in (tmp_path / "rank0.txt").read_text()
@@ -151,7 +153,7 @@ def test_weights_under_other_strategies(tmp_path: Path, name: str, one_process: 
 
 
 def test_every_strategy_is_started() -> None:
-    """Those that are not are one of these under another name, without an option that needs a GPU to matter."""
+    """The other strategies are these under another name, without an option that needs a GPU to matter."""
     stages = {name for name in VARIANTS if re.fullmatch(r"deepspeed_stage_\d", name)}
     assert stages | set(STRATEGIES) == {*KINDS, "deepspeed_stage_2", "single_device"}
     named, default = (vars(resolve_strategy(name, 2)) for name in ("deepspeed_stage_2", "deepspeed"))

@@ -31,14 +31,6 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
         tw.Acelerator  # type: ignore[attr-defined]
 
 
-def test_names_can_be_imported_as_from_accelerate_utils() -> None:
-    from trainwright.utils import DistributedType, set_seed  # type: ignore[import-not-found]
-
-    assert (set_seed, DistributedType) == (tw.set_seed, tw.DistributedType)
-    with pytest.raises(ImportError, match="set_sed"):
-        from trainwright.utils import set_sed  # noqa: F401
-
-
 # -- seeds -----------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +104,7 @@ def test_a_smaller_batch_is_tried_until_it_fits() -> None:
         MemoryError(),
     ],
 )
-def test_errors_of_memory(error: Exception) -> None:
+def test_errors_of_memory_are_recognized(error: Exception) -> None:
     def train(batch_size: int) -> int:
         if batch_size > 4:
             raise error
@@ -122,7 +114,7 @@ def test_errors_of_memory(error: Exception) -> None:
     assert tw.find_executable_batch_size(train, 32, lambda: next(halved))() == 4
 
 
-def test_an_error_of_memory_within_another_one() -> None:
+def test_an_error_of_memory_is_found_within_another_one() -> None:
     def train(batch_size: int) -> int:
         try:
             if batch_size > 1:
@@ -173,7 +165,7 @@ def test_wrong_uses_of_the_search() -> None:
         tw.find_executable_batch_size(train, 9, lambda: 4.5)()  # type: ignore[arg-type,return-value]
 
 
-def test_release_memory() -> None:
+def test_release_memory_frees_its_arguments() -> None:
     tensor: Any = torch.ones(3)
     reference = weakref.ref(tensor)
     tensor, other = tw.release_memory(tensor, [])
@@ -195,7 +187,7 @@ class Tied(nn.Module):
         self.register_buffer("table", torch.arange(3))
 
 
-def test_parameters_without_values() -> None:
+def test_empty_parameters_get_their_values_in_prepare() -> None:
     with tw.init_empty_weights():
         model = Tied()
         lazy = nn.LazyLinear(3)
@@ -225,7 +217,7 @@ def test_a_prepared_model_gets_the_values_of_a_plain_start() -> None:
             assert torch.equal(prepared.state_dict()[name], value), name
 
 
-def test_models_made_on_a_device() -> None:
+def test_models_are_made_on_a_device() -> None:
     with tw.init_on_device("cpu"):
         model = Tied()
     assert model.head.weight is model.embedding.weight
@@ -236,7 +228,7 @@ def test_models_made_on_a_device() -> None:
 # -- wrappers --------------------------------------------------------------------------------------------------------
 
 
-def test_extraction_of_models() -> None:
+def test_models_are_extracted_from_their_wrappers() -> None:
     net = make_net()
     prepared = alone(mixed_precision="bf16").prepare(net)
     assert prepared is not net
@@ -300,7 +292,7 @@ def precision_of() -> str:
     return str(tw.Accelerator(devices="auto").engine.precision.name)
 
 
-def test_a_launched_function_in_this_process() -> None:
+def test_a_launched_function_runs_in_this_process() -> None:
     assert tw.notebook_launcher(precision_of, num_processes=1, mixed_precision="bf16") == "bf16-mixed"
     assert tw.notebook_launcher(precision_of, num_processes=1, use_port="29501", monitor_interval=0.1) == "32-true"
     assert tw.debug_launcher(pow, (2, 5), num_processes=1) == 32
@@ -308,16 +300,16 @@ def test_a_launched_function_in_this_process() -> None:
 
 def test_what_the_launchers_refuse() -> None:
     refusals: list[tuple[type[Exception], dict[str, Any], str]] = [
-        (ValueError, {"mixed_precision": "fp8"}, "mixed_precision='fp8' is unknown; choose from no, fp16, bf16"),
-        (ValueError, {"use_port": "x"}, "use_port='x' is not accepted; pass a port"),
+        (ValueError, {"mixed_precision": "fp8"}, "mixed_precision='fp8' is unknown. Choose from no, fp16, bf16"),
+        (ValueError, {"use_port": "x"}, "use_port='x' is not accepted. Pass a port"),
         (ValueError, {"master_addr": "10.0.0.1"}, "was given for one node"),
         (ValueError, {"max_restarts": 2}, "only a script can be restarted"),
         (ValueError, {"rdzv_backend": "c10d"}, "the nodes meet at master_addr and use_port"),
         (ValueError, {"num_nodes": 2, "node_rank": 2, "num_processes": 1}, "node_rank=2 is out of range"),
-        (TypeError, {"args": 1}, r"given args=1; expected a tuple of the function's arguments, such as args=\(1,\)"),
-        (TypeError, {"args": "abc"}, "given args='abc'; expected a tuple"),
-        (TypeError, {"num_proceses": 1}, "no argument 'num_proceses'. Did you mean 'num_processes'"),
-        (TypeError, {"mixed_precison": "fp16"}, "no argument 'mixed_precison'. Did you mean 'mixed_precision'"),
+        (TypeError, {"args": 1}, r"given args=1. Expected a tuple of the function's arguments, such as args=\(1,\)"),
+        (TypeError, {"args": "abc"}, "given args='abc'. Expected a tuple"),
+        (TypeError, {"num_proceses": 1}, r"no argument num_proceses= .*Did you mean num_processes="),
+        (TypeError, {"mixed_precison": "fp16"}, r"no argument mixed_precison= .*Did you mean mixed_precision="),
     ]
     for kind, arguments, text in refusals:
         with pytest.raises(kind, match=text):
@@ -329,7 +321,7 @@ def test_what_the_launchers_refuse() -> None:
 # -- profiles --------------------------------------------------------------------------------------------------------
 
 
-def test_a_profile(tmp_path: Path) -> None:
+def test_a_profile_is_written(tmp_path: Path) -> None:
     seen: list[int] = []
     options = tw.ProfileKwargs(
         activities=["cpu"],
@@ -355,8 +347,8 @@ def test_a_profile(tmp_path: Path) -> None:
     assert any(each.key == "aten::linear" for each in recorder.key_averages())
 
 
-def test_wrong_options_of_a_profile() -> None:
-    with pytest.raises(ValueError, match=r"the activity 'cup'; choose from cpu, .* Did you mean 'cpu'"):
+def test_wrong_options_of_a_profile_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"the activity 'cup'. Choose from cpu, .* Did you mean 'cpu'"):
         tw.ProfileKwargs(activities=["cup"])
     with pytest.raises(ValueError, match=r"phase of schedule_option 'warm_up'.* Did you mean 'warmup'"):
         tw.ProfileKwargs(schedule_option={"warm_up": 1})

@@ -49,7 +49,7 @@ def train_locally(accelerator: tw.Accelerator, folder: Path) -> dict[str, Any]:
 
 
 def normalize(accelerator: tw.Accelerator) -> list[Any]:
-    """Return the statistics of a batch norm that each rank has trained with its own samples."""
+    """Return the statistics of a batch norm that the ranks have trained with different samples."""
     net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
     net, optimizer = accelerator.prepare(net, optimizer_of(net))
     with tw.LocalSGD(accelerator, net, local_sgd_steps=EVERY):
@@ -80,7 +80,7 @@ def search(accelerator: tw.Accelerator) -> dict[str, Any]:
     @tw.find_executable_batch_size(starting_batch_size=4)
     def hang(size: int) -> None:
         if accelerator.process_index == 1:
-            raise MemoryError("on one rank alone")
+            raise MemoryError("on one rank only")
         if size == 4:
             all_reduce(torch.ones(1))  # waits for the other rank
 
@@ -165,17 +165,17 @@ def by_hand(accumulate: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "accumulate"), [("plain", 1), ("accumulating", ACCUMULATE)])
-def test_local_sgd(ranks: list[dict[str, Any]], name: str, accumulate: int) -> None:
+def test_local_sgd_averages_the_ranks(ranks: list[dict[str, Any]], name: str, accumulate: int) -> None:
     after, end = by_hand(accumulate)
     for rank in ranks:
         assert_close(rank[name]["after"], after, 1e-5)
         assert_close(rank[name]["end"], end, 1e-5)
-        assert "within LocalSGD, where each rank has other weights" in rank[name]["refused"]
+        assert "within LocalSGD, where the ranks have different weights" in rank[name]["refused"]
     for key, value in ranks[0][name]["end"].items():
         assert torch.equal(value, ranks[1][name]["end"][key]), "the replicas stay the same afterwards"
 
 
-def test_buffers_after_local_sgd_and_gradients_within_no_sync(ranks: list[dict[str, Any]]) -> None:
+def test_local_sgd_unites_buffers_and_no_sync_keeps_gradients_local(ranks: list[dict[str, Any]]) -> None:
     statistics, is_averaged = ranks[0]["normalized"]
     assert ranks[1]["normalized"] == [statistics, is_averaged]
     assert not is_averaged
@@ -184,4 +184,4 @@ def test_buffers_after_local_sgd_and_gradients_within_no_sync(ranks: list[dict[s
 def test_the_ranks_agree_on_a_batch_size(ranks: list[dict[str, Any]]) -> None:
     assert [rank["search"]["tried"] for rank in ranks] == [[8, 7, 6, 5]] * 2
     assert [rank["search"]["found"] for rank in ranks] == [5, 5]
-    assert "rank 1 ran out of memory with a batch size of 4 (on one rank alone)" in ranks[1]["search"]["error"]
+    assert "rank 1 ran out of memory with a batch size of 4 (on one rank only)" in ranks[1]["search"]["error"]

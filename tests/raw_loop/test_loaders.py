@@ -1,6 +1,6 @@
-"""Prepared loaders under every option: each sample is gathered once, and a pass resumes exactly, on one rank to four.
+"""Prepared loaders under every option: every sample is gathered once, and a pass resumes exactly, on one rank to four.
 
-One job for each number of ranks makes all examples: rank 0 draws them and sends them to the others.
+One job per number of ranks makes all examples: rank 0 draws them and sends them to the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 import trainwright as tw
 
 EXAMPLES = {1: 60, 2: 15, 3: 60, 4: 60}
-"""By number of ranks; those of the job in the fast set are few."""
+"""By number of ranks. The job in the fast set has few examples."""
 CASES = st.fixed_dictionaries(
     {
         "samples": st.integers(0, 41),
@@ -82,7 +82,7 @@ def test_skipped_batches_have_the_length_of_their_iteration() -> None:
 
 
 class Lengths(BatchSampler):
-    """Batches of one sample, of two and of three, in turn; the batch sampler is a user's own."""
+    """Batches of one sample, of two and of three, in turn, from a user's batch sampler."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -114,7 +114,7 @@ def accelerator_of(split: bool, dispatch: bool, even: bool) -> tw.Accelerator:
 def is_possible(case: Case, ranks: int) -> bool:
     if case["kind"] == "once" and not (case["dispatch_batches"] or ranks == 1):
         return False
-    return not (case["kind"] == "own batches" and case["dispatch_batches"] and case["split_batches"])
+    return not (case["kind"] == "own batches" and case["split_batches"] and ranks > 1)
 
 
 def gathered(accelerator: tw.Accelerator, batch: torch.Tensor, case: Case) -> list[int]:
@@ -145,7 +145,7 @@ def expected(case: Case, ranks: int, size: int) -> int:
 
 
 def run(case: Case) -> Case:
-    """Make one example on this rank; return what another world size needs to resume it."""
+    """Make one example on this rank. Return the state for a resume at another world size."""
     accelerator = accelerator_of(case["split_batches"], case["dispatch_batches"], case["even_batches"])
     ranks = accelerator.num_processes
     size = case["batch_size"] * (ranks if case["split_batches"] else 1)
@@ -184,7 +184,7 @@ def run(case: Case) -> Case:
 
 
 def run_examples(folder: Path) -> list[tuple[Case, Case]]:
-    """Make all examples of one world size; return each with what another needs to resume it."""
+    """Make all examples of one world size. Return them with the states for a resume at another."""
     ranks = accelerator_of(False, False, True).engine.ranks
     made_here: list[tuple[Case, Case]] = []
 
@@ -235,7 +235,7 @@ def test_each_sample_is_gathered_once(ranks: int, tmp_path: Path) -> None:
     for case, outcome in results if ranks > 1 else ():
         if outcome["done"] is None or outcome["rest"] is None:
             continue
-        # One process resumes what several began.
+        # One process resumes the passes of several.
         accelerator = accelerator_of(False, case["dispatch_batches"], True)
         loader = accelerator.prepare(made(case, case["batch_size"]))
         loader.load_state_dict(outcome["state"])

@@ -1,4 +1,4 @@
-"""A collective call that one rank of a raw loop makes alone, while the other trains on: an error that names both, no hang."""
+"""A collective call by only one rank of a raw loop while the other trains on: an error that names both, no hang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALLS: dict[str, Any] = {
 
 
 def train(folder: Path, call: str, strategy: str) -> str:
-    """Make a call on rank 0 alone; return what this rank was told."""
+    """Make a call only on rank 0. Return the error on this rank."""
     accelerator = tw.Accelerator(cpu=True, strategy=strategy)
     net = make_net()
     net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), make_loader(64))
@@ -82,7 +82,7 @@ def test_a_rank_that_waits_where_the_other_gathers_is_told_so(tmp_path: Path) ->
 
 
 def leave_early(folder: Path) -> str:
-    """Leave the loop on rank 0 alone, before a call that both ranks make after it; return what this rank was told."""
+    """Leave the loop only on rank 0, before a call that both ranks make after it. Return the error on this rank."""
     accelerator = tw.Accelerator(cpu=True)
     net = make_net()
     net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), make_loader(64))

@@ -35,7 +35,7 @@ def prepared(model: nn.Module, **settings: Any) -> tuple[tw.Accelerator, nn.Modu
     return accelerator, accelerator.prepare(model)
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_a_model_is_written_to_one_file(tmp_path: Path) -> None:
     accelerator, model = prepared(Tied())
     accelerator.save_model(model, tmp_path / "new" / "model")
     assert [each.name for each in (tmp_path / "new" / "model").iterdir()] == ["model.safetensors"]
@@ -50,7 +50,7 @@ def test_one_file(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_a_large_model_is_written_in_shards(tmp_path: Path) -> None:
     accelerator, model = prepared(Tied())
     accelerator.save_model(model, tmp_path, max_shard_size="0.2KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -67,7 +67,7 @@ def test_shards(tmp_path: Path) -> None:
     assert_equal(found, {name: value.cpu() for name, value in kept.items()})
     count = len(set(index["weight_map"].values()))
     assert count > 2
-    # Another save into the folder leaves none of the earlier files, and what else is there stays.
+    # Another save into the folder removes the earlier files, and other files stay.
     (tmp_path / "config.json").write_text("{}")
     accelerator.save_model(model, tmp_path, max_shard_size=400)
     files = {each.name for each in tmp_path.iterdir()}
@@ -83,10 +83,10 @@ def index_files(folder: Path) -> set[str]:
     return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
+def test_wrong_arguments_of_model_files_are_rejected(tmp_path: Path) -> None:
     accelerator, model = prepared(make_net())
     for wrong in ("10 gigabytes", 0, -1, True, "0GB", None):
-        with pytest.raises(ValueError, match=r"max_shard_size=.* is not accepted; pass a number of bytes"):
+        with pytest.raises(ValueError, match=r"max_shard_size=.* is not accepted. Pass a number of bytes"):
             accelerator.save_model(model, tmp_path, max_shard_size=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="would write a pickle"):
         accelerator.save_model(model, tmp_path, safe_serialization=False)
@@ -110,7 +110,7 @@ def test_a_full_disk_leaves_the_earlier_files(tmp_path: Path, monkeypatch: pytes
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"model.safetensors": before}
 
 
-def test_unwrapping() -> None:
+def test_unwrapped_models_are_the_users() -> None:
     net = make_net()
     accelerator, model = prepared(net, mixed_precision="bf16")
     assert model is not net
@@ -121,7 +121,7 @@ def test_unwrapping() -> None:
     assert accelerator.get_state_dict(compiled).keys() == net.state_dict().keys()
 
 
-def test_objects(tmp_path: Path) -> None:
+def test_objects_are_written_and_read(tmp_path: Path) -> None:
     accelerator = tw.Accelerator(cpu=ON_HOST)
     state = make_net().state_dict()
     values: dict[str, Any] = {
@@ -136,7 +136,7 @@ def test_objects(tmp_path: Path) -> None:
         (plain, tensors), (same, others) = encode(accelerator.load(tmp_path / "new" / name)), encode(value)
         assert plain == same
         assert_equal(tensors, others)
-    for key in (str, lambda number: f"{number}.weight"):  # of two dtypes, since those of one are together in the file
+    for key in (str, lambda number: f"{number}.weight"):  # of two dtypes, since a file groups tensors by dtype
         dtypes = [torch.float64, torch.bfloat16, torch.float64, torch.float32]
         ordered = {key(number): torch.ones(2, dtype=dtypes[number % 4]) for number in range(12)}
         accelerator.save(ordered, tmp_path / "ordered")
@@ -161,7 +161,7 @@ def test_objects(tmp_path: Path) -> None:
     with pytest.raises(tw.CheckpointError, match="is not a whole safetensors file"):
         accelerator.load(file)
     file.write_bytes(b"\x80\x02}q\x00.")
-    with pytest.raises(tw.CheckpointError, match=r"is not valid JSON but a pickle, .* read it with torch\.load"):
+    with pytest.raises(tw.CheckpointError, match=r"is not valid JSON but a pickle, .* Read it with torch\.load"):
         accelerator.load(file)
     torch.save(state, file)
     with pytest.raises(tw.CheckpointError, match="but a pickle"):
@@ -170,7 +170,7 @@ def test_objects(tmp_path: Path) -> None:
     with pytest.raises(tw.CheckpointError, match=r"is not valid JSON .*damaged"):
         accelerator.load(file)
     for call in (lambda: accelerator.save_model([], tmp_path / "none"), lambda: accelerator.get_state_dict([])):  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="but a list was given; pass the model"):
+        with pytest.raises(TypeError, match=r"but a list was given. Pass the model"):
             call()
     assert not [each for each in (tmp_path / "new").iterdir() if ".tmp-" in each.name]
 

@@ -20,7 +20,7 @@ from trainwright.checkpoint.reader import open_checkpoint
 
 
 class Loop:
-    """A loop over the small net, and what it has prepared."""
+    """A loop over the small net, and its prepared objects."""
 
     def __init__(self, samples: int = 44, **settings: Any) -> None:
         torch.manual_seed(5)
@@ -33,7 +33,7 @@ class Loop:
         self.net, self.optimizer, self.scheduler, self.loader = prepared
 
     def train(self, epochs: int = 1, saves: int = 0) -> None:
-        """Train to that epoch, and save after each number of steps."""
+        """Train to that epoch, and save after these numbers of steps."""
         for _ in range(self.loader.epoch, epochs):
             for batch in self.loader:
                 self.accelerator.backward(loss_of(self.net, batch))
@@ -52,7 +52,7 @@ def names(folder: Path) -> list[str]:
     return sorted(each.name for each in (folder / "checkpoints").iterdir() if not each.name.startswith("."))
 
 
-def test_numbers_and_limit(tmp_path: Path) -> None:
+def test_checkpoints_are_numbered_and_limited(tmp_path: Path) -> None:
     loop = Loop(project_config=project(tmp_path, total_limit=2))
     accelerator = loop.accelerator
     assert (accelerator.project_dir, accelerator.logging_dir, accelerator.save_iteration) == (
@@ -68,7 +68,7 @@ def test_numbers_and_limit(tmp_path: Path) -> None:
     accelerator.save_state(blocking=False)
     accelerator.finish_save()
     assert names(tmp_path) == ["checkpoint_3", "checkpoint_4"]
-    # Another process of this project: it continues the numbers, and keeps what it was given by its path.
+    # Another process of this project: it continues the numbers, and keeps a checkpoint that was loaded by its path.
     again = Loop(project_config=project(tmp_path, total_limit=2)).accelerator
     again.load_state(f"{tmp_path}/checkpoints/checkpoint_3")
     for _ in range(3):
@@ -106,7 +106,7 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_without_any(tmp_path: Path) -> None:
+def test_load_state_needs_a_checkpoint(tmp_path: Path) -> None:
     loop = Loop(project_dir=tmp_path)
     with pytest.raises(
         tw.CheckpointError, match=r"no complete checkpoint .* was found in .*checkpoints\. Save one first"
@@ -120,13 +120,13 @@ def test_without_any(tmp_path: Path) -> None:
     assert loop.accelerator.save_state().endswith("checkpoints/checkpoint_0")
 
 
-def test_before_prepare(tmp_path: Path) -> None:
+def test_states_need_prepared_objects(tmp_path: Path) -> None:
     path = Loop().accelerator.save_state(tmp_path / "state.ckpt")
     with pytest.raises(RuntimeError, match="load_state was called before prepare"):
         tw.Accelerator(cpu=ON_HOST).load_state(path)
 
 
-def test_on_a_remote_file_system() -> None:
+def test_states_are_saved_on_a_remote_file_system() -> None:
     folder = "memory://raw-loop"
     loop = Loop(project_config=tw.ProjectConfiguration(folder, total_limit=2))
     for epoch in range(3):
@@ -181,8 +181,8 @@ loop.accelerator.end_training()
 
 
 @pytest.mark.slow
-def test_a_killed_process_in_between(tmp_path: Path) -> None:
-    """Killed at each file operation of a save that replaces another: the next process continues exactly."""
+def test_a_killed_save_is_continued(tmp_path: Path) -> None:
+    """Kill a save that replaces another at every file operation. The next process continues exactly."""
     whole = Loop(project_config=project(tmp_path / "whole", total_limit=2))
     whole.train(2, saves=2)
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -218,7 +218,7 @@ class Secret(Average):
         return {"lock": object()}
 
 
-def test_registered_objects(tmp_path: Path) -> None:
+def test_registered_objects_are_saved(tmp_path: Path) -> None:
     loop, average = Loop(), Average()
     loop.accelerator.register_for_checkpointing(average, average)
     average.total += 3
@@ -259,7 +259,7 @@ def test_a_state_that_cannot_be_read_is_an_error_of_the_call(tmp_path: Path) -> 
     assert not (tmp_path / "state.ckpt").exists()
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
+def test_wrong_arguments_of_states_are_rejected(tmp_path: Path) -> None:
     loop = Loop()
     path = loop.accelerator.save_state(str(tmp_path / "state.ckpt"), safe_serialization=True)
     with pytest.raises(ValueError, match="would write a pickle"):
@@ -277,11 +277,11 @@ def test_bad_arguments(tmp_path: Path) -> None:
             tw.ProjectConfiguration(**wrong)
     with pytest.raises(TypeError, match="project_dir=3 is an int"):
         tw.ProjectConfiguration(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="needs a folder; pass project_dir="):
+    with pytest.raises(ValueError, match=r"needs a folder. Pass project_dir="):
         tw.Accelerator(cpu=ON_HOST, project_config=tw.ProjectConfiguration(automatic_checkpoint_naming=True))
-    with pytest.raises(ValueError, match="were both given; pass one folder"):
+    with pytest.raises(ValueError, match=r"were both given. Pass one folder"):
         tw.Accelerator(cpu=ON_HOST, project_dir="a", project_config=tw.ProjectConfiguration("b"))
-    with pytest.raises(TypeError, match="expected a ProjectConfiguration"):
+    with pytest.raises(TypeError, match="Expected a ProjectConfiguration"):
         tw.Accelerator(cpu=ON_HOST, project_config="runs")  # type: ignore[arg-type]
 
 
@@ -335,7 +335,7 @@ def on_two_ranks(folder: Path) -> list[Any]:
 
 
 @pytest.mark.host
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_save_and_load_one_state(tmp_path: Path) -> None:
     assert run_job(on_two_ranks, 2, tmp_path) == [["checkpoint_1"]] * 2
     table = (tmp_path / "project" / "run" / "version_0" / "metrics.csv").read_text().splitlines()
     assert table[0] == "step,epoch,loss" or table[0] == "step,loss"
@@ -490,7 +490,7 @@ def test_a_failing_hook_leaves_nothing(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["state.ckpt"]
 
 
-def test_hooks_on_a_remote_file_system() -> None:
+def test_hooks_are_called_on_a_remote_file_system() -> None:
     loop = Loop(project_config=tw.ProjectConfiguration("memory://hooked", total_limit=1))
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
@@ -505,7 +505,7 @@ def test_hooks_on_a_remote_file_system() -> None:
     loop.accelerator.load_state()
 
 
-def test_an_optimizer_that_was_not_prepared(tmp_path: Path) -> None:
+def test_an_optimizer_that_was_not_prepared_is_reported(tmp_path: Path) -> None:
     def train(steps: int) -> tuple[tw.Accelerator, nn.Module, torch.optim.Optimizer]:
         accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=steps)
         net, loader, other = accelerator.prepare(make_net(), make_loader(16), nn.Linear(2, 2))

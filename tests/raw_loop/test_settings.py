@@ -1,4 +1,4 @@
-"""What an Accelerator's arguments choose, and which are refused."""
+"""The arguments of an Accelerator, right and wrong ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from trainwright.raw_loop.settings import LoopSettings
+from trainwright.raw_loop.loop_settings import LoopSettings
 
 OPEN: dict[str, Any] = {
     "mixed_precision": None, "precision": None, "cpu": True, "accelerator": "auto", "strategy": "auto",
@@ -58,7 +58,7 @@ def test_plugins_become_strategies() -> None:
     assert settings(kwargs_handlers=[options], strategy="fsdp").chosen_strategy == "fsdp"
 
 
-def test_options_of_other_parts() -> None:
+def test_options_reach_their_parts() -> None:
     chosen = settings(
         mixed_precision="fp16",
         kwargs_handlers=[
@@ -82,24 +82,24 @@ def test_options_of_other_parts() -> None:
     [
         ({"gradient_acumulation_steps": 2}, "Did you mean gradient_accumulation_steps="),
         ({"tpu": True}, "TPUs are not supported"),
-        ({"kwargs_handlers": tw.AutocastKwargs()}, r"pass kwargs_handlers=.AutocastKwargs"),
+        ({"kwargs_handlers": tw.AutocastKwargs()}, r"Pass kwargs_handlers=.AutocastKwargs"),
         ({"megatron_lm_plugin": 1}, "Megatron-LM is not supported"),
-        ({"mixed_precision": "fp8"}, "choose from no, fp16, bf16"),
-        ({"fsdp_plugin": object()}, "fsdp_plugin is an object; expected a FullyShardedDataParallelPlugin"),
-        ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": PLUGIN}, "pass one number"),
+        ({"mixed_precision": "fp8"}, "Choose from no, fp16, bf16"),
+        ({"fsdp_plugin": object()}, "fsdp_plugin is an object. Expected a FullyShardedDataParallelPlugin"),
+        ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": PLUGIN}, "Pass one number"),
         ({"strategy": "ddp", "deepspeed_plugin": tw.DeepSpeedPlugin()}, "strategy='ddp' and DeepSpeedPlugin were given"),
-        ({"kwargs_handlers": [object()]}, "kwargs_handlers has an object; expected"),
+        ({"kwargs_handlers": [object()]}, "kwargs_handlers has an object. Expected"),
         ({"kwargs_handlers": [tw.AutocastKwargs()] * 2}, "has two AutocastKwargs"),
-        ({"step_scheduler_with_optimizer": "no"}, "step_scheduler_with_optimizer='no' is not accepted; pass True or False"),
+        ({"step_scheduler_with_optimizer": "no"}, "step_scheduler_with_optimizer='no' is not accepted. Pass True or False"),
         ({"cpu": "yes"}, "cpu='yes' is not accepted"),
-        ({"mixed_precision": ["fp16"]}, "choose from no, fp16, bf16"),
+        ({"mixed_precision": ["fp16"]}, "Choose from no, fp16, bf16"),
         ({"kwargs_handlers": 5}, "kwargs_handlers=5 is not a list"),
         ({"rng_types": "torch"}, "rng_types='torch' is not a list"),
         ({"rng_types": 5}, "rng_types=5 is not a list"),
         ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'"),
     ],
 )  # fmt: skip
-def test_wrong_arguments(chosen: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_of_an_accelerator_are_rejected(chosen: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words.replace("(", r"\(")):
         tw.Accelerator(**{"cpu": True, **chosen})
 
@@ -112,13 +112,13 @@ def test_wrong_arguments(chosen: dict[str, Any], words: str) -> None:
             "hybrid sharding is not supported",
         ),
         (lambda: tw.FullyShardedDataParallelPlugin(use_orig_params=False), "always keep their names"),
-        (lambda: tw.DeepSpeedPlugin(offload_param_device="nvme"), "choose 'none' or 'cpu'"),
+        (lambda: tw.DeepSpeedPlugin(offload_param_device="nvme"), "Choose 'none' or 'cpu'"),
         (lambda: tw.GradientAccumulationPlugin(0), "integer of at least 1"),
         (lambda: tw.DistributedDataParallelKwargs(broadcast_buffers=False), "rank 0's buffers"),
         (lambda: tw.InitProcessGroupKwargs(init_method="tcp://"), "launcher's address"),
     ],
 )
-def test_wrong_options(make: Any, words: str) -> None:
+def test_wrong_options_are_rejected(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -132,7 +132,7 @@ def test_unknown_options_have_the_nearest_name() -> None:
     assert copy.deepcopy(tw.DataLoaderConfiguration(data_seed=3)).data_seed == 3
 
 
-def test_misspelt_and_positional_arguments_of_methods() -> None:
+def test_misspelt_and_positional_arguments_are_rejected() -> None:
     accelerator, model, _, _ = make_loop()
     with pytest.raises(TypeError, match=r"init_trackers has no argument confg= .* Did you mean config="):
         accelerator.init_trackers("run", confg={})  # type: ignore[call-arg]
@@ -142,7 +142,7 @@ def test_misspelt_and_positional_arguments_of_methods() -> None:
         tw.PartialState(timeout=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"reduce has no argument reducton= .* Did you mean reduction="):
         accelerator.reduce(1, reducton="sum")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"given True, 'bf16' by position; it takes its arguments by name, such as Acc"):
+    with pytest.raises(TypeError, match=r"given True, 'bf16' by position. It takes its arguments by name, such as Acc"):
         tw.Accelerator(True, "bf16")
     with pytest.raises(TypeError, match=r"save_state has no max_shard_size= .*: a checkpoint has one layout"):
         accelerator.save_state("a", max_shard_size="1GB")
@@ -150,20 +150,20 @@ def test_misspelt_and_positional_arguments_of_methods() -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
 
 
-def test_objects_of_the_wrong_kind() -> None:
+def test_objects_of_the_wrong_kind_are_rejected() -> None:
     accelerator, model, optimizer, loader = make_loop()
     with pytest.raises(TypeError, match="prepare was given nothing"):
         accelerator.prepare()
     cases: list[tuple[Any, Any, str]] = [
-        (accelerator.prepare_model, optimizer, "PreparedOptimizer, which is not a module; it is for prepare_optimizer"),
+        (accelerator.prepare_model, optimizer, "PreparedOptimizer, which is not a module. It is for prepare_optimizer"),
         (
             accelerator.prepare_optimizer,
             nn.Linear(1, 1),
-            "given a Linear, which is not an optimizer; it is for prepare_m",
+            "given a Linear, which is not an optimizer. It is for prepare_m",
         ),
-        (accelerator.prepare_scheduler, model, "which is not a scheduler; it is for prepare_model"),
+        (accelerator.prepare_scheduler, model, "which is not a scheduler. It is for prepare_model"),
         (accelerator.prepare_scheduler, "text", r"given a str, which is not a scheduler\."),
-        (accelerator.prepare_scheduler, loader, "it is for prepare_data_loader"),
+        (accelerator.prepare_scheduler, loader, "It is for prepare_data_loader"),
     ]
     for method, given, match in cases:
         with pytest.raises(TypeError, match=match):
@@ -213,7 +213,7 @@ def test_a_window_may_pass_the_end_of_the_loader() -> None:
     assert accelerator.step_count == 2
 
 
-def test_schedulers_step_once_for_each_optimizer_step_or_as_chosen() -> None:
+def test_schedulers_are_stepped_with_the_optimizer_or_as_chosen() -> None:
     accelerator, model, optimizer, loader = make_loop(
         gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
     )
@@ -230,7 +230,7 @@ def test_losses_that_backward_cannot_use() -> None:
     accelerator, model, _, _ = make_loop()
     with pytest.raises(TypeError, match="given a float"):
         accelerator.backward(1.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"a loss of shape \(2, 1\); take its mean"):
+    with pytest.raises(ValueError, match=r"a loss of shape \(2, 1\). Take its mean"):
         accelerator.backward(model(torch.randn(2, 4)))
     with pytest.raises(ValueError, match="needs no gradients"):
         accelerator.backward(torch.tensor(1.0))
@@ -253,13 +253,13 @@ def test_attributes_of_accelerate_that_are_missing_are_named() -> None:
             getattr(owner, name)
     assert not hasattr(accelerator, "deepspeed_engine_wrapped")
     with pytest.raises(ImportError, match=r"'is_initialized'.*leave it out"):
-        from trainwright.state import is_initialized  # type: ignore[import-not-found]  # noqa: F401
+        from trainwright import is_initialized  # noqa: F401
 
 
 def test_memory_is_freed_and_a_new_model_prepared(tmp_path: Path) -> None:
     accelerator, model, optimizer, loader = make_loop()
     accelerator.register_for_checkpointing(torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.warns(UserWarning, match="free_memory drops the registered objects; register those again") as told:
+    with pytest.warns(UserWarning, match="free_memory drops the registered objects. Register those again") as told:
         model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     assert [each.filename for each in told] == [__file__]
     assert (model, optimizer, loader, accelerator.engine.modules) == (None, None, None, [])
@@ -271,7 +271,7 @@ def test_memory_is_freed_and_a_new_model_prepared(tmp_path: Path) -> None:
     accelerator.load_state(accelerator.save_state(tmp_path / "state"))
 
 
-def test_what_compiles_and_what_is_refused() -> None:
+def test_a_backend_compiles_models_or_is_rejected() -> None:
     accelerator, model, optimizer, loader = make_loop(dynamo_backend="eager")
     for batch in loader:
         accelerator.backward(model(batch).mean())
@@ -282,13 +282,13 @@ def test_what_compiles_and_what_is_refused() -> None:
     assert accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True) is not None
 
 
-def test_processes_of_one() -> None:
+def test_one_process_is_a_job_of_one() -> None:
     state = tw.PartialState(cpu=True)
     assert (state.num_processes, state.is_last_process, state.distributed_type) == (1, True, "NO")
     assert state.distributed_type not in (tw.DistributedType.XLA, tw.DistributedType.MULTI_XPU, tw.DistributedType.TP)
     assert state.on_main_process(lambda: 3)() == 3
     assert state.on_process(process_index=0)(lambda: 4)() == 4
-    with pytest.raises(ValueError, match="process_index=2 is not accepted; pass a number from 0 to 0"):
+    with pytest.raises(ValueError, match=r"process_index=2 is not accepted. Pass a number from 0 to 0"):
         state.on_process(process_index=2)(lambda: 4)
 
 
@@ -324,11 +324,11 @@ def test_none_stays_none_and_a_class_is_refused() -> None:
     accelerator = tw.Accelerator(cpu=True)
     _, scheduler = accelerator.prepare(nn.Linear(1, 1), None)
     assert scheduler is None
-    with pytest.raises(TypeError, match="expected torch modules"):
+    with pytest.raises(TypeError, match="Expected torch modules"):
         accelerator.prepare(torch.optim.SGD)
     for placement in (True, [True], "ab"):
-        with pytest.raises(ValueError, match="is not a list of 2 items; give one for each object"):
+        with pytest.raises(ValueError, match=r"is not a list of 2 items. Give one for each object"):
             accelerator.prepare(nn.Linear(1, 1), None, device_placement=placement)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"each Accelerator has its own: accelerator\.gradient_state"):
+    with pytest.raises(TypeError, match=r"Each Accelerator has its own: accelerator\.gradient_state"):
         tw.GradientState()
     assert (accelerator.state.mixed_precision, accelerator.gradient_state.num_steps) == ("no", 1)

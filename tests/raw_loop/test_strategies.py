@@ -17,7 +17,7 @@ SHARDED = ("fsdp", "deepspeed_stage_3")
 @pytest.mark.parametrize(
     "strategy", [each if each == "fsdp" else pytest.param(each, marks=pytest.mark.slow) for each in STRATEGIES]
 )
-def test_both_ways(tmp_path: Path, strategy: str) -> None:
+def test_loops_and_trainers_load_checkpoints_of_the_other(tmp_path: Path, strategy: str) -> None:
     ranks = run_job(both_ways, 2, tmp_path / strategy)
     for rank, found in enumerate(ranks):
         assert_close(found["both"], found["whole"])

@@ -14,11 +14,11 @@ from jobs import run_job
 from small import ON_HOST, make_net
 
 import trainwright as tw
-from trainwright.loggers.names import LOGGERS, NamedLogger, available_loggers
+from trainwright.loggers import LOGGERS, available_loggers
 
 
 class Recording(tw.Logger):
-    """Records each call."""
+    """Records all calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -51,7 +51,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_a_run_is_tracked(tmp_path: Path) -> None:
     own = Recording()
     accelerator = make(log_with=["csv", own], project_dir=tmp_path)
     accelerator.init_trackers("digits", config={"lr": 0.1}, init_kwargs={"csv": {"version": "first"}})
@@ -130,7 +130,7 @@ def test_the_loggers_continue_in_the_checkpoints_run(tmp_path: Path) -> None:
     assert len(rows(tmp_path / "run" / "version_2")) == 1
 
 
-def test_a_loop_that_ends_without_end_training(tmp_path: Path) -> None:
+def test_rows_are_written_without_end_training(tmp_path: Path) -> None:
     from forked import run_python
 
     program = f"""
@@ -144,7 +144,7 @@ accelerator.log({{"loss": 1.0}})
     assert rows(tmp_path / "run" / "version_0") == [{"step": "0", "loss": "1.0"}]
 
 
-def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_names_of_loggers_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for wrong, match in (
         ("tensorbord", "unknown; .* Did you mean 'tensorboard'?"),
@@ -153,10 +153,10 @@ def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=match):
             make(log_with=wrong)
     for other in (3, tw.CSVLogger, [None]):
-        with pytest.raises(TypeError, match="expected names, Logger instances"):
+        with pytest.raises(TypeError, match="Expected names, Logger instances"):
             make(log_with=other)
     for name in ("csv", "wandb", "mlflow", "comet_ml"):
-        monkeypatch.setitem(LOGGERS, name, NamedLogger("trainwright.loggers.csv:CSVLogger", "not_installed_here"))
+        monkeypatch.setitem(LOGGERS, name, (tw.CSVLogger, "not_installed_here"))
     with pytest.raises(ImportError, match="pip install not_installed_here"):
         make(log_with="csv")
     assert available_loggers() == ["tensorboard"]
@@ -176,14 +176,14 @@ def test_init_kwargs_replace_the_projects_folder_and_name(tmp_path: Path) -> Non
     assert [each.name for each in (tmp_path / "theirs").iterdir()] == ["run"]
 
 
-def test_wrong_uses(tmp_path: Path) -> None:
+def test_wrong_uses_of_trackers_are_rejected(tmp_path: Path) -> None:
     accelerator = make(log_with="csv", project_dir=tmp_path)
     for call in (
         lambda: accelerator.log({}),
         lambda: accelerator.log_images({}),
         lambda: accelerator.get_tracker("csv"),
     ):
-        with pytest.raises(RuntimeError, match=r"was called before init_trackers; call accelerator\.init_trackers"):
+        with pytest.raises(RuntimeError, match=r"was called before init_trackers. Call accelerator\.init_trackers"):
             call()
     for wrong in (("loss", 1), ({"loss": 1.0}, "x")):
         with pytest.raises(TypeError, match="expected a dict of numbers, and an integer as step"):
@@ -216,7 +216,7 @@ def test_wrong_uses(tmp_path: Path) -> None:
 
 
 def log_too_early(folder: Path) -> list[str]:
-    """Log three times before init_trackers, which rank 0 alone calls, and then once more."""
+    """Log three times before init_trackers, which only rank 0 calls, and then once more."""
     accelerator = make(log_with="csv", project_dir=folder)
     refused = []
     for _ in range(3):
@@ -239,7 +239,7 @@ def test_each_early_call_is_refused_on_each_rank(tmp_path: Path) -> None:
     assert rows(tmp_path / "run" / "version_0") == [{"step": "0", "loss": "1.0"}]
 
 
-def test_images(tmp_path: Path) -> None:
+def test_images_are_logged(tmp_path: Path) -> None:
     accelerator = make(log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("run")
     images = {
@@ -261,7 +261,7 @@ def test_images(tmp_path: Path) -> None:
     assert {tag.split("/")[0] for tag in found} == {"channels first", "channels last", "list"}
 
 
-def test_texts(tmp_path: Path) -> None:
+def test_texts_are_logged(tmp_path: Path) -> None:
     own = Recording()
     accelerator = make(log_with=["tensorboard", "csv", own], project_dir=tmp_path)
     accelerator.init_trackers("run", init_kwargs={"csv": {"version": "c"}, "tensorboard": {"version": "t"}})

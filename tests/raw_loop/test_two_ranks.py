@@ -41,7 +41,7 @@ def make(accelerator: tw.Accelerator, rows: int) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     net = Net()
     data = TensorDataset(torch.randn(24, 4), torch.randn(24, 3))
-    # The seed of the data's order is torch's; rows is the batch of one rank.
+    # The seed of the data's order is torch's. `rows` is the batch of one rank.
     return accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1), DataLoader(data, batch_size=rows))  # type: ignore[no-any-return]
 
 
@@ -71,7 +71,7 @@ def on_ranks(folder: Path) -> dict[str, Any]:
     with pytest.raises(ValueError, match="that a method of a prepared model made"):
         accelerator.backward(net.score(torch.ones(1, 4)))
     with pytest.raises(
-        ValueError, match=r"or the model as it was before prepare.*call the model that accelerator.prepare"
+        ValueError, match=r"or the model as it was before prepare.*Call the model that accelerator.prepare"
     ):
         accelerator.backward(accelerator.unwrap_model(net)(torch.ones(1, 4)).sum())
     for strategy in ("fsdp", "ddp_sharded", "deepspeed_stage_2"):
@@ -100,7 +100,7 @@ def on_ranks(folder: Path) -> dict[str, Any]:
 
 
 def teach() -> list[bool]:
-    """Train a student beside a teacher, each with an Accelerator."""
+    """Train a student and a teacher with two Accelerators."""
     for_teacher, for_student = tw.Accelerator(cpu=True), tw.Accelerator(cpu=True, mixed_precision="bf16")
     teacher = for_teacher.prepare_model(Net(), evaluation_mode=True)
     student, optimizer, loader = make(for_student, 2)

@@ -1,6 +1,6 @@
 """Scripts of the kind that people have written for Accelerate run after a change of their import lines, with the same metrics.
 
-They use what Accelerate's documentation shows feature by feature, on one process and on two:
+They use the features of Accelerate's documentation, on one process and on two:
 
 | feature | script of `wild/` |
 |---|---|
@@ -27,7 +27,7 @@ Others are written anew after public training scripts, and stop within an epoch 
 A DeepSpeedPlugin and a FullyShardedDataParallelPlugin, with which Accelerate trains on GPUs, are in test_two_ranks.py, and
 optimizers that are told when to train, as schedule-free ones are, in tests/engine/test_prepared.py.
 
-`wild/recorded.json` holds what Accelerate computed. To record it again, in an environment that has accelerate and transformers:
+`wild/recorded.json` has Accelerate's results. To record it again, in an environment that has accelerate and transformers:
 
     python tests/raw_loop/test_wild.py
 """
@@ -55,6 +55,8 @@ from deadlines import deadline
 from interpreters import search_path
 from jobs import run_job
 from small import ON_HOST
+
+from trainwright.tools.migrate import migrate
 
 FOLDER = Path(__file__).with_name("wild")
 RECORDED = FOLDER / "recorded.json"
@@ -97,7 +99,7 @@ RUNS: dict[str, list[list[str]]] = {
     ],
     "gan": [[], ["--save_every", "4", "--stop_after", "15"], ["--save_every", "4", "--resume"]],
 }
-"""The arguments of each script's runs, one after another in one folder."""
+"""The arguments of the scripts' runs, one after another in one folder."""
 ON_TWO = {name: runs for name, runs in RUNS.items() if name != "text_classifier"} | {
     "mid_epoch_resume": [
         ["--checkpointing_steps", "3", "--stop_after", "10"],
@@ -117,7 +119,7 @@ HEAVY = pytest.param("text_classifier", marks=pytest.mark.slow)  # imports trans
 
 
 def metrics_of(output: str, folder: Path) -> dict[str, float]:
-    """Return what a script has printed as "name: number", and the scalars in TensorBoard's files."""
+    """Return the printed lines "name: number" of a script, and the scalars in TensorBoard's files."""
     found = {name: float(value) for name, value in re.findall(r"^([\w ]+): (-?\d[\d.e+-]*)$", output, re.MULTILINE)}
     for path in sorted(folder.rglob("events.out.tfevents.*")):
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -130,10 +132,10 @@ def metrics_of(output: str, folder: Path) -> dict[str, float]:
 
 
 def converted(name: str) -> str:
-    """Return a script for our library: only the lines that import from Accelerate name another package."""
-    return re.sub(
-        r"^from accelerate((?:\.\w+)?) import", r"from trainwright\1 import", source(name), flags=re.MULTILINE
-    )
+    """Return a script for our library, as `trainwright migrate` rewrites it."""
+    migrated, remarks = migrate(source(name))
+    assert remarks == []
+    return migrated
 
 
 def source(name: str) -> str:
@@ -146,7 +148,7 @@ def run_script(program: str, runs: list[list[str]], folder: Path) -> dict[str, f
 
 
 def start(command: list[str], folder: Path) -> str:
-    """Return what an interpreter has printed."""
+    """Return the output of an interpreter."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
@@ -198,12 +200,12 @@ def test_the_metrics_are_those_that_accelerate_computed(tmp_path: Path, name: st
 
 
 RESUMED = {"diffusion": "latest", "lora": "latest", "glue": "resumed", "causal_lm": "step_5", "gan": "resumed"}
-"""The name that each script prints for its resumed run, beside "whole"."""
+"""The names that the scripts print for their resumed runs, beside "whole"."""
 
 
 @pytest.mark.parametrize("name", [*RESUMED, *(name + TWO for name in RESUMED)])
 def test_a_resumed_run_ends_as_a_whole_one(name: str) -> None:
-    """What is recorded is what both libraries compute."""
+    """Both libraries compute the recorded results."""
     metrics, resumed = recorded(name), RESUMED[name.removesuffix(TWO)]
     pairs = {each: value for each, value in metrics.items() if each.startswith("whole")}
     assert len(pairs) > 1
@@ -213,7 +215,7 @@ def test_a_resumed_run_ends_as_a_whole_one(name: str) -> None:
 
 @pytest.mark.slow
 def test_what_is_recorded_is_what_accelerate_computes(tmp_path: Path) -> None:
-    """All scripts run in one interpreter, since importing Accelerate and what it imports takes seconds."""
+    """All scripts run in one interpreter, since importing Accelerate takes seconds."""
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
     folder = write_programs(tmp_path, source, RUNS)
@@ -252,7 +254,7 @@ def write_programs(folder: Path, program: Callable[[str], str], names: Iterable[
 
 
 def run_in_turn(folder: Path, all_runs: dict[str, list[list[str]]]) -> None:
-    """Run each script on this rank, as if it were alone in the process."""
+    """Run all scripts on this rank, as if they ran in separate processes."""
     for name, runs in all_runs.items():
         os.chdir(folder / name)
         for arguments in runs:
@@ -289,7 +291,7 @@ def accelerates_on_two(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def record() -> None:
-    """Run each script under Accelerate and write its metrics."""
+    """Run all scripts under Accelerate and write their metrics."""
     figures: dict[str, Any] = {
         "versions": {name: importlib.metadata.version(name) for name in ("accelerate", "transformers", "torch")}
     }

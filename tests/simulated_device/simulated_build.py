@@ -1,4 +1,4 @@
-"""Compile the simulated device once, and load it: one library for each version of torch, of Python and of the sources."""
+"""Compile the simulated device once, and load it: one library per version of torch, of Python and of the sources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAGS = ("-O1", "-g0", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", 
 
 
 def load_native() -> ModuleType:
-    """Return the compiled module; the first call on a machine compiles it, and others wait for that."""
+    """Return the compiled module. The first call on a machine compiles it while others wait."""
     sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])
     key = hashlib.sha256(repr((torch.__version__, sys.version, sys.platform, FLAGS)).encode())
     for source in sources:

@@ -1,6 +1,7 @@
-"""The simulated accelerator "sim", as `torch.sim`: what torch expects of a device's module, and what tests ask of it.
+"""The simulated accelerator "sim", as `torch.sim`: the functions that torch expects of a device, and functions for
+tests.
 
-torch calls `register` at its own import, wherever this folder is on the module path. README.md says what the device is.
+torch calls `register` at its import if this folder is on the module path. README.md describes the device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def register() -> None:
         backend: Any = torch.distributed.Backend
         backend.register_backend("simccl", _collectives, devices=["sim"])
         # torch looks for the first of these upper-case names among lower-case ones, to find the default of a group like
-        # "cpu:gloo,sim:simccl"; without one, DDP cannot be made.
+        # "cpu:gloo,sim:simccl". Without one, DDP cannot be made.
         backend._plugins = {"simccl": backend._plugins["SIMCCL"], **backend._plugins}
 
 
@@ -221,7 +222,7 @@ def stream(to: torch.Stream | None) -> Iterator[None]:
 
 
 def set_memory_limit(limit: int, device: Any = None) -> None:
-    """Let no more than `limit` bytes be in use on the device; 0 takes the limit off."""
+    """Allow at most `limit` bytes in use on the device; 0 removes the limit."""
     _native.set_memory_limit(limit, _index(device))
 
 
@@ -279,7 +280,7 @@ def refuse_float64(on: bool) -> None:
     _native.refuse_float64(on)
 
 
-# ---- what tests ask
+# ---- functions for tests
 
 
 def counts() -> tuple[int, int, int, int, int]:
@@ -293,7 +294,8 @@ def refuse_sync(on: bool) -> None:
 
 
 def set_sync_debug_mode(mode: int | str) -> None:
-    """Take "default", "warn" or "error", as `torch.cuda` does; copies to the device that are not non_blocking count too."""
+    """Take "default", "warn" or "error", as `torch.cuda` does. Copies to the device that are not non_blocking count
+    too."""
     number = {"default": 0, "warn": 1, "error": 2}.get(mode, mode) if isinstance(mode, str) else mode
     if number not in (0, 1, 2):
         raise RuntimeError(f"invalid value of the debug mode, {mode!r}; expected 'default', 'warn' or 'error'")
@@ -306,7 +308,7 @@ def get_sync_debug_mode() -> int:
 
 
 def violations() -> list[str]:
-    """Return what was found so far: races between streams, and pinned memory or freed memory that is used too early."""
+    """Return the violations so far: races between streams, and pinned memory or freed memory that is used too early."""
     return _native.violations()  # type: ignore[no-any-return]
 
 
@@ -315,7 +317,8 @@ def clear_violations() -> None:
 
 
 def raise_violations(on: bool) -> None:
-    """Say whether the operator, copy or wait after a violation raises (the default), or `violations()` alone tells of it."""
+    """Choose whether the operator, copy or wait after a violation raises (the default), or only `violations()` reports
+    it."""
     _native.raise_violations(on)
 
 

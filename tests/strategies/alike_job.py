@@ -1,4 +1,4 @@
-"""What has to be the same under every strategy, in corners of a step: as functions that run on each rank."""
+"""Corner cases of a step that must agree under every strategy, as functions that run on every rank."""
 
 from __future__ import annotations
 
@@ -22,13 +22,20 @@ STRATEGIES = ("ddp", "ddp_sharded", "fsdp")
 ZERO = ("deepspeed_stage_1", "deepspeed_stage_3")
 
 
+def accepting(strategy: str) -> Any:
+    """Return a strategy that accepts an optimizer not known to be elementwise."""
+    if strategy == "fsdp":
+        return tw.FSDPStrategy(elementwise=True)
+    return tw.DeepSpeedStrategy(stage=int(strategy[-1]), elementwise=True) if strategy in ZERO else strategy
+
+
 def data(samples: int = 24) -> DataLoader[Any]:
     torch.manual_seed(5)
     return DataLoader(TensorDataset(torch.randn(samples, WIDTH)), batch_size=2)
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters, gathered where each rank has a part. Collective."""
+    """Return the whole parameters. Collective."""
     named = {name: each.detach() for name, each in module.named_parameters()}
     return {
         name: (each.full_tensor() if hasattr(each, "full_tensor") else each).float().clone()
@@ -77,24 +84,38 @@ def buffers(strategy: str) -> dict[str, Any]:
     return found
 
 
-class Late(tw.Module):
-    """Makes parameters after it was set up, other ones on each rank, and clips."""
+class Copies(tw.Module):
+    """Learns to copy its input, by an optimizer that `make` makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Any = torch.optim.SGD) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.net = nn.Linear(WIDTH, 4)
-        self.made_in_an_epoch = False
+        self.net, self.head, self.make = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH), make
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.head(self.net(x).tanh())
-        return out + self.shift if self.made_in_an_epoch else out
+        return self.head(self.net(x).tanh())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return (self(batch[0]) - batch[0]).square().mean()
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("error", (self(batch[0]) - batch[0]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters(), lr=0.1)
+
+
+class Late(Copies):
+    """Makes parameters after the setup, with other values on every rank, and clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+        self.made_in_an_epoch = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + self.shift if self.made_in_an_epoch else out
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -117,7 +138,7 @@ def late(strategy: str, folder: Path) -> dict[str, Any]:
 
 
 class Tempered(tw.Module):
-    """Has parameters with and without dimensions, and clips in each of two batches before it steps."""
+    """Has scalar and larger parameters, and clips in both batches before a step."""
 
     def __init__(self, is_automatic: bool) -> None:
         super().__init__()
@@ -156,7 +177,7 @@ def tempered(strategy: str) -> dict[str, Any]:
 
 
 class Keeping(torch.optim.Optimizer):
-    """Keeps what is no tensor of its parameter: a number, a tuple, tensors in a list."""
+    """Keeps state other than tensors: a number, a tuple, a list."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -171,22 +192,13 @@ class Keeping(torch.optim.Optimizer):
             parameter -= 0.1 / state["pair"][0] * sum(state["history"])
 
 
-class Kept(Late):
-    def on_train_epoch_start(self) -> None:
-        pass
-
-    def configure_optimizers(self) -> Any:
-        self.head = nn.Linear(4, WIDTH)
-        return Keeping(self.parameters(), lr=0.1)
-
-
 def kept(strategy: str, folder: Path) -> dict[str, Any]:
     """Whole, and in three parts."""
-    module = Kept()
+    module = Copies(Keeping)
     tw.Trainer(strategy=strategy, max_epochs=3, **QUIET).fit(module, data())
     path = None
     for epochs in (1, 2, 3):
-        again = Kept()
+        again = Copies(Keeping)
         trainer = tw.Trainer(strategy=strategy, max_epochs=epochs, **QUIET)
         trainer.fit(again, data(), ckpt_path=path)
         path = folder / f"kept-{strategy}-{epochs}.ckpt"
@@ -194,9 +206,9 @@ def kept(strategy: str, folder: Path) -> dict[str, Any]:
     return {"whole": whole(module), "in parts": whole(again)}
 
 
-class Unstorable(Kept):
+class Unstorable(Copies):
     def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
+        optimizer = Keeping(self.parameters(), lr=0.1)
         optimizer.register_step_post_hook(self._put)
         return optimizer
 
@@ -206,12 +218,12 @@ class Unstorable(Kept):
             optimizer.state[parameter]["odd"] = object()
 
 
-class RowNorms(tw.Module):
-    """Has a layer whose forward scales the rows that it looks up."""
+class Words(tw.Module):
+    """Has an embedding with these options."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.words = nn.Embedding(9, WIDTH, max_norm=1.0)
+        self.words = nn.Embedding(9, WIDTH, **options)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.words((batch[0].abs() * 3).long().clamp(max=8)).square().mean()
@@ -220,40 +232,11 @@ class RowNorms(tw.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Words(tw.Module):
-    """Has a layer with sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(9, WIDTH, sparse=True)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.words((batch[0].abs() * 3).long().clamp(max=8)).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SparseAdam(self.parameters(), lr=0.1)
-
-
-class Plainly(tw.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(WIDTH, WIDTH)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.net(batch[0]).square().mean()
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.net(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-
 def outlived(strategy: str) -> list[bool]:
     """Whether a module and its trainer are still there when a run is over and nobody holds them."""
 
     def run(*calls: str) -> list[Any]:
-        module = Plainly()
+        module = Copies(torch.optim.AdamW)
         trainer = tw.Trainer(strategy=strategy, max_epochs=1, **QUIET)
         for call in calls:
             getattr(trainer, call)(module, data())
@@ -265,7 +248,7 @@ def outlived(strategy: str) -> list[bool]:
 
 
 def told(work: Any) -> str:
-    """What the work is refused with."""
+    """Return the error that the work raises."""
     try:
         work()
     except Exception as error:
@@ -273,25 +256,18 @@ def told(work: Any) -> str:
     return "nothing"
 
 
-class Hooked(Late):
-    """Counts what its parameters' hooks are called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, WIDTH)
-
-    def on_train_epoch_start(self) -> None:
-        pass
+class Hooked(Copies):
+    """Records the calls of its parameters' hooks."""
 
     def configure_optimizers(self) -> Any:
         self.calls: list[bool] = []
         self.net.weight.register_post_accumulate_grad_hook(lambda p: self.calls.append(bool(p.grad.any())))
         self.net.bias.register_hook(lambda gradient: self.calls.append(bool(gradient.any())))
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().configure_optimizers()
 
 
 def hooked(folder: Path) -> dict[str, Any]:
-    """The hooks' calls in a run, in one that goes on from its end, and in one that goes on and trains."""
+    """Return the hooks' calls in a run, and in two runs resumed from its end, of which the second trains."""
     found = {}
     for name, epochs, path in (("first", 1, None), ("ended", 1, "hooked.ckpt"), ("more", 2, "hooked.ckpt")):
         module = Hooked()
@@ -303,8 +279,8 @@ def hooked(folder: Path) -> dict[str, Any]:
     return found
 
 
-class Apart(Late):
-    """Leaves a parameter and a buffer to each rank."""
+class Apart(Copies):
+    """Excludes a parameter and a buffer from synchronization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,13 +291,6 @@ class Apart(Late):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return (self(batch[0]) + self.own - batch[0]).square().mean()
 
-    def on_train_epoch_start(self) -> None:
-        pass
-
-    def configure_optimizers(self) -> Any:
-        self.head = nn.Linear(4, WIDTH)
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def apart() -> dict[str, Any]:
     module = Apart()
@@ -331,23 +300,8 @@ def apart() -> dict[str, Any]:
     return {**whole(module), "place": module.place}
 
 
-class Other(Late):
-    """Is stepped by an optimizer that is given."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.make = make
-
-    def on_train_epoch_start(self) -> None:
-        pass
-
-    def configure_optimizers(self) -> Any:
-        self.head = nn.Linear(4, WIDTH)
-        return self.make(self.parameters(), lr=0.1)
-
-
-class Scheduled(Other):
-    """Its learning rate falls by half each epoch."""
+class Scheduled(Copies):
+    """Its learning rate is halved every epoch."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -358,12 +312,12 @@ def rates(strategy: str, folder: Path) -> dict[str, list[float]]:
     """Return the learning rates that were logged, by name."""
     monitor = tw.LearningRateMonitor()
     settings = {**QUIET, "logger": tw.CSVLogger(folder / f"rates {strategy}"), "log_every_n_steps": 1}
-    tw.Trainer(strategy=strategy, max_epochs=2, callbacks=[monitor], **settings).fit(Scheduled(torch.optim.SGD), data())
+    tw.Trainer(strategy=strategy, max_epochs=2, callbacks=[monitor], **settings).fit(Scheduled(), data())
     return monitor.lrs
 
 
 class Telling(torch.optim.SGD):
-    """Notes what its arithmetic is computed in."""
+    """Records autocast and the default dtype of its steps."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr)
@@ -380,12 +334,12 @@ def arithmetic(strategy: str) -> dict[str, Any]:
         for is_automatic in (True, False):
             module, seen = Tempered(is_automatic), set()
             module.configure_optimizers = lambda m=module, s=seen: _telling(m, s)
-            tw.Trainer(strategy=strategy, precision=precision, max_epochs=1, **QUIET).fit(module, data())
+            tw.Trainer(strategy=accepting(strategy), precision=precision, max_epochs=1, **QUIET).fit(module, data())
             found[f"{precision} {is_automatic}"] = seen
     return found
 
 
-class Norms(Late):
+class Norms(Copies):
     """Has layers that autocast computes in a low precision, and some whose weights it leaves in float32."""
 
     def __init__(self) -> None:
@@ -394,13 +348,6 @@ class Norms(Late):
         convolution = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten())
         norms = [nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.BatchNorm1d(8), nn.PReLU()]
         self.net = nn.Sequential(nn.Linear(WIDTH, 8), *norms, convolution, encoder, nn.Linear(8, 4))
-        self.head = nn.Linear(4, WIDTH)
-
-    def on_train_epoch_start(self) -> None:
-        pass
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def norms(strategy: str) -> dict[str, Any]:
@@ -461,28 +408,32 @@ def alike(folder: Path) -> dict[str, Any]:
         )
     for strategy in (*STRATEGIES, *ZERO):
         refused[f"row norms {strategy}"] = told(
-            lambda strategy=strategy: tw.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(RowNorms(), data())
+            lambda strategy=strategy: tw.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(
+                Words(max_norm=1.0), data()
+            )
         )
         refused[f"sparse {strategy}"] = told(
-            lambda strategy=strategy: tw.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(Words(), data())
+            lambda strategy=strategy: tw.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(
+                Words(sparse=True), data()
+            )
         )
     for strategy in (*STRATEGIES, *ZERO):
         settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder}
-        trainer = tw.Trainer(strategy=strategy, max_epochs=1, **settings)
-        refused[f"packed {strategy}"] = told(lambda trainer=trainer: trainer.fit(Other(Low), data()))
+        trainer = tw.Trainer(strategy=accepting(strategy), max_epochs=1, **settings)
+        refused[f"packed {strategy}"] = told(lambda trainer=trainer: trainer.fit(Copies(Low), data()))
         refused[f"packed {strategy}"] += f" after {trainer.global_step} steps"
-    module = Other(torch.optim.SGD)
+    module = Copies()
     tw.Trainer(strategy="fsdp", precision="bf16-mixed", max_epochs=1, **QUIET).fit(module, data())
     for call in ("fit", "validate"):
         for precision in ("32-true", "16-mixed"):
             trainer = tw.Trainer(strategy="fsdp", precision=precision, max_epochs=1, **QUIET)
             refused[f"{call} {precision}"] = told(lambda t=trainer, call=call: getattr(t, call)(module, data()))
     refused["copy"] = told(lambda: copy.deepcopy(module))
-    parted = Other(torch.optim.SGD)
+    parted = Copies()
     tw.Trainer(strategy="deepspeed_stage_3", max_epochs=1, **QUIET).fit(parted, data())
     refused["copy of stage 3"] = told(lambda: copy.deepcopy(parted))
     for kind in (torch.optim.Adafactor, torch.optim.Rprop, Whole):
         refused[kind.__name__] = told(
-            lambda kind=kind: tw.Trainer(strategy="fsdp", max_epochs=1, **QUIET).fit(Other(kind), data())
+            lambda kind=kind: tw.Trainer(strategy=accepting("fsdp"), max_epochs=1, **QUIET).fit(Copies(kind), data())
         )
     return found

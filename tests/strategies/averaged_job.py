@@ -1,4 +1,4 @@
-"""The job of the averaged weights: what a rank does under each strategy, and what one process does on the same batches."""
+"""The job of test_averaged.py: averaged weights on a rank under every strategy, and on one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOVES = [
     ("deepspeed_stage_1", "deepspeed_stage_3"),
     ("deepspeed_stage_3", "deepspeed_stage_2"),
 ]
-"""Whose checkpoint another strategy loads."""
+"""(the strategy that saves a checkpoint, the strategy that loads it)."""
 EPOCHS = 3
 
 
@@ -54,7 +54,7 @@ class Averaged(Classifier):
 
 
 class Normed(Averaged):
-    """Its batch norm sees the inputs alone, so that its statistics do not depend on the weights."""
+    """Its batch norm reads only the inputs, so its statistics do not depend on the weights."""
 
     def __init__(self, thaws: bool = False) -> None:
         super().__init__(thaws)
@@ -74,7 +74,7 @@ class Stopped(Averaged):
 
 
 class Failed(Averaged):
-    """Each rank fails within a validation."""
+    """Every rank fails within a validation."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 9 and batch_idx == 1:
@@ -90,7 +90,7 @@ class Latest(tw.Callback):
 
 
 class Scores(tw.Callback):
-    """Keeps what each validation gave."""
+    """Records the loss of every validation."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -119,7 +119,7 @@ def train(
     saved: Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train, with a best and a last checkpoint in `folder`; return the weights at the end, gathered, and the scores."""
+    """Train with checkpoints in `folder`, and return the whole weights and the scores."""
     scores, module = Scores(), kind(thaws)
     callbacks: list[Any] = [scores, average or ema()]
     if folder is not None:
@@ -150,7 +150,7 @@ def averaged_quickly(folder: Path) -> dict[str, Any]:
 
 
 def averaged(folder: Path) -> dict[str, Any]:
-    """Train under each strategy, with both kinds of averages, whole and resumed."""
+    """Train under every strategy with both kinds of averages, whole and resumed."""
     found: dict[str, Any] = {}
     for strategy in PARALLEL:
         options: dict[str, Any] = {"strategy": strategy, "devices": 2, "thaws": not strategy.startswith("deepspeed")}
@@ -175,7 +175,7 @@ def averaged(folder: Path) -> dict[str, Any]:
 
 
 def cut(folder: Path) -> dict[str, Any]:
-    """Stop a validation, and resume the run; let one fail."""
+    """Stop a validation and resume the run, and then make a validation fail."""
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp", "deepspeed_stage_3"):
         options: dict[str, Any] = {"strategy": strategy, "devices": 2, "thaws": False}

@@ -1,4 +1,4 @@
-"""What every strategy has to do, as functions that run on each rank of a job and, for comparison, on one process."""
+"""The checks of every strategy, as functions that run on every rank of a job and on one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import trainwright as tw
 
-WORDS, WIDTH, LENGTH = 11, 5, 6  # neither 2 nor 4 divides a shape of the model but that of the hidden layer's input
+WORDS, WIDTH, LENGTH = 11, 5, 6  # 2 and 4 divide no shape of the model except the hidden layer's input
 RANK_BATCH = 2
 STEPS = 6
 CASES: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ class Classifies(tw.Module):
 
 
 class Players(tw.Module):
-    """Two optimizers that the module steps by itself; the second loss leaves gradients on the first player."""
+    """Steps two optimizers manually, and the second loss leaves gradients on the first player."""
 
     automatic_optimization = False
 
@@ -111,8 +111,33 @@ class Players(tw.Module):
             maker.step()
 
     def configure_optimizers(self) -> Any:
-        # Plain SGD with a rate of 1: the first step's gradients are what the weights have changed by.
+        # Plain SGD with a rate of 1: the first step changes the weights by the gradients.
         return [torch.optim.SGD(self.critic.parameters(), 1.0), torch.optim.SGD(self.maker.parameters(), 1.0)]
+
+
+class Player(tw.Module):
+    """Steps one optimizer manually, after two backwards and after one."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.softplus(-self.net(batch[0][:, 3:])).mean())
+        self.manual_backward(F.softplus(self.net(batch[0][:, :5])).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        self.manual_backward(F.softplus(self.net(batch[0][:, 1:6])).mean())
+        self.clip_gradients(optimizer, 0.05)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1.0)
 
 
 class Wide(tw.Module):
@@ -141,12 +166,12 @@ def draws(samples: int) -> TensorDataset:
 
 
 def loader(data: TensorDataset, ranks: int) -> DataLoader[Any]:
-    """The loader of a rank; `ranks` is how many ranks' work the process does."""
+    """Return the loader of a process that does the work of this many ranks."""
     return DataLoader(data, batch_size=RANK_BATCH * ranks)
 
 
 class StepNorms(tw.Callback):
-    """Notes the norm of each step as the engine reports it."""
+    """Records the norms that the engine reports."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -164,7 +189,7 @@ class StepNorms(tw.Callback):
 
 
 def train(strategy: Any, world: int, ranks: int, path: Path, **settings: Any) -> dict[str, Any]:
-    """Train a fresh classifier for six batches, save it, and return what it logged; `ranks` as for `loader`."""
+    """Train a new classifier for six batches, save it, and return its figures."""
     module, norms = Classifies(), StepNorms()
     trainer = tw.Trainer(max_epochs=1, strategy=strategy, callbacks=[norms], **{**QUIET, **settings})
     trainer.fit(module, loader(sentences(STEPS * RANK_BATCH * world), ranks))
@@ -179,11 +204,16 @@ def train(strategy: Any, world: int, ranks: int, path: Path, **settings: Any) ->
     }
 
 
-def train_players(strategy: Any, world: int, ranks: int, path: Path) -> None:
+def manual_kind(strategy: str) -> type[tw.Module]:
+    """Return the module with manual optimization that a strategy can train."""
+    return Player if strategy.startswith("deepspeed") else Players
+
+
+def train_manually(kind: type[tw.Module], strategy: Any, world: int, ranks: int, folder: Path) -> None:
     for steps in (1, 3):
         trainer = tw.Trainer(max_epochs=1, strategy=strategy, **QUIET)
-        trainer.fit(Players(), loader(draws(steps * RANK_BATCH * world), ranks))
-        trainer.save_checkpoint(str(path.with_name(f"{path.name}-{steps}.ckpt")))
+        trainer.fit(kind(), loader(draws(steps * RANK_BATCH * world), ranks))
+        trainer.save_checkpoint(str(folder / f"{kind.__name__}-{steps}.ckpt"))
 
 
 def evaluate(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
@@ -219,7 +249,7 @@ class Overflows(Classifies):
 
 
 def train_low(strategy: Any, world: int, path: Path) -> dict[str, Any]:
-    """Train in each mixed precision, with a gradient that overflows on one rank alone."""
+    """Train in both mixed precisions, with a gradient that overflows on one rank only."""
     found: dict[str, Any] = {}
     for precision in ("bf16-mixed", "16-mixed"):
         module = Classifies() if precision == "bf16-mixed" else Overflows()
@@ -251,7 +281,10 @@ def contract(folder: Path) -> dict[str, Any]:
     for case, settings in CASES.items():
         found[case] = train(strategy, world, 1, folder / f"{case}.ckpt", **settings)
     found["evaluation"] = evaluate(strategy, 1, folder / "plain.ckpt")
-    train_players(strategy, world, 1, folder / "players")
+    train_manually(manual_kind(strategy), strategy, world, 1, folder)
+    if manual_kind(strategy) is Player:
+        with pytest.raises(ValueError, match=r"trains one optimizer, and was given 2.*'ddp', 'ddp_sharded' or 'fsdp'"):
+            train_manually(Players, strategy, world, 1, folder)
     found["bytes"] = optimizer_bytes(strategy)
     found["low"] = train_low(strategy, world, folder / "low")
     if strategy == "deepspeed_stage_3":
@@ -267,7 +300,7 @@ def compiled(folder: Path) -> dict[str, Any]:
 
 
 def more_ranks(folder: Path) -> dict[str, Any]:
-    """Make the main check alone, for three and four ranks."""
+    """Make only the main check, for three and four ranks."""
     quiet()
     strategy = folder.name.partition("@")[0]
     world = tw.Trainer(strategy=strategy, **QUIET).world_size
@@ -290,7 +323,7 @@ def fail(folder: Path) -> None:
 
 
 def quiet() -> None:
-    """Let other packages' own warnings pass; ours and torch's on this code stay errors."""
+    """Ignore the warnings of other packages, while warnings of this package and torch stay errors."""
     warnings.filterwarnings(
         "ignore", "The .grad attribute of a Tensor that is not a leaf"
     )  # torch's compiler looks at it
@@ -300,18 +333,19 @@ def quiet() -> None:
 
 
 def alone(world: int, folder: Path) -> dict[str, Any]:
-    """Return what one process finds, doing the work of that many."""
+    """Return the results of one process that does the work of all ranks."""
     found: dict[str, Any] = {}
     for case, settings in CASES.items():
         found[case] = train("single_device", world, world, folder / f"{case}.ckpt", **settings)
     found["evaluation"] = evaluate("single_device", world, folder / "plain.ckpt")
-    train_players("single_device", world, world, folder / "players")
+    for kind in (Player, Players):
+        train_manually(kind, "single_device", world, world, folder)
     found["bytes"] = optimizer_bytes("single_device")
     return found
 
 
 def relative_distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield each tensor's largest difference, as a part of the larger of 0.01 and its largest element."""
+    """Yield every tensor's largest difference relative to its largest element, or to 0.01 if that is larger."""
     assert left.keys() == right.keys(), left.keys() ^ right.keys()
     for name, value in left.items():
         assert value.shape == right[name].shape, name

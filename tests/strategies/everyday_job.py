@@ -1,4 +1,4 @@
-"""What users of every strategy do each day, as functions that run on each rank of a job and, for comparison, on one process."""
+"""The everyday calls under every strategy, as functions that run on every rank of a job and on one process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainwright.checkpoint.foreign_formats import read_weights
 
 RANK_BATCH = 2
 Case = Callable[[Any, int, Path], dict[str, Any]]
-"""Given a strategy (a name, or what makes one), how many ranks' work this process does, and where to save."""
+"""Called with a strategy (a name or a function), the number of ranks whose work this process does, and a path."""
 
 
 class Regresses(tw.Module):
-    """A net whose shapes two ranks cannot divide, with dropout where it is asked for."""
+    """A net whose shapes are not divisible by two, with optional dropout."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def uneven(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
 
 
 def one_sample_window(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
-    """The last window is of one sample, which one rank alone has."""
+    """The last window has one sample, on one rank."""
     used = trainer(strategy, accumulate_grad_batches=5, gradient_clip_val=0.01, gradient_clip_algorithm="value")
     used.fit(Regresses(), loader(21, ranks))
     used.save_checkpoint(str(path))
@@ -120,7 +120,7 @@ class Collects(tw.Callback):
 
 
 def all_stages(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
-    """Fit, validate, test, predict and fit again with one Trainer and one module; a checkpoint after test."""
+    """Fit, validate, test, save, predict and fit again with one Trainer and one module."""
     module, used = Regresses(), trainer(strategy)
     used.fit(module, loader(16, ranks), loader(9, ranks))
     found = {
@@ -177,11 +177,11 @@ def plateau(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
 EQUAL: dict[str, Case] = {
     each.__name__: each for each in (uneven, one_sample_window, limits, overfit, all_stages, callbacks, plateau)
 }
-"""What has to come out as on one process."""
+"""The cases whose results must match one process."""
 
 
 def resumed(strategy: Any, folder: Path) -> None:
-    """Save runs that were resumed from "last", at an epoch's end and within one, beside one that was never stopped."""
+    """Save a whole run, and runs resumed at an epoch's end and within an epoch."""
 
     def run(seed: int, kept: str | None, ckpt_path: str | None = None, max_epochs: int = 2, **every: int) -> tw.Trainer:
         module = Regresses(0.3)
@@ -258,12 +258,12 @@ def everyday(strategy: Any, folder: Path) -> dict[str, Any]:
 
 
 def alone(folder: Path) -> dict[str, Any]:
-    """Return what one process finds, doing the work of two ranks."""
+    """Return the results of one process that does the work of two ranks."""
     return {name: case("single_device", 2, folder / f"{name}.ckpt") for name, case in EQUAL.items()}
 
 
 def assert_same_weights(path: Path, other: Path, tolerance: float = 1e-5) -> None:
-    """The weights of two checkpoints are close; bit for bit with a tolerance of 0."""
+    """Check that the weights of two checkpoints are close, or equal with a tolerance of 0."""
     left, right = read_weights(path).state_dict, read_weights(other).state_dict
     assert dict(relative_distance(left, right)) == pytest.approx(
         dict.fromkeys((n for n, v in right.items() if v.is_floating_point()), 0.0), abs=tolerance

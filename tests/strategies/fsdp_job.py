@@ -1,9 +1,8 @@
-"""What FSDP2 makes hard, as functions that run on each rank of a job and, for comparison, on one process."""
+"""The checks of FSDP2, as functions that run on every rank of a job and on one process."""
 
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp2.strategy import FSDPStrategy
 
 WIDTH = 6
 
 
 class Block(nn.Module):
-    """A block with a method beside its forward; counts its forwards."""
+    """A block that counts its forwards and has other methods."""
 
     def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
         super().__init__()
@@ -43,16 +42,16 @@ class Block(nn.Module):
         return x + self.down(self.dropout(self.norm(self.up(x)).tanh()))
 
     def encode(self, x: Tensor) -> Tensor:
-        """A method that uses parameters of its own."""
+        """Use parameters outside of the forward."""
         return F.linear(x, self.up.weight).sum(dim=1, keepdim=True)
 
     def twice(self, x: Tensor) -> Tensor:
-        """A method that calls the block."""
+        """Call the block twice."""
         return self(self(x))
 
 
 class Blocks(tw.Module):
-    """A stack of blocks; `mode` says what the step does beside calling them."""
+    """A stack of blocks, with a `mode` that adds work to the step."""
 
     def __init__(self, mode: str = "", dropout: float = 0.0, norm: bool = False) -> None:
         super().__init__()
@@ -146,7 +145,7 @@ class Thaws(Blocks):
 
 
 class Made(Blocks):
-    """Makes its layers when the strategy is there; on the meta device, or for real."""
+    """Makes its layers in configure_model, on the meta device or on the CPU."""
 
     def __init__(self, device: str) -> None:
         tw.Module.__init__(self)
@@ -174,7 +173,7 @@ class Nested(nn.Module):
 
 
 class EndsInBlock(Made):
-    """Whose last layer on the meta device is in a group of its own."""
+    """Has its last meta layer in a separate group."""
 
     def configure_model(self) -> None:
         if hasattr(self, "blocks"):
@@ -211,7 +210,7 @@ def by_blocks(**options: Any) -> FSDPStrategy:
 
 
 def equal_cases(parallel: bool) -> dict[str, Any]:
-    """Runs that have to end as on one process: (what makes the strategy, what makes the module, settings)."""
+    """Return runs that must match one process: (function of the strategy, function of the module, settings)."""
     window = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
     cases: dict[str, Any] = {
         "methods": (by_blocks, partial(Blocks, "methods"), {}),
@@ -247,7 +246,7 @@ def recomputing(folder: Path) -> dict[str, Any]:
 
 
 def on_meta(folder: Path) -> dict[str, Any]:
-    """Modules of the meta device are those that are made for real; values set in other ways are refused by name."""
+    """Modules of the meta device match modules on the CPU, and values set in other ways are rejected by name."""
 
     class Custom(Made):
         def configure_model(self) -> None:
@@ -277,7 +276,7 @@ def low_precision(folder: Path) -> dict[str, Any]:
 
 
 def refusals() -> None:
-    """What cannot be is refused with the name of what is in the way."""
+    """Check that every error names the cause."""
     with pytest.raises(RuntimeError, match=r"used 'blocks.1.up.weight' of Blocks itself.*Call self.blocks\[1\]\(...\)"):
         trainer(by_blocks).fit(Blocks("bare"), rows(4, 1))
     with pytest.raises(RuntimeError, match=r"used 'blocks.0.down.bias'.*use the optimizer's weight_decay"):
@@ -285,13 +284,13 @@ def refusals() -> None:
     module = Blocks()
     trainer(by_blocks).fit(module, rows(4, 1))
     assert isinstance(module.blocks[0].up.weight, DTensor)
-    with pytest.raises(ValueError, match=r"parameter 'blocks.0.up.weight' of Blocks is sharded, as fsdp"):
+    with pytest.raises(ValueError, match=r"parameter 'blocks.0.up.weight' of Blocks was sharded by fsdp"):
         trainer("ddp").fit(module, rows(4, 1))
     mixed = Blocks()
     mixed.blocks[2].down.double()
     with pytest.raises(ValueError, match=r"in one dtype, but here are 'up.bias' in float32, 'down.bias' in float64"):
         trainer(by_blocks).fit(mixed, rows(4, 1))
-    with pytest.raises(ValueError, match=r"chooses no submodule of Blocks; the classes in it are Block, Dropout"):
+    with pytest.raises(ValueError, match=r"chooses no submodule of Blocks, whose classes are Block, Dropout"):
         trainer(partial(FSDPStrategy, auto_wrap_policy={nn.Conv2d})).fit(Blocks(), rows(4, 1))
     with pytest.raises(ValueError, match=r"makes 'second' a group, but its parameter '0.weight' is also used outside"):
         trainer(partial(FSDPStrategy, auto_wrap_policy={nn.Sequential})).fit(Zoo(), rows(4, 1))
@@ -303,55 +302,6 @@ def refusals() -> None:
 
     with pytest.raises(ValueError, match=r"'out.weight' of Lazy is lazy"):
         trainer(by_blocks).fit(Lazy(), rows(4, 1))
-
-
-def own_loop(folder: Path) -> float:
-    """A loop of one's own, with an optimizer that was made before its module was sharded."""
-    module = Blocks("methods")
-    optimizer = torch.optim.AdamW(module.parameters(), 0.02, eps=1e-3)
-    used = tw.Accelerator(strategy=by_blocks(), cpu=True, gradient_accumulation_steps=2)
-    model, prepared, data = used.prepare(module, optimizer, rows(16, 1))
-    norm = torch.zeros(())
-    for (x,) in data:
-        with used.accumulate(model):
-            used.backward((model(x) - x.sum(dim=1, keepdim=True)).square().mean())
-            if used.sync_gradients:
-                norm = used.clip_grad_norm_(model.parameters(), 0.5)
-            prepared.step()
-            prepared.zero_grad()
-    used.save_state(str(folder / "own.ckpt"))
-    return float(norm)
-
-
-def stumbled(strategy: Any, path: Path) -> None:
-    """Train in a loop of one's own that leaves out the batches that fail, in a backward or a forward."""
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("the user's")
-
-    def fail_later(block: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(fail)  # type: ignore[no-untyped-call]
-
-    module = Blocks()
-    places: list[Any] = [
-        lambda: module.out.register_forward_hook(fail_later),
-        None,
-        lambda: module.blocks[1].register_forward_hook(fail_later),
-        lambda: module.blocks[1].down.register_forward_hook(fail),
-        None,
-    ]
-    used = tw.Accelerator(strategy=strategy, cpu=True)
-    model, optimizer, data = used.prepare(
-        module, torch.optim.AdamW(module.parameters(), 0.02, eps=1e-3), rows(RANK_BATCH * len(places), 1)
-    )
-    for (x,), place in zip(data, places, strict=True):
-        hook = place() if place else nullcontext()
-        with suppress(ArithmeticError), hook:
-            used.backward((model(x) - x.sum(dim=1, keepdim=True)).square().mean())
-            optimizer.step()
-        optimizer.zero_grad()
-    used.save_state(str(path))
-    used.free_memory()
 
 
 class LogsNorm(tw.Module):
@@ -443,7 +393,6 @@ def fsdp(folder: Path) -> dict[str, Any]:
     found["called"] = called_after_fit(folder)
     found["in a hook"] = called_in_hook()
     found["drawn"] = drawn()
-    found["norm"] = own_loop(folder)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         tw.Trainer(strategy="fsdp_cpu_offload", **QUIET)

@@ -1,11 +1,9 @@
-"""Kinds of layers under each strategy in mixed precision, and the module that a run leaves, for test_layers.py."""
+"""Kinds of layers under every strategy in mixed precision, and the module after a run, for test_layers.py."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
-import math
 import pickle
 import warnings
 from functools import partial
@@ -22,15 +20,15 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.strategies.fsdp import FSDPStrategy
-from trainwright.strategies.low_precision_layers import SMALL
+from trainwright.strategies.fsdp2.strategy import FSDPStrategy
+from trainwright.strategies.fsdp2.wrap_policy import SMALL
 
 STRATEGIES = ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 SHARDED = ("fsdp", "deepspeed_stage_3")
 PRECISIONS = ("bf16-mixed", "16-mixed")
 WIDTH = 8
 SHIFT = 2.0**-8
-"""What a loss is multiplied by: nets so small overflow at the usual scale of float16, and by other batches on two ranks."""
+"""The factor of every loss. Without it such small nets overflow in float16, in other batches on two ranks."""
 
 
 class Padded(nn.Module):
@@ -62,7 +60,7 @@ class Recurrent(nn.Module):
 
 
 class Follows(nn.Module):
-    """A frozen layer, an average in a buffer, a layer that is called outside of autocast, and a bare matrix."""
+    """A frozen layer, an average in a buffer, a layer called outside of autocast, and a bare matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +143,7 @@ def trained(name: str, strategy: Any, precision: str, ranks: int) -> tuple[tw.Tr
 
 
 def alone() -> dict[Any, Any]:
-    """Return what each net has become on one process, and its score."""
+    """Return the weights and the score of every net on one process."""
     found = {}
     for name in NETS:
         for precision in PRECISIONS:
@@ -155,7 +153,7 @@ def alone() -> dict[Any, Any]:
 
 
 def scores(name: str, strategy: Any, precision: str, path: str) -> tuple[Any, tw.Module, list[float]]:
-    """Train, save, and score what was saved: in the run, after it, and in a run of its own; return the weights saved too."""
+    """Train, save, and return the saved weights, the module, and its scores in the run, after it and in a new run."""
     used, module, loss = trained(name, strategy() if callable(strategy) else strategy, precision, 2)
     used.save_checkpoint(path)
     again = used.validate(module, loader(2), verbose=False)[0]["val_loss"]
@@ -165,7 +163,7 @@ def scores(name: str, strategy: Any, precision: str, path: str) -> tuple[Any, tw
 
 
 def look(module: tw.Module, plain: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Look at what is left of a module, or at the whole copy of a sharded one."""
+    """Check a module after a run, or the whole copy of a sharded module."""
     for key, value in plain.state_dict().items():
         assert value.dtype == saved[key].dtype, key
         assert torch.equal(value, saved[key]) or key in dict(plain.named_buffers()), key  # rank 0's are saved
@@ -175,7 +173,7 @@ def look(module: tw.Module, plain: nn.Module, saved: dict[str, Tensor]) -> None:
     assert repr(plain)
     if not any(
         "parametrizations" in key or key.endswith("weight_g") for key in saved
-    ):  # which torch copies and pickles not
+    ):  # torch cannot copy and pickle these
         copy.deepcopy(plain)
         pickle.dumps(plain)
         torch.save(plain, io.BytesIO())
@@ -201,12 +199,11 @@ def layers(folder: Path) -> dict[Any, Any]:
                 look(module, whole, saved)
     assert (tw.gather_module(Net("follows")) is None) == (torch.distributed.get_rank() > 0)
     groups()
-    found["digits"] = digits(folder)
     return found
 
 
 class Large(tw.Module):
-    """A float32 layer too large to be kept whole, blocks that compute anew, a method and a hook of the user's."""
+    """A large float32 layer, blocks with activation checkpointing, and a hook of the user."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,15 +225,13 @@ class Large(tw.Module):
 
 
 def groups() -> None:
-    """Gather what fsdp has sharded in groups of several kinds, on rank 0 alone."""
+    """Gather fsdp's groups of several kinds on rank 0."""
     make = partial(FSDPStrategy, auto_wrap_policy={nn.Sequential}, activation_checkpointing_policy=True)
     module = Large()
     tw.Trainer(strategy=make(), precision="bf16-mixed", max_epochs=1, **QUIET).fit(module, loader(2))
     whole = tw.gather_module(module)
     assert (whole is None) == (torch.distributed.get_rank() > 0)
-    with pytest.raises(
-        ValueError, match=r"is sharded, as fsdp or ZeRO stage 3 has left it.*tw.gather_module\(module\)"
-    ):
+    with pytest.raises(ValueError, match=r"was sharded by fsdp or ZeRO stage 3.*tw.gather_module\(module"):
         tw.Trainer(strategy="ddp", max_epochs=1, **QUIET).fit(module, loader(2))
     if isinstance(whole, Large):
         assert type(whole.block) is nn.Sequential
@@ -245,25 +240,3 @@ def groups() -> None:
         whole.block(whole.table(torch.arange(3))).sum().backward()
         assert len(whole.seen) == count + 1
         assert len(module.seen) == count
-
-
-def digits(folder: Path) -> dict[Any, float]:
-    """The project's own demo, a few batches of it, under each strategy in each mixed precision; return the losses."""
-    path = Path(__file__).parents[2] / "examples" / "digits.py"
-    spec = importlib.util.spec_from_file_location("digits", path)
-    assert spec is not None
-    assert spec.loader is not None
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
-    train, val, test = demo.load_splits()
-    found = {}
-    for strategy in STRATEGIES:
-        for precision in PRECISIONS:
-            tw.seed_everything(0)
-            module, limits = demo.Digits(1), {"limit_train_batches": 4, "limit_val_batches": 2, "limit_test_batches": 2}
-            used = tw.Trainer(strategy=strategy, precision=precision, max_epochs=1, **limits, **QUIET)
-            used.fit(module, DataLoader(train, batch_size=32, shuffle=True), DataLoader(val, batch_size=32))
-            used.test(module, DataLoader(test, batch_size=32), verbose=False)
-            found[strategy, precision] = float(used.callback_metrics["test_acc"])
-            assert math.isfinite(found[strategy, precision])
-    return found

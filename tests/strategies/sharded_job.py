@@ -1,4 +1,4 @@
-"""What ddp_sharded has to do with optimizers of every kind, as functions that run on each rank and on one process."""
+"""The checks of ddp_sharded with optimizers of every kind, as functions for every rank and for one process."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from contract_job import quiet
-from everyday_job import Regresses, everyday, loader, numbers, trainer
+from everyday_job import Regresses, everyday, loader, trainer
 from small import QUIET
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 import trainwright as tw
 from trainwright.strategies.base import Strategy
-from trainwright.strategies.ddp import DDPStrategy
-from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
+from trainwright.strategies.ddp.strategy import DDPStrategy
+from trainwright.strategies.oss.strategy import ShardedDDPStrategy
 
 
 class Signs(torch.optim.Optimizer):
@@ -50,7 +49,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Steps(Regresses):
-    """Steps two groups by any optimizer, each at a rate of its own."""
+    """Steps two groups by any optimizer, at different learning rates."""
 
     def __init__(self, make: Any, dropout: float = 0.0) -> None:
         super().__init__(dropout)
@@ -66,7 +65,7 @@ class Steps(Regresses):
 
 
 class Leaves(Regresses):
-    """Leaves out a layer in every other step, and trains another from the second epoch on only."""
+    """Skips a layer in every other step, and trains another from the second epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +86,7 @@ class Leaves(Regresses):
 
 
 class Freezes(Regresses):
-    """Freezes a layer in the second epoch, which momentum and decay must then leave alone, and trains it again."""
+    """Freezes a layer in the second epoch, where momentum and decay must not change it."""
 
     def on_train_epoch_start(self) -> None:
         self.body[0].requires_grad_(self.current_epoch != 1)
@@ -141,7 +140,7 @@ def two_fits(strategy: Any, ranks: int, path: Path) -> None:
 
 
 def resumed_steps(folder: Path, name: str) -> None:
-    """Save a run that was resumed within its second epoch beside one that was never stopped."""
+    """Save a whole run, and a run resumed within its second epoch."""
     for end, settings in (("whole", {}), ("half", {"max_steps": 8})):
         torch.manual_seed(7)
         used = trainer("ddp_sharded", max_epochs=2, **settings)
@@ -161,7 +160,7 @@ def norms(path: Path) -> dict[str, Any]:
 
 
 def half_the_bytes() -> list[Tensor]:
-    """Gradients that are sent in float16: close to those sent whole, and alike on the ranks."""
+    """Return the weights after float32 and float16 communication."""
     found = []
     for reduce_fp16 in (False, True):
         module = Regresses()
@@ -170,27 +169,8 @@ def half_the_bytes() -> list[Tensor]:
     return found
 
 
-def two_models(path: Path) -> Tensor:
-    """A loop of one's own with two models, of which each has an optimizer."""
-    used = tw.Accelerator(strategy="ddp_sharded", cpu=True)
-    maker, judge = Regresses(), Regresses()
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (maker, judge)]
-    maker_, judge_, first, second, data = used.prepare(maker, judge, *optimizers, DataLoader(numbers(12), batch_size=2))
-    for x, y in data:
-        for model, optimizer in ((maker_, first), (judge_, second)):
-            used.backward(F.mse_loss(model(x), y))
-            used.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    used.save_state(str(path))
-    with pytest.raises(RuntimeError, match=r"ddp_sharded assigns parameters to ranks.*groups cannot be added later"):
-        first.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    together = [torch.cat([p.detach().reshape(-1) for p in each.parameters()]) for each in (maker, judge)]
-    return torch.stack(together)
-
-
 def adversaries(backward: Any, maker: Any, judge: Any, made: Any, judged: Any, x: Tensor, y: Tensor) -> None:
-    """The maker's loss leaves gradients in the judge, which the judge's next step adds to its own."""
+    """The maker's loss leaves gradients in the judge, which the judge's next step includes."""
     fake = maker(x)
     backward(F.softplus(-judge(y)).mean() + F.softplus(judge(fake.detach())).mean())
     judged.step()
@@ -211,7 +191,7 @@ def repeated(backward: Any, maker: Any, judge: Any, made: Any, judged: Any, x: T
 
 
 def one_for_both(backward: Any, maker: Any, judge: Any, made: Any, judged: Any, x: Tensor, y: Tensor) -> None:
-    """One optimizer steps two models, of which each has a loss."""
+    """One optimizer steps two models with separate losses."""
     backward(F.softplus(judge(y)).mean())
     backward(F.mse_loss(maker(x), y))
     made.step()
@@ -256,6 +236,11 @@ def refusals() -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"LBFGS"):
         trainer("ddp_sharded").fit(Closes(), loader(4, 1))
 
+    used, model = tw.Accelerator(strategy="ddp_sharded", cpu=True), Regresses()
+    _, optimizer = used.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    with pytest.raises(RuntimeError, match=r"ddp_sharded assigns parameters to ranks.*groups cannot be added later"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
 
 def sharded_everyday(folder: Path) -> dict[str, Any]:
     """Make the checks of every strategy."""
@@ -275,7 +260,6 @@ def sharded(folder: Path) -> dict[str, Any]:
         resumed_steps(folder, name)
     found["norms"] = norms(folder / "norms.ckpt")
     found["half"] = half_the_bytes()
-    found["two"] = two_models(folder / "two.ckpt")
     backwards_in_any_order()
     refusals()
     used = tw.Trainer(strategy="ddp_sharded", max_epochs=1, **QUIET)

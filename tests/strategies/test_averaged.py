@@ -1,4 +1,4 @@
-"""Averaged weights under each strategy: the numbers of one process, exact resumes, and checkpoints that all of them load."""
+"""Averaged weights under every strategy match one process, resume exactly, and load under other strategies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check(strategy: str, ranks: list[dict[str, Any]], folder: Path, alone: Calla
     whole, resumed = ranks[0]["whole"], ranks[0]["resumed"]
     assert_close(whole["weights"], one["weights"])
     assert_equal(resumed["weights"], whole["weights"])
-    # What has the best score is averaged, and a run on one process resumes from what was trained.
+    # The best checkpoint has the averages, and a run on one process resumes from the trained weights.
     best = weights(Averaged.load_from_checkpoint(folder / strategy / "best.ckpt"))
     assert_close(best, weights(Averaged.load_from_checkpoint(one["folder"] / "best.ckpt")))
     assert_close(train(None, 1, folder / strategy / "step=10.ckpt", thaws=thaws)["weights"], one["weights"])
@@ -38,7 +38,7 @@ def check_swa(ranks: list[dict[str, Any]], one: dict[str, Any]) -> None:
     found, resumed = ranks[0]["swa"], ranks[0]["swa resumed"]
     assert_equal(resumed["weights"], found["weights"])
     assert resumed["again"] == found["again"] == pytest.approx(one["again"], abs=1e-6)
-    # The statistics are those of one process that reads batches of the ranks' size.
+    # The statistics match one process that reads batches of the ranks' size.
     batches = torch.stack([inputs for inputs, _ in make_loader(44, 4)])
     own = {name: value for name, value in found["weights"].items() if name.startswith("norm.")}
     wanted = {
@@ -61,12 +61,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, A
     return run
 
 
-def test_averages_of_shards(tmp_path: Path, alone: Any) -> None:
+def test_averages_of_shards_match_one_process(tmp_path: Path, alone: Any) -> None:
     check("fsdp", run_job(averaged_quickly, 2, tmp_path), tmp_path, alone)
 
 
 @pytest.mark.slow
-def test_every_strategy(tmp_path: Path, alone: Any) -> None:
+def test_averages_match_one_process_under_every_strategy(tmp_path: Path, alone: Any) -> None:
     one = train(tmp_path / "swa", 1, average=swa(), kind=Normed, samples=44, thaws=False)
     ranks = run_job(averaged, 2, tmp_path)
     for strategy in PARALLEL:
@@ -84,7 +84,7 @@ def test_every_strategy(tmp_path: Path, alone: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_validation_that_does_not_end(tmp_path: Path) -> None:
+def test_an_interrupted_validation_restores_training_weights(tmp_path: Path) -> None:
     for found in run_job(cut, 2, tmp_path):
         assert_equal(*found.pop("failed"))  # the weights in training are back
         for each in found.values():

@@ -1,4 +1,4 @@
-"""Under every strategy a save in the background writes what a blocking one writes, though steps change it meanwhile."""
+"""An async save writes the same files as a blocking save, even if steps change the weights meanwhile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SavesTwice(tw.Callback):
 
 
 def digests(path: str) -> dict[str, str]:
-    """Return the digest of each file, and what the state says beside the number of the save."""
+    """Return the digests of all files, and the state without the number of saves."""
     checkpoint = open_checkpoint(path)
     found = {name: record.sha256 for name, record in checkpoint._manifest.files.items()}
     state = checkpoint.run_state()
@@ -54,7 +54,7 @@ def the_slow_ones(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("job", [both_ways, pytest.param(the_slow_ones, marks=pytest.mark.slow)])
-def test_the_same_files(tmp_path: Path, job: Any) -> None:
+def test_a_background_save_writes_the_same_files(tmp_path: Path, job: Any) -> None:
     for said in run_job(job, 2, tmp_path):
         for blocking, background in said.values():
             assert background == blocking

@@ -1,6 +1,6 @@
-"""Every strategy trains and evaluates as one process does on the same global batches, on two real gloo ranks and on more.
+"""Every strategy matches one process on the same global batches, on two gloo ranks and on more.
 
-Each strategy is started once, and contract_job.py makes all its checks in that job.
+A strategy is started once, and contract_job.py makes all checks in that job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import contract_job
 import pytest
 import torch
-from contract_job import CASES, Classifies, Players, alone, compiled, contract, more_ranks, relative_distance
+from contract_job import CASES, Classifies, alone, compiled, contract, manual_kind, more_ranks, relative_distance
 from deadlines import deadline
 from interpreters import search_path
 from jobs import run_job
@@ -69,8 +69,8 @@ def assert_same_evaluation(found: dict[str, Any], expected: dict[str, Any]) -> N
     assert torch.equal(found["predict"], expected["predict"])
 
 
-def test_contract(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
-    _, ranks, folder = job
+def test_two_ranks_match_one_process_under_every_strategy(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
+    strategy, ranks, folder = job
     one, other = expected
     for rank in ranks:
         for case in CASES:
@@ -79,14 +79,17 @@ def test_contract(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
         assert_same_evaluation(rank["evaluation"], one["evaluation"])
         # With a rate of 1 the first step's change is the gradient.
         for steps in (1, 3):
-            found = weights(Players, folder / f"players-{steps}.ckpt")
-            wanted = weights(Players, other / f"players-{steps}.ckpt")
+            kind = manual_kind(strategy)
+            found = weights(kind, folder / f"{kind.__name__}-{steps}.ckpt")
+            wanted = weights(kind, other / f"{kind.__name__}-{steps}.ckpt")
             assert max(distance for _, distance in relative_distance(found, wanted)) < CLOSE, steps
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [each for each in PARALLEL if not re.search("stage_[13]", each)])
-def test_compiled(strategy: str, expected: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_a_compiled_module_matches_one_process_under_every_strategy(
+    strategy: str, expected: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
     """DeepSpeed's stage 1 runs the compiled module as stage 2 does, and stage 3 refuses it."""
     one, other = expected
     folder = tmp_path / strategy
@@ -94,7 +97,7 @@ def test_compiled(strategy: str, expected: tuple[dict[str, Any], Path], tmp_path
         assert_same_run(rank, one["plain"], folder / "compiled.ckpt", other / "plain.ckpt")
 
 
-def test_optimizer_bytes(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
+def test_optimizer_state_is_shared_among_ranks(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
     strategy, ranks, _ = job
     whole = expected[0]["bytes"]
     shares = [rank["bytes"] / whole for rank in ranks]
@@ -102,8 +105,8 @@ def test_optimizer_bytes(job: Any, expected: tuple[dict[str, Any], Path]) -> Non
     assert sum(shares) >= 1.0  # else the state is not where it was looked for
 
 
-def test_low_precision(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
-    """Both mixed precisions train; a gradient that overflows on one rank skips the step on all."""
+def test_mixed_precisions_train_under_every_strategy(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
+    """Both mixed precisions train, and an overflow on one rank skips the step on all ranks."""
     _, ranks, folder = job
     reference = expected[0]["plain"]["losses"]
     for rank in ranks:
@@ -121,7 +124,7 @@ def test_low_precision(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
 
 @pytest.mark.launch
 @pytest.mark.parametrize("strategy", PARALLEL)
-def test_failing_rank(strategy: str, tmp_path: Path) -> None:
+def test_a_failing_rank_ends_the_job_under_every_strategy(strategy: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         f"import sys\nsys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
@@ -153,7 +156,7 @@ MORE_RANKS = {"deepspeed_stage_1": [4], "deepspeed_stage_2": [3]}
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [(strategy, ranks) for strategy in PARALLEL for ranks in MORE_RANKS.get(strategy, [3, 4])]
 )
-def test_more_ranks(strategy: str, ranks: int, tmp_path: Path) -> None:
+def test_more_ranks_match_one_process(strategy: str, ranks: int, tmp_path: Path) -> None:
     folder, other = tmp_path / f"{strategy}@{ranks}", tmp_path / "alone"
     found = run_job(more_ranks, ranks, folder)
     wanted = contract_job.train("single_device", ranks, ranks, other / "run.ckpt", **CASES["norm, 4 batches"])

@@ -1,4 +1,4 @@
-"""DDP's options on two real ranks, each beside plain ddp, and what it says of models that it cannot train."""
+"""DDP's options on two ranks beside plain ddp, and its errors for models that it cannot train."""
 
 from __future__ import annotations
 
@@ -60,30 +60,30 @@ def train(options: dict[str, Any], accumulate: int = 1) -> dict[str, Tensor]:
 
 
 class Branches(Classifier):
-    """One branch of it is used by no step; on rank 1 alone with `only_on`."""
+    """Uses its spare branch in no step, or only in the first."""
 
-    def __init__(self, only_on: int | None = None) -> None:
+    def __init__(self, is_used_first: bool = False) -> None:
         super().__init__()
         self.spare = nn.ModuleDict({"first": nn.Linear(8, 3), "second": nn.Linear(3, 3, bias=False)})
-        self.only_on = only_on
+        self.is_used_first = is_used_first
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         outputs = self.net(batch[0])
-        if batch_idx < 1 and self.only_on is not None:
+        if self.is_used_first and batch_idx == 0:
             outputs = outputs + self.spare["second"](self.spare["first"](batch[0]))
         return nn.functional.cross_entropy(outputs, batch[1])
 
 
 def unused(**settings: Any) -> tuple[str, int]:
-    """Return what is said, and after how many steps."""
+    """Return the error and the number of steps before it."""
     trainer = tw.Trainer(max_epochs=1, strategy="ddp", **{**QUIET, **settings})
     with pytest.raises(RuntimeError) as caught:
-        trainer.fit(Branches(**({"only_on": 0} if "limit_train_batches" in settings else {})), make_loader(SAMPLES, 4))
+        trainer.fit(Branches(is_used_first="limit_train_batches" in settings), make_loader(SAMPLES, 4))
     return str(caught.value), trainer.global_step
 
 
 def resumed(folder: Path, hook: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """Return the weights of a whole run and of one that was taken up after an epoch, and what was said then."""
+    """Return the weights of a whole run and of a resumed run, and the warnings at resume."""
     options: dict[str, Any] = {"comm_hook": hook}
     if hook == "power_sgd":
         options["comm_state"] = {"start_powerSGD_iter": 2}
@@ -103,7 +103,7 @@ def resumed(folder: Path, hook: str) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 def accelerated(options: dict[str, Any]) -> dict[str, Tensor]:
-    """A loop of one's own, two models and two optimizers."""
+    """Run a raw loop with two models and two optimizers."""
     accelerator = tw.Accelerator(cpu=True, strategy=tw.DDPStrategy(**options), gradient_accumulation_steps=2)
     first, second = Classifier().net, Classifier().net
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
@@ -134,7 +134,7 @@ def refusals() -> list[str]:
 
 
 def timed_out() -> tuple[str, float, float, float]:
-    """What rank 0 is told when it waits for rank 1 in vain. The group is broken afterwards, so this comes last."""
+    """Return the error of rank 0 that waits for rank 1 in vain. It breaks the group, so it comes last."""
     limit = float(round(deadline(1.5)))
     engine = tw.Engine(accelerator="cpu", strategy=tw.DDPStrategy(timeout=timedelta(seconds=limit)))
     began, text = time.monotonic(), ""
@@ -170,7 +170,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
-def test_options_that_change_no_number(results: list[dict[str, Any]], name: str) -> None:
+def test_ddp_options_do_not_change_the_weights(results: list[dict[str, Any]], name: str) -> None:
     assert_equal(results[0][name], results[1][name])
     assert_close(results[0][name], results[0]["plain"], 1e-6)
 
@@ -197,7 +197,7 @@ def test_a_hook_of_ones_own_is_called_with_its_state(results: list[dict[str, Any
 
 
 @pytest.mark.slow
-def test_a_static_graph_with_accumulation_and_validation(results: list[dict[str, Any]]) -> None:
+def test_a_static_graph_does_not_change_accumulated_steps(results: list[dict[str, Any]]) -> None:
     for kind in ("accumulated", "accelerated"):
         plain, static = results[0][kind]["plain"], results[0][kind]["static"]
         assert_equal(results[0][kind]["static"], results[1][kind]["static"])
@@ -206,7 +206,7 @@ def test_a_static_graph_with_accumulation_and_validation(results: list[dict[str,
 
 
 @pytest.mark.slow
-def test_resuming_with_a_comm_hook(results: list[dict[str, Any]]) -> None:
+def test_a_comm_hook_with_separate_state_warns_at_resume(results: list[dict[str, Any]]) -> None:
     whole, rest, said = results[0]["resumed"]["fp16"]
     assert_equal(whole, rest)
     assert said == []
@@ -221,11 +221,11 @@ def test_unused_parameters_are_named_at_the_first_step(results: list[dict[str, A
     for result in results:
         for case in ("unused", "unused by accumulation"):
             text, steps = result[case]
-            assert "(spare.first.weight, spare.first.bias, spare.second.weight)" in text
+            assert "step: spare.first.weight, spare.first.bias, spare.second.weight." in text
             assert "DDPStrategy(find_unused_parameters=True)" in text
             assert steps == 0
         text, steps = result["unused later"]  # in the second step, which torch tells in the third
-        assert "(spare.first.weight, spare.first.bias, spare.second.weight)" in text
+        assert "step: spare.first.weight, spare.first.bias, spare.second.weight." in text
         assert steps == 2
 
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_trained_is_refused_alike(results: list[dict[str, Any]]) 
     assert results[0]["refusals"] == results[1]["refusals"]
     batch_norm, manual = results[0]["refusals"]
     assert "sync_batchnorm=True needs GPUs" in batch_norm
-    assert "static_graph=True is automatic optimization's" in manual
+    assert "static_graph=True needs automatic optimization" in manual
 
 
 @pytest.mark.slow
@@ -248,15 +248,15 @@ def test_the_timeout_reaches_the_process_group(results: list[dict[str, Any]]) ->
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"comm_hook": "fp8"}, ValueError, "comm_hook='fp8' is unknown; choose from fp16, bf16, power_sgd, or pass"),
+        ({"comm_hook": "fp8"}, ValueError, "comm_hook='fp8' is unknown. Choose from fp16, bf16, power_sgd, or pass"),
         ({"comm_state": {}}, ValueError, "comm_state={} was given with comm_hook=None, which keeps no state"),
-        ({"comm_hook": "power_sgd", "comm_state": 3}, TypeError, "comm_state=3 .* pass a dict of PowerSGDState's"),
+        ({"comm_hook": "power_sgd", "comm_state": 3}, TypeError, "comm_state=3 .* Pass a dict of PowerSGDState's"),
         ({"comm_hook": "power_sgd", "comm_state": {"rank": 1}}, ValueError, "is not accepted by torch's PowerSGDState"),
         ({"comm_hook": "power_sgd", "comm_state": {"start_powerSGD_iter": 1}}, ValueError, "PowerSGDState"),
-        ({"timeout": 0}, ValueError, "timeout=0 is not accepted; pass a positive number of seconds"),
-        ({"timeout": "1 h"}, TypeError, "timeout='1 h' is not accepted; pass seconds, a timedelta, or None"),
+        ({"timeout": 0}, ValueError, "timeout=0 is not accepted. Pass a positive number of seconds"),
+        ({"timeout": "1 h"}, TypeError, "timeout='1 h' is not accepted. Pass seconds, a timedelta, or None"),
     ],
 )
-def test_options_that_are_refused(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_unknown_ddp_options_are_rejected(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         tw.DDPStrategy(**options)

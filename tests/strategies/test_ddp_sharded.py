@@ -1,4 +1,4 @@
-"""FairScale's OSS and ShardedDDP on two ranks: any torch optimizer and one of a user's own ends as on one process."""
+"""FairScale's OSS and ShardedDDP on two ranks: torch's optimizers and a user's match one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everyday_job import Regresses, assert_everyday, assert_same_weights, loader
 from jobs import run_job
 from sharded_job import OPTIMIZERS, sharded, sharded_everyday
 
-from trainwright.strategies.ddp_sharded import ShardedDDPStrategy
+from trainwright.strategies.oss.strategy import ShardedDDPStrategy
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +24,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
 
 
 @pytest.mark.slow
-def test_everyday(tmp_path: Path) -> None:
+def test_everyday_calls_match_one_process_under_ddp_sharded(tmp_path: Path) -> None:
     folder, alone = tmp_path / "ranks", tmp_path / "alone"
     assert_everyday(run_job(sharded_everyday, 2, folder), everyday_job.alone(alone), folder, alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(job: Any, name: str, tmp_path: Path) -> None:
+def test_any_optimizer_matches_one_process_under_ddp_sharded(job: Any, name: str, tmp_path: Path) -> None:
     """Groups, schedulers, accumulation and clipping, with state of every kind."""
     ranks, folder = job
     expected = sharded_job.steps("single_device", 2, name, tmp_path / f"{name}.ckpt")
@@ -42,37 +42,36 @@ def test_optimizers(job: Any, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adam", "signs"])
-def test_resumed(job: Any, name: str) -> None:
+def test_resume_is_exact_under_ddp_sharded(job: Any, name: str) -> None:
     folder = job[1]
     assert_same_weights(folder / f"{name}-resumed.ckpt", folder / f"{name}-whole.ckpt", 0.0)
 
 
 @pytest.mark.slow
-def test_unused_and_frozen_parameters(job: Any, tmp_path: Path) -> None:
+def test_unused_and_frozen_parameters_are_stepped_as_on_one_process(job: Any, tmp_path: Path) -> None:
     sharded_job.leaves("single_device", 2, tmp_path)
     for name in ("Leaves", "Freezes"):
         assert_same_weights(job[1] / f"{name}.ckpt", tmp_path / f"{name}.ckpt")
 
 
 @pytest.mark.slow
-def test_a_second_fit_by_the_same_optimizer(job: Any, tmp_path: Path) -> None:
+def test_a_second_fit_does_not_lose_the_sharded_optimizers_state(job: Any, tmp_path: Path) -> None:
     sharded_job.two_fits("single_device", 2, tmp_path / "alone.ckpt")
     assert_same_weights(job[1] / "two_fits.ckpt", tmp_path / "alone.ckpt")
 
 
 @pytest.mark.slow
 def test_ranks_stay_alike(job: Any) -> None:
-    """In weights, running statistics and evaluations; float16 gradients are nearly the same, and not quite."""
+    """They agree in weights, running statistics and evaluations. Float16 gradients differ slightly."""
     one, other = job[0]
-    for key in ("half", "two"):
-        for left, right in zip(one[key], other[key], strict=True):
-            assert torch.equal(left, right)
+    for left, right in zip(one["half"], other["half"], strict=True):
+        assert torch.equal(left, right)
     whole, half = one["half"]
     assert 0.0 < float((whole - half).abs().max()) < 0.01
     assert torch.equal(one["norms"]["mean"], other["norms"]["mean"])
     assert one["norms"]["val_loss"] == other["norms"]["val_loss"]
     assert 0 < one["held"] < 6
-    assert one["held"] + other["held"] == 6  # tensors of the model, each with one rank
+    assert one["held"] + other["held"] == 6  # a tensor of the model is on one rank
 
 
 def test_one_process_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_buffer_size_is_checked(given: Any) -> None:
         ShardedDDPStrategy(reduce_buffer_size=given)
 
 
-def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_fairscale_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs FairScale.*pip install 'trainwright\[fairscale\]'"):
         ShardedDDPStrategy()

@@ -1,10 +1,8 @@
-"""DeepSpeed on two ranks and on one: its own configuration beside the Trainer's, and every stage as one process."""
+"""DeepSpeed on two ranks and on one: its configuration beside the Trainer's settings, and every stage."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +12,13 @@ import pytest
 import torch
 from deepspeed_job import STAGES, deepspeed, deepspeed_everyday, run_equal
 from everyday_job import assert_everyday, assert_same_weights
-from forked import run_python
 from jobs import run_alone, run_job
 
 from trainwright.strategies.base import Optimization
-from trainwright.strategies.deepspeed import DeepSpeedStrategy
-from trainwright.strategies.deepspeed_engine import (
-    _accelerator,
-    _compiled_on_call,
-    _keep_to_current_device,
-    _without,
-    import_deepspeed,
-)
-from trainwright.strategies.zero_optimizer import Part
+from trainwright.strategies.zero.deepspeed_import import _accelerator, _keep_to_current_device, import_deepspeed
+from trainwright.strategies.zero.strategy import DeepSpeedStrategy
+from trainwright.strategies.zero.vendor import _compiled_on_call
+from trainwright.strategies.zero.zero_optimizer import Part
 
 TOLD = "the DeepSpeed config says {}: the config's is used."
 
@@ -38,7 +30,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
 
 
 @pytest.mark.slow
-def test_everyday(tmp_path: Path) -> None:
+def test_everyday_calls_match_one_process_under_deepspeed(tmp_path: Path) -> None:
     ranks = run_job(deepspeed_everyday, 2, tmp_path)
     expected = everyday_job.alone(tmp_path / "alone")
     for stage in (2, 3):
@@ -48,7 +40,7 @@ def test_everyday(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_equal_to_one_process(job: Any, stage: int, tmp_path: Path) -> None:
+def test_deepspeed_settings_and_modules_match_one_process(job: Any, stage: int, tmp_path: Path) -> None:
     """Any torch optimizer, settings by the Trainer and by the config, parameters without dimensions, a scheduler."""
     ranks, folder = job
     expected = run_equal(stage, tmp_path, alone=True)
@@ -60,7 +52,7 @@ def test_equal_to_one_process(job: Any, stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_its_own_optimizer(job: Any, stage: int) -> None:
+def test_an_optimizer_of_the_config_is_restored(job: Any, stage: int) -> None:
     """The config's scheduler moves once a step, and both go on from a checkpoint."""
     ranks, folder = job
     for rank in ranks:
@@ -72,7 +64,7 @@ def test_its_own_optimizer(job: Any, stage: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loop_of_ones_own(job: Any, stage: int) -> None:
+def test_a_raw_deepspeed_loop_does_not_differ_from_one_process(job: Any, stage: int) -> None:
     for rank in job[0]:
         assert rank["loop"][stage] == pytest.approx(deepspeed_job.one_loop(), rel=1e-5)
 
@@ -92,7 +84,7 @@ def test_disagreements_are_told_once(job: Any) -> None:
 
 
 @pytest.mark.slow
-def test_precisions(job: Any) -> None:
+def test_one_module_is_trained_in_several_precisions(job: Any) -> None:
     for rank in job[0]:
         found = dict(rank["precisions"])
         assert found.pop("dtype") == "torch.float32"
@@ -102,8 +94,8 @@ def test_precisions(job: Any) -> None:
 
 
 @pytest.mark.slow
-def test_one_process(tmp_path: Path) -> None:
-    """One process trains as without the strategy."""
+def test_deepspeed_on_one_process_matches_no_strategy(tmp_path: Path) -> None:
+    """One process trains as without a strategy."""
     script = (
         "from pathlib import Path\n"
         "from contract_job import quiet\n"
@@ -113,7 +105,8 @@ def test_one_process(tmp_path: Path) -> None:
         "for stage in (2, 3):\n"
         "    strategy, path = f'deepspeed_stage_{stage}', Path(f'{stage}.ckpt')\n"
         "    fitted(strategy, Plain(MAKERS['sgd']), 2, path, accumulate_grad_batches=2, gradient_clip_val=0.3)\n"
-        "    fitted(strategy, Moves(), 2, Path(f'{stage}-moves.ckpt'), max_epochs=2)\n"
+        "    taken = DeepSpeedStrategy(stage=stage, elementwise=True)\n"
+        "    fitted(taken, Moves(), 2, Path(f'{stage}-moves.ckpt'), max_epochs=2)\n"
         "    configured_loop(DeepSpeedStrategy(stage=stage, config=config), Path(f'{stage}-loop.ckpt'))\n"
     )
     run_alone(script, tmp_path)
@@ -130,7 +123,7 @@ def test_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"stage": 4}, ValueError, r"stage=4 is not accepted; choose from 1, 2 and 3"),
+        ({"stage": 4}, ValueError, r"stage=4 is not accepted. Choose from 1, 2 and 3"),
         ({"config": {"zero_optimization": {"stage": 0}}}, ValueError, r"stage=0 is not accepted"),
         (
             {"stage": 2, "offload_parameters": True},
@@ -138,10 +131,10 @@ def test_one_process(tmp_path: Path) -> None:
             r"needs stage 3, which shards them, not stage 2",
         ),
         ({"config": "/nowhere.json"}, ValueError, r"config='/nowhere.json': there is no such file"),
-        ({"config": [1]}, TypeError, r"config= is a list; expected a dict"),
+        ({"config": [1]}, TypeError, r"config= is a list. Expected a dict"),
         ({"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, ValueError, r"enables both fp16 and bf16"),
-        ({"config": {"zero_optimization": 2}}, ValueError, r"zero_optimization=2 is not a section; give a dict"),
-        ({"config": {"fp16": True}}, ValueError, r"fp16=True is not a section; give a dict"),
+        ({"config": {"zero_optimization": 2}}, ValueError, r"zero_optimization=2 is not a section. Pass a dict"),
+        ({"config": {"fp16": True}}, ValueError, r"fp16=True is not a section. Pass a dict"),
         ({"config": {"gradient_clipping": "much"}}, ValueError, r"gradient_clipping='much' is not a norm"),
         ({"config": {"gradient_accumulation_steps": 0}}, ValueError, r"gradient_accumulation_steps=0 is not accepted"),
     ],
@@ -151,19 +144,19 @@ def test_settings_are_checked(options: dict[str, Any], kind: type[Exception], te
         DeepSpeedStrategy(**options)
 
 
-def test_a_damaged_file(tmp_path: Path) -> None:
+def test_a_config_without_valid_json_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{'stage': 2}")
-    with pytest.raises(ValueError, match=r"config.json' is not JSON .*; correct the file"):
+    with pytest.raises(ValueError, match=r"config.json' is not JSON .*. Correct the file"):
         DeepSpeedStrategy(config=tmp_path / "config.json")
 
 
-def test_batch_sizes_that_leave_the_accumulation_open() -> None:
+def test_batch_sizes_without_accumulation_are_rejected() -> None:
     strategy = DeepSpeedStrategy(config={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2})
-    with pytest.raises(ValueError, match=r"leave the accumulation to be worked out; give gradient_accumulation_steps"):
+    with pytest.raises(ValueError, match=r"but no accumulation. Set gradient_accumulation_steps"):
         strategy.resolve(Optimization())
 
 
-def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs DeepSpeed.*pip install 'trainwright\[deepspeed\]'"):
         DeepSpeedStrategy()
@@ -188,8 +181,8 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, torch.zeros(3, dtype=torch.complex64), "parameter 'odd' is complex64, and DeepSpeed's masters are real"),
     ],
 )
-def test_parameters_that_are_refused(stage: int, parameter: torch.Tensor, text: str) -> None:
-    from trainwright.strategies.deepspeed_engine import refuse_what_cannot_be_sharded
+def test_parameters_that_cannot_be_sharded_are_rejected(stage: int, parameter: torch.Tensor, text: str) -> None:
+    from trainwright.strategies.zero.deepspeed_config import refuse_what_cannot_be_sharded
 
     module = torch.nn.Module()
     module.whole, module.odd = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(parameter)
@@ -198,7 +191,7 @@ def test_parameters_that_are_refused(stage: int, parameter: torch.Tensor, text: 
 
 
 def test_parameters_that_are_not_trained_may_be_of_any_dtype() -> None:
-    from trainwright.strategies.deepspeed_engine import refuse_what_cannot_be_sharded
+    from trainwright.strategies.zero.deepspeed_config import refuse_what_cannot_be_sharded
 
     module = torch.nn.Linear(2, 2)
     module.odd = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False)
@@ -215,10 +208,10 @@ def test_parameters_that_are_not_trained_may_be_of_any_dtype() -> None:
     ],
 )
 def test_state_that_no_checkpoint_would_find(setting: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"zero_optimization.{name} has DeepSpeed keep optimizer state where no"):
+    with pytest.raises(ValueError, match=f"zero_optimization.{name} makes DeepSpeed keep optimizer state where no"):
         DeepSpeedStrategy(config={"zero_optimization": setting})
     if "zenflow" in setting:
-        with pytest.raises(ValueError, match="zenflow has DeepSpeed keep"):
+        with pytest.raises(ValueError, match="zenflow makes DeepSpeed keep"):
             DeepSpeedStrategy(**setting)
 
 
@@ -249,7 +242,7 @@ class Numbered:
 
 
 def test_the_local_rank_is_no_devices_number() -> None:
-    """DeepSpeed names devices by the text of LOCAL_RANK; by a number it means the device."""
+    """DeepSpeed passes the text of LOCAL_RANK, or the number of a device."""
     numbered = Numbered()
     for _ in range(2):
         _keep_to_current_device(numbered)
@@ -257,27 +250,8 @@ def test_the_local_rank_is_no_devices_number() -> None:
     assert names == ["odd:3", "odd:0", "odd"]
 
 
-def test_deepspeed_is_imported_without_mlflow(tmp_path: Path) -> None:
-    """Another thread finds it meanwhile, and so does this one afterwards."""
-    (tmp_path / "mlflow.py").write_text("import threading\nprint('imported by', threading.current_thread().name)\n")
-    script = (
-        "import sys, threading, torch\n"
-        "from trainwright.strategies import deepspeed_engine\n"
-        "other = threading.Thread(target=lambda: __import__('mlflow'), name='another')\n"
-        "with deepspeed_engine._without('mlflow', 'deepspeed'):\n"
-        "    other.start()\n"
-        "    other.join()\n"
-        "del sys.modules['mlflow']\n"
-        "deepspeed_engine.import_deepspeed(torch.device('cpu'))\n"
-        "print('deepspeed' in sys.modules, 'mlflow' in sys.modules)\n"
-        "import mlflow\n"
-    )
-    done = run_python("-c", script, folder=tmp_path, warnings_are=None)
-    assert done.stdout.splitlines() == ["imported by another", "True False", "imported by MainThread"], done.stderr
-
-
 def test_a_function_is_compiled_when_it_is_first_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile imports inductor, a second of each rank, whether or not what it returns is called."""
+    """torch.compile imports inductor for a second on every rank, even if its result is never called."""
     made: list[str] = []
 
     def double(x: int) -> int:
@@ -294,33 +268,9 @@ def test_a_function_is_compiled_when_it_is_first_called(monkeypatch: pytest.Monk
     assert made == ["double"]
 
 
-def test_only_deepspeed_finds_no_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What it imports may look for the package, or keep it for a user."""
-    sources = {
-        "hidden_package": "",
-        "asks_for_it": "import importlib.util\nhas = importlib.util.find_spec('hidden_package') is not None\n",
-        "keeps_it": "import hidden_package\n",
-        "its_importer": "import asks_for_it\nimport hidden_package\n",
-    }
-    for name, text in sources.items():
-        (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    finders = list(sys.meta_path)
-    with _without("hidden_package", "its_importer"):
-        with pytest.raises(ModuleNotFoundError, match="No module named 'hidden_package'"):
-            importlib.import_module("its_importer")
-        assert importlib.import_module("asks_for_it").has
-        assert importlib.import_module("keeps_it").hidden_package
-        importlib.import_module("its_importer")  # as it is loaded by now
-    assert sys.meta_path == finders
-    for name in sources:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-
-
 def test_a_device_that_deepspeed_does_not_know() -> None:
     with pytest.raises(
-        ValueError, match=r"strategy='deepspeed' on 'odd': DeepSpeed does not support it.* choose 'fsdp'"
+        ValueError, match=r"strategy='deepspeed' on 'odd': DeepSpeed does not support it.* Choose 'fsdp'"
     ):
         _accelerator(import_deepspeed(torch.device("cpu")), "odd")
 
@@ -332,7 +282,7 @@ def test_what_deepspeed_reads_of_the_environment_is_not_left_there(monkeypatch: 
     assert "DS_ACCELERATOR" not in os.environ
 
 
-def test_a_stage_without_overlap() -> None:
+def test_overlap_below_stage_2_is_rejected() -> None:
     with pytest.raises(ValueError, match="overlap_comm=True needs stage 2 or 3"):
         DeepSpeedStrategy(stage=1, overlap_comm=True)
     with pytest.raises(ValueError, match="overlap_comm=True needs stage 2 or 3"):

@@ -1,4 +1,4 @@
-"""Hooks of gradients under sharding: those of parameters, on both sides of sharding, and a backward through gradients."""
+"""Gradient hooks of parameters under sharding, and a backward through gradients."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def runs(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_as_one_process(tmp_path: Path) -> None:
+def test_gradient_hooks_are_called_as_on_one_process(tmp_path: Path) -> None:
     kinds = {"hooked": Hooked, "nudged": Nudged, "penalty": Penalty}
     expected = {name: trained(kind(), "auto", 1) for name, kind in kinds.items()}
     for rank in run_job(runs, WORLD, tmp_path):
@@ -101,4 +101,4 @@ def test_two_ranks_as_one_process(tmp_path: Path) -> None:
         assert rank["refusal, fsdp, groups"].startswith(
             "a backward with create_graph=True went through 'net.3', which fsdp"
         )
-        assert "Under ZeRO stage 3 each rank holds a part of a parameter" in rank["refusal, deepspeed_stage_3"]
+        assert "Under ZeRO stage 3 a rank holds only a part of a parameter" in rank["refusal, deepspeed_stage_3"]

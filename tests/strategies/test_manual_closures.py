@@ -1,4 +1,4 @@
-"""A closure given to a step of manual optimization, under strategies and precisions whose step cannot call it."""
+"""Closures in manual optimization, under strategies and precisions whose step cannot call them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import trainwright as tw
 
 
 class Closes(tw.Module):
-    """Steps by a closure that clips, or calls it before the step; one of its parameters has no dimensions."""
+    """Passes a clipping closure to the step, or calls it before. One parameter is a scalar."""
 
     def __init__(self, closes: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Closes(tw.Module):
 
 
 class Edits(tw.Module):
-    """Edits its gradients in an optimizer_step of its own, before a step with the loop's closure."""
+    """Edits its bias in optimizer_step, before a step with the loop's closure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Edits(tw.Module):
 
 
 def edited(data: Tensor) -> None:
-    """The strategies that step by themselves leave the closure of automatic optimization uncalled."""
+    """Strategies with a special step do not call the closure of automatic optimization."""
     for strategy in ("ddp_sharded", "deepspeed_stage_2"):
         trainer = tw.Trainer(max_epochs=1, **{**QUIET, "devices": 2, "strategy": strategy})
         trainer.fit(Edits(), DataLoader(data, batch_size=4))
@@ -77,7 +77,7 @@ def edited(data: Tensor) -> None:
 
 
 def closed(folder: Path) -> dict[str, list[Tensor]]:
-    """Return the weights without a closure, and with one, of each strategy and precision."""
+    """Return the weights without and with a closure, by strategy and precision."""
     quiet()
     found: dict[str, list[Tensor]] = {}
     data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,6 @@
-"""State that is no part of a parameter (a count of steps) lies where the kernel that reads it wants it, under DeepSpeed too.
+"""State such as a count of steps is on the device where its kernel reads it, under DeepSpeed too.
 
-The masters of this file lie on the meta device, as they would on a GPU.
+In this file the masters are on the meta device, in place of a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, AdamW, NAdam, Optimizer
 
 from trainwright.checkpoint.tensors import TensorEntry
-from trainwright.strategies import zero_state
 from trainwright.strategies.base import Strategy
-from trainwright.strategies.deepspeed_engine import refuse_strangers, refuse_what_cannot_be_sharded
-from trainwright.strategies.master_optimizer import MasterOptimizer, Shard
-from trainwright.strategies.zero_optimizer import Part
+from trainwright.strategies.divided_optimizers import make_whole
+from trainwright.strategies.zero import master_optimizer
+from trainwright.strategies.zero.deepspeed_config import refuse_strangers, refuse_what_cannot_be_sharded
+from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
+from trainwright.strategies.zero.zero_optimizer import Part
 
 ENTRIES = {
     "weight/exp_avg": TensorEntry((2, 3), torch.float32),
@@ -43,7 +44,7 @@ def test_a_resume_makes_the_state_where_the_step_reads_it(options: dict[str, Any
     master = mastered(AdamW([parameter], 0.1), parameter, "meta")
     group = master.own.param_groups[0]
     group.update(options)
-    zero_state.allocate(master, {parameter: "weight"}, ENTRIES)
+    master_optimizer.allocate(master, {parameter: "weight"}, ENTRIES)
     made = state_of(master)
     on_device = bool(options.get("fused") or options.get("capturable"))
     assert made["step"].device.type == ("meta" if on_device else "cpu")
@@ -58,7 +59,7 @@ def test_a_resume_makes_the_state_where_the_step_reads_it(options: dict[str, Any
 
 
 def test_a_count_that_a_constructor_has_made_follows_the_master() -> None:
-    """Adagrad makes its state when it is constructed, where the parameter is by then, and not where an offloaded master is."""
+    """Adagrad makes its state in the constructor, on the device of the parameter rather than of the master."""
     parameter = nn.Parameter(torch.zeros(2, 3))
     optimizer = Adagrad([parameter], 0.1)
     optimizer.param_groups[0]["fused"] = True
@@ -84,7 +85,7 @@ def test_lists_of_tensors_lie_where_the_masters_do() -> None:
     master.own.state[view] = {
         "factors": [torch.ones(2, dtype=torch.bfloat16), {"count": torch.ones(2, dtype=torch.int64)}]
     }
-    zero_state.move_plain(master)
+    master_optimizer.move_plain(master)
     first, second = master.own.state[view]["factors"]
     assert (first.device.type, first.dtype) == ("meta", torch.float32)
     assert (second["count"].device.type, second["count"].dtype) == ("meta", torch.int64)
@@ -100,7 +101,7 @@ def test_an_optimizer_gets_its_parameters_and_its_state_back() -> None:
     assert optimizer.param_groups[0]["params"] == [parameter]
     assert list(optimizer.state) == [parameter]
     assert optimizer.state[parameter]["exp_avg"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    Strategy().make_whole([optimizer])  # whole, so that each strategy can take it
+    make_whole([optimizer], "single_device")  # every strategy can take it
 
 
 def test_parts_of_its_state_are_taken_by_the_same_parts_alone() -> None:
@@ -123,7 +124,7 @@ def test_parts_of_its_state_are_taken_by_the_same_parts_alone() -> None:
     ):
         attached(0)
     with pytest.raises(ValueError, match=r"'deepspeed_stage_2', .*='single_device' needs other parts") as raised:
-        Strategy().make_whole([optimizer])
+        make_whole([optimizer], "single_device")
     assert "configure_optimizers" in str(raised.value)
 
 

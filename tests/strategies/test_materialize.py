@@ -1,4 +1,4 @@
-"""Modules of the meta device get the values that they would have had; what cannot be known is refused by name."""
+"""Modules on the meta device get their initial values, and values that cannot be known are rejected by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.strategies.placement import innermost_first, materialize
 
 
 class Scaled(nn.Module):
-    """Draws a parameter of its own, as modules with reset_parameters do."""
+    """Draws a parameter in reset_parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_tied_tensors_stay_tied() -> None:
 
 
 def test_parts_are_made_one_after_another() -> None:
-    """Parts, as they are sharded, draw what all at once draw, and leave the others as they are."""
+    """Parts draw the same values as the whole, and do not change the other parts."""
     torch.manual_seed(3)
     real = transformer()
     with torch.device("meta"):
@@ -166,7 +166,7 @@ def test_values_that_are_lost_are_refused(make: Callable[[], nn.Module], text: s
         materialize(module)
 
 
-def test_a_module_without_tensors() -> None:
+def test_a_module_without_tensors_is_unchanged() -> None:
     net = nn.Tanh()
     materialize(net)
     x: Tensor = torch.ones(1)

@@ -1,4 +1,4 @@
-"""What parts of a module share is shared on the device too, and what was made before is trained there."""
+"""Tied weights stay tied on the device, and an optimizer made before the move trains them there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.strategies.placement import move
 
 
 class Tied(tw.Module):
-    """Two layers with one weight, of which an optimizer was made with the module; and a buffer in two places."""
+    """Two layers with a tied weight and a shared buffer, and an optimizer made with the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_an_accelerator_trains_tied_weights_of_an_optimizer_made_before(at_once:
 
 
 def test_what_a_move_makes_anew_is_tied_again() -> None:
-    """To the meta device torch makes a tensor for each place, as to any backend that shares no memory format with the host."""
+    """For the meta device torch makes a tensor per place, as for backends with another memory format."""
     module = Tied()
     module.more = nn.LSTM(2, 2, 2)
     module.more.weight_hh_l1 = module.more.weight_hh_l0

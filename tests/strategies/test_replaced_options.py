@@ -1,4 +1,4 @@
-"""Options of strategies under Lightning's names: what is taken, and what those that are missing are refused with."""
+"""Options of strategies under Lightning's names: accepted options, and the errors of missing ones."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ Zero = tw.DeepSpeedStrategy
         (Zero, {"zero_optimization": False}, "strategy='ddp' is what"),
     ],
 )
-def test_options_that_are_missing(kind: Any, options: dict[str, Any], said: str) -> None:
+def test_missing_options_are_rejected_by_name(kind: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(TypeError, match=said):
         kind(**options)
 
 
-def test_options_that_ask_for_what_happens_anyway() -> None:
+def test_options_that_change_nothing_are_accepted() -> None:
     tw.DDPStrategy(broadcast_buffers=True, start_method="popen", cluster_environment=None, process_group_backend=None)
     given = {"state_dict_type": "sharded", "use_orig_params": True, "backward_prefetch": BackwardPrefetch.BACKWARD_PRE}
     copy.deepcopy(tw.FSDPStrategy(**given))
@@ -60,14 +60,14 @@ def test_options_that_ask_for_what_happens_anyway() -> None:
     assert HARMLESS.keys() <= {**EVERY, **OF_DDP, **OF_FSDP, **OF_DEEPSPEED}.keys()
 
 
-def test_options_of_the_same_meaning() -> None:
+def test_options_of_the_same_meaning_are_translated() -> None:
     assert not tw.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP").reshard_after_forward
     assert tw.FSDPStrategy(sharding_strategy=ShardingStrategy.FULL_SHARD).reshard_after_forward
     assert not tw.FSDPStrategy(cpu_offload=CPUOffload()).cpu_offload
     assert tw.FSDPStrategy(cpu_offload=CPUOffload(offload_params=True)).cpu_offload
-    with pytest.raises(ValueError, match="choose 'FULL_SHARD' or 'SHARD_GRAD_OP'"):
+    with pytest.raises(ValueError, match="Choose 'FULL_SHARD' or 'SHARD_GRAD_OP'"):
         tw.FSDPStrategy(sharding_strategy="HYBRID_SHARD")
-    with pytest.raises(ValueError, match="leave out one of the two"):
+    with pytest.raises(ValueError, match="Omit one of the two"):
         tw.FSDPStrategy(sharding_strategy="FULL_SHARD", reshard_after_forward=False)
     for kind in (tw.DDPStrategy, tw.FSDPStrategy, Zero):
         assert kind(timeout=timedelta(minutes=2)).timeout_seconds == 120

@@ -1,4 +1,4 @@
-"""What a save refuses under every strategy, alike on every rank: parts in an edited state_dict, weights not finite."""
+"""A save rejects shards in an edited state_dict and weights that are not finite, on every rank."""
 
 from __future__ import annotations
 
@@ -81,17 +81,23 @@ def edited(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
 
 
 class Poison(tw.Callback):
-    """Puts a NaN into what rank 1 holds of the weights, in the second epoch."""
+    """Puts a NaN into rank 1's part of the weights in the second epoch."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 1:
-            for piece in trainer.engine.strategy.model_pieces(module):
-                if trainer.global_rank == 1 and piece.name == "net.3.weight":
-                    piece.tensor.view(-1)[-1:] = torch.nan
-                    weight = module.get_parameter(piece.name)
-                    is_whole = not isinstance(weight, DTensor) and weight.shape == piece.shape
-                    if is_whole:  # beside its master
-                        weight.data.view(-1)[piece.start + piece.tensor.numel() - 1] = torch.nan
+        if trainer.current_epoch != 1:
+            return
+        weight = module.get_parameter("net.3.weight")
+        if trainer.strategy.name == "deepspeed_stage_3":
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([weight], modifier_rank=1):
+                weight.data.view(-1)[-1] = torch.nan
+            return
+        for piece in trainer.engine.strategy.model_pieces(module):
+            if trainer.global_rank == 1 and piece.name == "net.3.weight":
+                piece.tensor.view(-1)[-1:] = torch.nan
+                if not isinstance(weight, DTensor):  # beside its master
+                    weight.data.view(-1)[piece.start + piece.tensor.numel() - 1] = torch.nan
 
 
 def poisoned(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def poisoned(folder: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
 
 
 class Noting(Classifier):
-    """Keeps a number in its state_dict, and has a hook of its own that is called after a load."""
+    """Keeps a number in its state_dict, and has a hook after loading."""
 
     def __init__(self, is_computed: bool = False) -> None:
         super().__init__()
@@ -180,11 +186,11 @@ def ranks(request: Any, tmp_path_factory: Any) -> list[Any]:
     return run_job(request.param, 2, tmp_path_factory.mktemp("saved"))
 
 
-def test_weights_that_are_not_finite_on_one_rank_take_no_checkpoints_place(ranks: list[Any]) -> None:
+def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(ranks: list[Any]) -> None:
     for strategy, (names, newest, warned, refused) in ranks[0][1].items():
         assert newest == ["epoch=0-step=2.ckpt", "epoch=0-step=2.ckpt"], strategy
         assert names == newest
-        assert len(warned) == 3  # one of each ModelCheckpoint, and of the save to a path of its own
+        assert len(warned) == 3  # of both ModelCheckpoints, and of the save to another path
         assert (
             "saves nothing in epoch 1, at step 3: the weights are not finite (NaN or infinity in 'net.3.weight"
             in warned[0]
@@ -209,7 +215,7 @@ def test_an_edited_state_dict_is_stored_whole_or_refused(ranks: list[Any]) -> No
             assert refusals == ["", ""]
         else:
             assert "left 'norm' in the state_dict, computed from this rank's part" in refusals[0]
-            assert "part of 'net.0.weight', which other ranks hold the rest of" in refusals[1]
+            assert "this rank's shard of 'net.0.weight'" in refusals[1]
 
 
 def test_a_modules_own_way_to_load_itself_is_used_or_refused(ranks: list[Any]) -> None:
@@ -219,4 +225,4 @@ def test_a_modules_own_way_to_load_itself_is_used_or_refused(ranks: list[Any]) -
             if strategy.startswith("ddp"):
                 assert refused == ""
             else:
-                assert "'double' in the state_dict of Noting is computed from what it holds" in refused
+                assert "'double' in the state_dict of Noting is computed from tensors" in refused

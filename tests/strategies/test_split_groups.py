@@ -1,4 +1,4 @@
-"""Shards and whole parameters of one group are stepped apart, by kernels that take one kind of tensor at a time."""
+"""Shards and whole parameters of a group are stepped separately, because kernels take one kind of tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainwright.strategies.base import with_gradients
-from trainwright.strategies.split_groups import by_kind, split_groups
+from trainwright.strategies.fsdp2.split_groups import by_kind, split_groups
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_what_a_step_writes_into_its_groups_is_kept(mesh: DeviceMesh) -> None:
     assert group["params"] == own
 
 
-def test_the_hooks_of_a_step_see_whole_groups(mesh: DeviceMesh) -> None:
+def test_step_hooks_are_called_with_whole_groups(mesh: DeviceMesh) -> None:
     own, late = parameters(mesh), torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD(own, 0.1, foreach=True)
     seen = []
@@ -111,7 +111,7 @@ def test_the_hooks_of_a_step_see_whole_groups(mesh: DeviceMesh) -> None:
     assert not any(torch.equal(each, was) for each, was in zip(own, before, strict=True))
 
 
-def test_an_optimizer_without_torchs_hooks(mesh: DeviceMesh) -> None:
+def test_an_optimizer_without_hooks_is_split(mesh: DeviceMesh) -> None:
     class Around(torch.optim.Optimizer):
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.inner, self.defaults, self.state = inner, inner.defaults, inner.state
@@ -157,7 +157,7 @@ def test_groups_of_one_kind_and_those_stepped_one_by_one_stay_as_they_are(mesh: 
             optimizer.step()
 
 
-def test_gradients_by_kind(mesh: DeviceMesh) -> None:
+def test_gradients_are_grouped_by_kind(mesh: DeviceMesh) -> None:
     own = parameters(mesh)
     own[2].grad = None
     kinds = by_kind(with_gradients(torch.optim.SGD(own, 0.1)))

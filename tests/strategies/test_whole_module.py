@@ -1,4 +1,4 @@
-"""A whole copy of a module on one process; test_layers.py gathers sharded ones."""
+"""A whole copy of a module on one process. test_layers.py gathers sharded modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def seen(module: nn.Module, args: Any) -> None:
     assert args
 
 
-def test_a_copy_of_a_plain_module() -> None:
+def test_a_whole_copy_does_not_share_tensors() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.GRU(3, 3))
     module[0].weight.requires_grad_(False)
     module.register_forward_pre_hook(seen)
@@ -34,7 +34,7 @@ def test_a_copy_of_a_plain_module() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 def test_a_copy_has_no_graph() -> None:
-    """Torch's older weight_norm and spectral_norm keep the weight that they have computed; some modules keep a state."""
+    """Torch's older weight_norm and spectral_norm keep computed weights, and some modules keep a state."""
     module: Any = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.utils.spectral_norm(nn.Linear(3, 3)))
     inputs = torch.ones(2, 3)
     module.state = {"hidden": [module(inputs)]}

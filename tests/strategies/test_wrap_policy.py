@@ -1,4 +1,4 @@
-"""Which submodules become groups: by size, by class, by a function; what is tied never stands in two."""
+"""Submodules become groups by size, class or function, and tied weights are never in two groups."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from trainwright.strategies.wrap_policy import choose_groups
+from trainwright.strategies.fsdp2.wrap_policy import choose_groups
 
 
 class Block(nn.Module):
-    """72 parameters in a leaf each."""
+    """Has 72 parameters in every leaf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ def model() -> nn.Module:
     return net
 
 
-def test_by_size() -> None:
-    """Blocks that can be called and are large enough without the groups in them; never leaves, lists or the root."""
+def test_large_callable_blocks_become_groups() -> None:
+    """Groups are callable and large enough without inner groups. Leaves, lists and the root are never groups."""
     assert names(model()) == ["blocks.0", "blocks.1", "pair.0", "pair"]
     assert names(model(), least=144) == ["blocks.0", "blocks.1", "pair.0"]
     assert names(model(), least=145) == ["pair"]
@@ -46,7 +46,7 @@ def test_by_size() -> None:
     assert names(nn.Linear(8, 8)) == []
 
 
-def test_modules_that_use_weights_inside_of_them_stay_whole() -> None:
+def test_modules_that_read_inner_weights_are_not_divided() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
     net = nn.Sequential(encoder, nn.Sequential(nn.MultiheadAttention(8, 2)))
     assert names(net) == ["0.layers.0", "0.layers.1", "1.0"]
@@ -79,14 +79,14 @@ def test_a_layer_that_two_blocks_call_is_in_neither_of_their_groups() -> None:
     assert "blocks.0" in names(net)
 
 
-def test_one_module_under_two_names() -> None:
+def test_a_module_under_two_names_is_one_group() -> None:
     net = model()
     net.again = net.blocks[0]
     assert len(choose_groups(net, None, 1)) == len(set(choose_groups(net, None, 1)))
     assert len(choose_groups(net, {Called})) == 3
 
 
-def test_by_class_and_by_function() -> None:
+def test_classes_and_functions_are_wrap_policies() -> None:
     assert sorted(names(model(), {Called})) == ["blocks.0", "blocks.1", "pair.0"]
     assert sorted(names(model(), Block)) == ["blocks.0", "blocks.1", "pair.0"]
     assert names(model(), lambda module: isinstance(module, nn.Embedding)) == ["embed"]
@@ -97,15 +97,15 @@ def test_by_class_and_by_function() -> None:
 @pytest.mark.parametrize(
     ("policy", "kind", "text"),
     [
-        ("Block", TypeError, r"auto_wrap_policy='Block' is not a policy; pass Module classes"),
+        ("Block", TypeError, r"auto_wrap_policy='Block' is not a policy. Pass Module classes"),
         ({nn.Linear, int}, TypeError, r"is not a policy"),
         (3, TypeError, r"auto_wrap_policy=3 is not a policy"),
         ([], TypeError, r"is not a policy"),
-        ({nn.Conv2d}, ValueError, r"chooses no submodule of Module; the classes in it are Called, Embedding, Linear"),
+        ({nn.Conv2d}, ValueError, r"chooses no submodule of Module, whose classes are Called, Embedding, Linear"),
         (lambda module: False, ValueError, r"chooses no submodule"),
         ({nn.ModuleList}, ValueError, r"makes 'blocks' a group, but a ModuleList cannot be called"),
     ],
 )
-def test_wrong_policies(policy: Any, kind: type[Exception], text: str) -> None:
+def test_wrong_wrap_policies_are_rejected(policy: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         names(model(), policy)

@@ -1,4 +1,4 @@
-"""What a user's code writes into parameters itself is kept under every strategy, as on one process, or refused by name."""
+"""Writes of a user's code into parameters are kept as on one process, or rejected by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jobs import run_job
 from small import assert_close
 from written_job import CASES, REFUSED, alone, written_everywhere
 
-from trainwright.strategies.zero_write_back import note_empty_parameter
+from trainwright.strategies.zero.zero_write_back import note_empty_parameter
 
 pytestmark = pytest.mark.slow
 
@@ -29,22 +29,22 @@ def test_writes_are_kept_as_on_one_process(ranks: Any, tmp_path: Path) -> None:
             assert_close(weights, expected[kind, place, form.removeprefix("gathered ")]), (kind, place, form)
 
 
-def test_a_write_that_would_change_nothing_is_refused(ranks: Any) -> None:
+def test_write_that_stage_3_would_lose_is_refused(ranks: Any) -> None:
     for rank in ranks:
         assert len(rank["refused"]) == sum(map(len, REFUSED.values()))
-        for (_, kind, *_), told in rank["refused"].items():
-            which = "target.0.up.weight" if kind == "Teaches" else "net.0.up.weight"
-            assert f"the parameter '{which}' was used where it is not gathered" in told
+        for (_, kind, place, _), told in rank["refused"].items():
+            which = "net.0.up.weight" if kind == "Clips" else "counted.calls" if place == "forward" else "alone"
+            assert told.startswith(f"the parameter '{which}' was written, which ZeRO stage 3 would lose")
             assert "GatheredParameters" in told
+            assert told.endswith("or choose 'ddp', 'ddp_sharded' or 'fsdp'.")
 
 
 def test_the_last_hooks_writes_are_in_what_a_run_leaves(ranks: Any) -> None:
     steps = 6
     for rank in ranks:
-        for name in ("fsdp", "deepspeed_stage_3"):
-            alone, dtype, is_contiguous = rank["left"][name]
-            torch.testing.assert_close(alone, torch.full_like(alone, 1 - 0.9**steps), rtol=1e-6, atol=1e-6)
-            assert (dtype, is_contiguous) == ("torch.float32", True)
+        alone, dtype, is_contiguous = rank["left"]["alone"]
+        torch.testing.assert_close(alone, torch.full_like(alone, 1 - 0.9**steps), rtol=1e-6, atol=1e-6)
+        assert (dtype, is_contiguous) == ("torch.float32", True)
         assert rank["left"]["moved"] == ["torch.float32", "torch.float64"]
 
 
@@ -62,7 +62,7 @@ def test_an_error_of_swapped_parameters_says_what_stage_3_cannot_do() -> None:
     found: list[AttributeError] = []
     for stage in (2, 3):
         with pytest.raises(AttributeError) as caught:
-            _ = torch.zeros(2).ds_status  # type: ignore[attr-defined]  # what the hooks that gather parameters read
+            _ = torch.zeros(2).ds_status  # type: ignore[attr-defined]  # the gathering hooks read it
         note_empty_parameter(caught.value, stage)
         found.append(caught.value)
 

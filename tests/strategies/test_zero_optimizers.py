@@ -22,7 +22,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[Any, Any]],
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", MAKERS)
-def test_one_process_and_resumes(job: Any, stage: int, name: str) -> None:
+def test_any_optimizer_resumes_and_matches_one_process_under_zero(job: Any, stage: int, name: str) -> None:
     """With a frozen group, a parameter that no step uses, and state in numbers."""
     own, one = job[1] / str(stage) / name, job[1] / "alone" / name
     assert_same_weights(own.with_suffix(".resumed"), own.with_suffix(".whole"), 0.0)
@@ -35,8 +35,8 @@ def test_one_process_and_resumes(job: Any, stage: int, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_way_back(job: Any, stage: int, tmp_path: Path) -> None:
-    """One process goes on with what two ranks have saved."""
+def test_one_process_can_resume_what_two_ranks_saved(job: Any, stage: int, tmp_path: Path) -> None:
+    """One process resumes from the checkpoint of two ranks."""
     for name in MAKERS:
         path = tmp_path / f"{name}.ckpt"
         half = (job[1] / str(stage) / name).with_suffix(".half")
@@ -52,7 +52,7 @@ def test_each_parameter_has_its_own_count_of_steps(job: Any, stage: int) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*map(str, STAGES), "sharded"])
-def test_a_second_fit_with_one_optimizer(job: Any, name: str) -> None:
+def test_a_second_fit_does_not_lose_zero_state(job: Any, name: str) -> None:
     for number in range(2):
         assert_same_weights(job[1] / name / f"again-{number}.ckpt", job[1] / f"again-{number}.ckpt")
 

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import trainwright as tw
-from trainwright.strategies.zero_order import ReductionOrder
+from trainwright.strategies.zero.zero_order import ReductionOrder
 
 LENGTHS = [(4, 4), (2, 3), (3, 3), (5, 5)]
-"""Two sequences for each batch; rank 0 has every other one, and so its first step another order than rank 1."""
+"""Two sequences a batch. Rank 0 reads every other batch, so its first step has another order than rank 1's."""
 STAGES: dict[str, dict[str, Any]] = {
     "1": {"stage": 1},
     "2": {"stage": 2},
@@ -51,7 +51,7 @@ class Sequences(tw.Module):
 def trained(
     make: Callable[[str], tw.Module], strategies: dict[str, Any], batches: Any, **settings: Any
 ) -> dict[str, Any]:
-    """Return the weights of a module trained on two ranks under each strategy."""
+    """Return the weights of a module trained on two ranks, by strategy."""
     found = {}
     for name, strategy in strategies.items():
         module = make(name)
@@ -88,7 +88,7 @@ def test_the_order_of_arrival_does_not_matter(tmp_path: Path) -> None:
 
 
 class Checkpointed(tw.Module):
-    """Runs each block's backward within that of the loss; the gradients of the last block come before the others begin."""
+    """Runs the blocks' backwards within the backward of the loss, the last block first."""
 
     def __init__(self, is_nested: bool) -> None:
         super().__init__()
@@ -119,12 +119,12 @@ def nested(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_backwards_within_a_backward_count(tmp_path: Path) -> None:
+def test_backwards_within_a_backward_are_counted(tmp_path: Path) -> None:
     check_alike(run_job(nested, 2, tmp_path))
 
 
 def resumed(folder: Path) -> list[dict[str, Tensor]]:
-    """Return the weights of a run of four steps, and of one that resumes after two."""
+    """Return the weights of a run of four steps, and of a run resumed after two."""
     quiet()
     torch.manual_seed(0)
     batches = [(torch.randn(5, 2, 8), torch.tensor((5, each % 4 + 2))) for each in range(12)]
@@ -166,8 +166,8 @@ class Zero:
     def independent_gradient_partition_epilogue(self) -> None:
         self.given.append("end")
 
-    def clear_backward_seen_flag(self) -> None:
-        self.given.append("begin")
+    def setup_buckets(self) -> None:
+        self.given.append("prepared")
 
 
 def test_gradients_wait_for_their_turn() -> None:
@@ -189,13 +189,8 @@ def test_gradients_wait_for_their_turn() -> None:
     assert order.indices == [3, 0, 4, 1, 2]
     for arrivals in ([3, 0, 4, 1], [1, 4, 3, 0], [0, 1, 3, 4]):
         assert given(arrivals) == [(3, 1), (0, 0), (4, 0), (1, 1), (2, 0), "end"]
-    assert given([]) == ["end"]  # another engine's backward
+    assert given([]) == ["prepared", (3, 1), (0, 0), (4, 0), (1, 1), (2, 0), "end"]  # other ranks have used them
     order.replay([4, 3, 2, 1])  # of a module with other parameters
     assert order.indices == [3, 0, 4, 1, 2]
     order.replay([1, 0, 2, 3, 4])  # of a checkpoint
     assert given([3, 0, 4, 1]) == [(1, 1), (0, 0), (2, 0), (3, 1), (4, 0), "end"]
-    zero.reduce_independent_p_g_buckets_and_remove_grads(parameters[1], 1)
-    zero.clear_backward_seen_flag()  # after a backward that failed
-    zero.given.clear()
-    zero.independent_gradient_partition_epilogue()
-    assert zero.given == ["end"]

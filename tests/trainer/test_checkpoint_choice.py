@@ -1,4 +1,4 @@
-"""Which checkpoint ckpt_path stands for, what is done about damage, and in which folder a run goes on."""
+"""The checkpoint that ckpt_path means, damaged checkpoints, and the folder of a resumed run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_newest_is_damaged(tmp_path: Path, damage: str, capsys: pytest.Captu
     assert sorted(os.listdir(newest)) == left
     names = {Path(each.path).name for each in find_checkpoints(str(tmp_path))}
     assert {"epoch=0-step=11.ckpt", "epoch=1-step=22-v1.ckpt", "epoch=2-step=33.ckpt"} <= names
-    # With none that is whole, a fit starts from scratch; an evaluation has nothing to evaluate.
+    # With no intact checkpoint, a fit starts from scratch, and an evaluation raises.
     for name in names:
         flip(tmp_path / name / "state.json")
     capsys.readouterr()
@@ -115,7 +115,7 @@ def test_what_auto_and_last_say_where_there_is_none(tmp_path: Path, capsys: pyte
 
 
 def test_what_is_no_damage_is_an_error(tmp_path: Path) -> None:
-    """Another model, and a format that this version does not read: a fall back would lose what is whole."""
+    """Another model or an unknown format is an error: a fall back would lose an intact checkpoint."""
     fit(tmp_path, 2)
 
     class Wider(Classifier):
@@ -138,8 +138,8 @@ def test_what_is_no_damage_is_an_error(tmp_path: Path) -> None:
             fit(tmp_path, 3, name)
 
 
-def test_weights_alone_and_several_callbacks(tmp_path: Path) -> None:
-    """A fit goes on from what holds all, of all folders; an evaluation takes the newest weights."""
+def test_fit_ignores_checkpoints_with_only_weights(tmp_path: Path) -> None:
+    """A fit resumes from the newest full checkpoint of all folders, and an evaluation uses the newest weights."""
 
     def both() -> list[tw.Callback]:
         return [
@@ -157,18 +157,18 @@ def test_weights_alone_and_several_callbacks(tmp_path: Path) -> None:
     assert resumed.resume_source == f"{tmp_path}/a/step=6.ckpt"
     tested = tw.Trainer(callbacks=both(), **{**QUIET, "enable_checkpointing": True})
     tested.test(Classifier(), make_loader(), ckpt_path="last", verbose=False)
-    # Both runs' are there; that of the resumed run is the newer one.
+    # Both runs have saved there, and the resumed run's checkpoint is newer.
     assert tested.ckpt_path == f"{tmp_path}/a/w-step=9-v1.ckpt"
     shutil.rmtree(tmp_path / "a" / "step=6.ckpt")
     assert fit(tmp_path, 1, "auto", callbacks=both()).resume_source is None
-    # Of one step: what holds all, though the weights alone were saved after it.
+    # At one step the full checkpoint wins, although the weights were saved after it.
     saving = [tw.ModelCheckpoint(str(tmp_path / "c"), filename="a"),
               tw.ModelCheckpoint(str(tmp_path / "c"), filename="z-weights", save_weights_only=True)]  # fmt: skip
     fit(tmp_path, 1, callbacks=saving)
     assert fit(tmp_path, 2, "last", callbacks=[saving[0]]).resume_source == f"{tmp_path}/c/a.ckpt"
 
 
-def test_verify(tmp_path: Path) -> None:
+def test_verify_chooses_the_check_of_digests(tmp_path: Path) -> None:
     trainer = fit(tmp_path, 1)
     path = f"{tmp_path}/epoch=0.ckpt"
     flip(tmp_path / "epoch=0.ckpt" / "model-00000.safetensors")
@@ -187,7 +187,7 @@ def test_verify(tmp_path: Path) -> None:
             call("full")
         for verify in ("size", "off"):
             call(verify)
-        with pytest.raises(ValueError, match=r"verify='fast' is unknown; choose from full, size, off, or leave it out"):
+        with pytest.raises(ValueError, match=r"verify='fast' is unknown; choose from full, size, off"):
             call("fast")
         assert name
     with pytest.raises(ValueError, match="verify=True is unknown"):
@@ -228,7 +228,7 @@ def test_a_run_goes_on_in_the_newest_run_folder_by_number(tmp_path: Path) -> Non
     assert trainer.log_dir == f"{tmp_path}/trainwright_logs/version_10"
     assert trainer.resume_source == f"{trainer.log_dir}/checkpoints/epoch=0-step=10.ckpt"
     assert Path(trainer.checkpoint_callback.best_model_path).parent == logs / "version_10" / "checkpoints"
-    assert logged(tmp_path, 2).log_dir == f"{logs}/version_13"  # a fresh one has one of its own
+    assert logged(tmp_path, 2).log_dir == f"{logs}/version_13"  # a new run gets a new folder
 
 
 def test_a_path_goes_on_or_branches_off(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_path_goes_on_or_branches_off(tmp_path: Path) -> None:
     branch = logged(tmp_path / "part", 2, older)
     assert branch.log_dir == f"{tmp_path}/part/trainwright_logs/version_1"
     assert (first / "metrics.csv").read_bytes() == before  # the rows of the other run stay
-    # Moved as a whole, it is still its own run.
+    # After the whole folder has moved, the run still belongs to it.
     (tmp_path / "part").rename(tmp_path / "moved")
     moved = Path(str(newest).replace("/part/", "/moved/"))
     resumed = logged(tmp_path / "moved", 2, moved)
@@ -253,7 +253,7 @@ def test_a_path_goes_on_or_branches_off(tmp_path: Path) -> None:
     assert logged(tmp_path / "other", 2, moved).log_dir == f"{tmp_path}/other/trainwright_logs/version_0"
 
 
-def test_a_given_version_and_loggers_of_several_kinds(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_versions_of_several_loggers(tmp_path: Path) -> None:
     def loggers() -> list[Any]:
         return [tw.CSVLogger(tmp_path, version=0), tw.TensorBoardLogger(tmp_path), tw.CSVLogger(tmp_path, name="other")]
 
@@ -265,7 +265,7 @@ def test_a_given_version_and_loggers_of_several_kinds(tmp_path: Path) -> None:
     for place in ("trainwright_logs", "other"):
         assert (tmp_path / place / "version_0" / "metrics.csv").read_bytes() == expected
     assert sorted(os.listdir(tmp_path / "other")) == ["version_0"]
-    # A trainer that goes on itself does the same; and where no logger keeps a folder, the root has the checkpoints.
+    # The same trainer can resume its run. Without a logger that has a folder, checkpoints are in the root.
     bare = logged(tmp_path / "bare", 1, logger=False)
     assert bare.checkpoint_callback.dirpath == f"{tmp_path}/bare/checkpoints"
     again = logged(tmp_path / "bare", 2, "last", logger=False)
@@ -273,7 +273,7 @@ def test_a_given_version_and_loggers_of_several_kinds(tmp_path: Path) -> None:
 
 
 def test_event_files_have_each_number_once(tmp_path: Path) -> None:
-    """Also what was logged of a checkpoint's own step after it was written, by runs that broke off there."""
+    """Rows that were logged at a checkpoint's step after the save, by runs that failed there, appear once too."""
 
     class Breaks(tw.Callback):
         def on_validation_end(self, trainer: tw.Trainer, module: Any) -> None:
@@ -370,7 +370,7 @@ def test_two_ranks_choose_alike(tmp_path: Path) -> None:
     assert first == second
     assert first["first"] == logs
     assert first["ended"] == (logs, 12)
-    assert first["last"].count("step=12.ckpt: ") <= 2  # of two ranks, each names its file
+    assert first["last"].count("step=12.ckpt: ") <= 2  # two ranks, so two file names
     assert "does not match its digest: it is damaged" in first["last"]
     assert first["auto"].count("extra.bias") == 1
     assert not first["auto"].startswith("rank 1")

@@ -1,8 +1,9 @@
-"""What a Trainer's checkpoint holds, what the hooks make of it, and what is taken back."""
+"""The contents of a Trainer's checkpoint, the hooks that change them, their restore, and saves that replace an earlier one."""
 
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
+from small import ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_loader, weights
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 import trainwright as tw
+from trainwright.checkpoint.reader import open_checkpoint
 
 SAVING: dict[str, Any] = {**QUIET, "enable_checkpointing": True}
 
@@ -238,13 +240,13 @@ def test_a_module_is_made_from_a_checkpoint(tmp_path: Path) -> None:
     assert Tuned.load_from_checkpoint(str(path), lr=0.5, map_location="cpu").hparams.lr == 0.5
     with pytest.raises((RuntimeError, tw.CheckpointError), match=r"head\.weight"):
         Tuned.load_from_checkpoint(path, extra=True)
-    with pytest.raises(tw.CheckpointError, match="or pass strict=False to load what matches"):
+    with pytest.raises(tw.CheckpointError, match="or pass strict=False to load the matching part"):
         Tuned.load_from_checkpoint(path, extra=True)
     wider = Tuned.load_from_checkpoint(path, extra=True, strict=False)
     assert_equal({name: value for name, value in weights(wider).items() if "head" not in name}, weights(module))
 
 
-def test_a_module_that_loads_what_fits(tmp_path: Path) -> None:
+def test_strict_loading_false_loads_matching_tensors(tmp_path: Path) -> None:
     """strict_loading = False: a checkpoint may lack tensors of the module, and have others."""
     path = saved(fit(Tuned(0.1, extra=True)), tmp_path / "with a head.ckpt")
     module = Tuned(0.1)
@@ -341,7 +343,7 @@ def test_a_resumed_run_ends_where_the_other_one_does(tmp_path: Path, stop: int) 
             "kept": {Path(path).name: float(score) for path, score in keeping.best_k_models.items()},
             "best": (Path(keeping.best_model_path).name, float(keeping.best_model_score)),
             "last": Path(keeping.last_model_path).name,
-            # The one that a run was resumed from is never deleted.
+            # The checkpoint that a run was resumed from is never deleted.
             "folder": {path.name for path in (tmp_path / folder).iterdir()} - {Path(trainer.resume_source or "").name},
             "schedulers": json.loads(json.dumps(schedulers, default=str)),
         }
@@ -390,3 +392,61 @@ def test_a_checkpoint_of_any_moment_is_gone_on_from(tmp_path: Path, interval: in
         resumed, found = run(ckpt_path=tmp_path / f"{name}.ckpt")
         assert found == facts, name
         assert_equal(resumed, tensors)
+
+
+# -- replaced checkpoints ------------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, epochs: int, ckpt_path: Path | None = None, **saving: Any) -> dict[str, torch.Tensor]:
+    """Run a script that ends with a save and a test."""
+    torch.manual_seed(4)
+    module = Classifier(dropout=0.3)
+    trainer = tw.Trainer(max_epochs=epochs, **QUIET)
+    trainer.fit(module, make_loader(shuffle=True), ckpt_path=ckpt_path)
+    assert trainer.save_checkpoint(folder / "final.ckpt", **saving)
+    trainer.test(module, make_loader(8), verbose=False)
+    return weights(module)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_script_is_run_again_and_goes_on_from_what_it_replaces(blocking: bool, tmp_path: Path) -> None:
+    path = tmp_path / "final.ckpt"
+    whole = train(tmp_path / "whole", 3)
+    train(tmp_path, 1)
+    with pytest.raises(tw.CheckpointError, match=r"final\.ckpt exists already, and overwrite=False was given; leave"):
+        train(tmp_path, 1, overwrite=False)
+    for epochs in (1, 2, 3):
+        reached = train(tmp_path, epochs, path, blocking=blocking)
+        assert open_checkpoint(str(path)).epoch == epochs
+        assert sorted(os.listdir(tmp_path)) == ["final.ckpt", "whole"]
+    assert_equal(reached, whole)
+
+
+def test_a_save_that_waits_for_its_windows_end_overwrites_too(tmp_path: Path) -> None:
+    path = tmp_path / "newest.ckpt"
+
+    class Saves(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            at_end = batch_idx % 4 == 3
+            assert trainer.save_checkpoint(path) is at_end
+
+    trainer = tw.Trainer(max_epochs=1, limit_train_batches=8, accumulate_grad_batches=4, callbacks=Saves(), **QUIET)
+    trainer.fit(Classifier(), make_loader())
+    assert open_checkpoint(str(path)).step == 2
+    assert os.listdir(tmp_path) == ["newest.ckpt"]
+
+
+def test_save_state_replaces_an_earlier_checkpoint(tmp_path: Path) -> None:
+    path = str(tmp_path / "state")
+    accelerator = tw.Accelerator(cpu=ON_HOST)
+    net: Any = torch.nn.Linear(2, 2)
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    for step in range(4):
+        accelerator.save_state(path, blocking=step % 2 == 0)
+        accelerator.finish_save()
+        assert open_checkpoint(path).step == step
+        accelerator.backward(net(torch.ones(1, 2, device=accelerator.device)).sum())
+        optimizer.step()
+    with pytest.raises(tw.CheckpointError, match="exists already, and overwrite=False was given"):
+        accelerator.save_state(path, overwrite=False)
+    assert os.listdir(tmp_path) == ["state"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ class Killed(Exception):
 
 
 class Falling(tw.Module):
-    """One weight that each step makes less by 1, and what is made of it in a validation."""
+    """One weight that every step reduces by 1, and a score of it in the validation."""
 
     automatic = True
 
@@ -81,7 +80,7 @@ def every_step(folder: Path, every: int = 1) -> tw.ModelCheckpoint:
 
 
 def is_true(callback: tw.ModelCheckpoint, kind: type[Falling] = Falling) -> None:
-    """Each kept checkpoint gets its score again, and its name tells the step of its weights."""
+    """All kept checkpoints reach their scores again, and their names contain the step of the weights."""
     assert callback.best_k_models
     for path, score in callback.best_k_models.items():
         module = kind()
@@ -116,7 +115,7 @@ def test_a_save_at_an_epochs_end_has_no_score_of_earlier_weights(tmp_path: Path)
         tmp_path, "{step}-{val_loss}", monitor="val_loss", save_top_k=-1, save_on_train_epoch_end=True
     )
     with pytest.warns(
-        UserWarning, match=r"its latest value is that of earlier weights; .*leave save_on_train_epoch_end"
+        UserWarning, match=r"its latest value is that of earlier weights. .*leave save_on_train_epoch_end"
     ):
         fit(Falling(), callback, data=11, max_epochs=2, val_check_interval=4)
     assert callback.best_model_path == ""
@@ -128,8 +127,13 @@ def test_a_save_at_an_epochs_end_has_no_score_of_earlier_weights(tmp_path: Path)
 def test_a_checkpoint_callback_that_is_new_in_a_resumed_run_makes_up_nothing(tmp_path: Path) -> None:
     fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), max_epochs=1)
     new = tw.ModelCheckpoint(tmp_path / "b", "{epoch}", save_top_k=-1, save_on_exception=True)
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    killing = tw.LambdaCallback(on_train_epoch_start=kill)
     with pytest.raises(Killed):
-        fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, Ends(tmp_path, "on_train_epoch_start", 1), path="auto")
+        fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, killing, path="auto")
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["exception-epoch=1-step=4.ckpt"]
     fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, path="auto")
     assert sorted(Path(path).name for path in new.state_dict()["best_k_models"]) == ["epoch=1.ckpt", "epoch=2.ckpt"]
@@ -145,18 +149,21 @@ def test_a_metric_that_nobody_logs_is_an_error_in_the_resumed_run_too(tmp_path: 
 
 
 class Ends(tw.ModelCheckpoint):
-    """Saves nothing, and ends the run between the saves of those before it and those after it."""
+    """Saves nothing, and ends the run between the saves of the callbacks before it and after it, at the n-th call of a hook."""
 
     def __init__(self, folder: Path, hook: str, call: int) -> None:
         super().__init__(folder, save_top_k=0)
-        self.calls = 0
+        self.calls_left = call
+        setattr(self, hook, self.count)
+        if hook == "on_train_epoch_end":
+            self.on_train_epoch_stop = self.count  # type: ignore[method-assign]
 
-        def end(*_: Any) -> None:
-            self.calls += 1
-            if self.calls == call:
-                raise Killed
+    def count(self, *_: Any) -> None:
+        self.calls_left -= 1
 
-        setattr(self, hook, end)
+    def on_save_point(self, trainer: Any, module: Any) -> None:
+        if self.calls_left == 0:
+            raise Killed
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
@@ -168,10 +175,10 @@ class Ends(tw.ModelCheckpoint):
         ("on_validation_end", {"val_check_interval": 2}),
     ],
 )
-def test_one_callbacks_save_is_made_up_where_anothers_before_it_is_resumed(
+def test_a_resume_makes_the_missing_save_of_another_callback(
     tmp_path: Path, hook: str, settings: dict[str, Any], weights_only: bool
 ) -> None:
-    def run(folder: Path, call: int = 0) -> tuple[Any, ...]:
+    def run(folder: Path, call: int = -1) -> tuple[Any, ...]:
         newest = tw.ModelCheckpoint(folder / "newest", "{epoch}-{step}")
         options = {"monitor": "val_loss", "save_top_k": 2, "save_weights_only": weights_only}
         best = tw.ModelCheckpoint(folder / "best", "{epoch}-{step}", **options)
@@ -200,7 +207,7 @@ def test_one_callbacks_save_is_made_up_where_anothers_before_it_is_resumed(
 
 
 @pytest.mark.parametrize("data", [4, DataLoader(Stream(4))])
-def test_the_end_of_an_epoch_that_a_checkpoint_stands_before(tmp_path: Path, data: Any) -> None:
+def test_a_resumed_run_completes_the_end_of_its_epoch(tmp_path: Path, data: Any) -> None:
     def run(folder: Path, path: Any = None) -> tuple[Any, ...]:
         module = Falling()
         stopping = tw.EarlyStopping("loss_epoch", patience=1)
@@ -240,7 +247,7 @@ class StopsAt(tw.Callback):
 @pytest.mark.parametrize(
     "settings", [{"max_steps": 8}, {"max_steps": 6}, {"stop": 8}, {"stop": 6}, {"stop": 3, "min_steps": 6}]
 )
-def test_a_run_that_was_killed_in_its_end(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_run_killed_at_its_end_is_completed(tmp_path: Path, settings: dict[str, Any]) -> None:
     settings = {**settings}
     stop = settings.pop("stop", 0)
 
@@ -274,8 +281,8 @@ def test_a_run_that_was_killed_in_its_end(tmp_path: Path, settings: dict[str, An
     assert again.seen == []  # it has come to its end
 
 
-def test_a_stop_that_was_held_back_stays_asked_for(tmp_path: Path, capsys: Any) -> None:
-    """Of early stopping, though the metric becomes better meanwhile, and of the user's own."""
+def test_a_stop_that_min_epochs_delays_stays_requested(tmp_path: Path, capsys: Any) -> None:
+    """This holds for early stopping, although the metric improves meanwhile, and for the user's request."""
 
     class Bumpy(Falling):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -288,13 +295,13 @@ def test_a_stop_that_was_held_back_stays_asked_for(tmp_path: Path, capsys: Any) 
         for step in (13, 16, 18):
             path = folder / f"{step}.ckpt"
             assert fit(Bumpy(), kind(), path=path, min_epochs=5, max_epochs=10).current_epoch == 5, step
-        if number == 0:  # what would not stop it any more does not
+        if number == 0:  # a stop that new settings would not request is dropped
             patient = tw.EarlyStopping("val_loss", patience=4)
             assert fit(Bumpy(), patient, path=folder / "18.ckpt", min_epochs=5, max_epochs=8).current_epoch == 8
-    assert "to train on, set trainer.should_stop = False in on_train_start" in capsys.readouterr().out
+    assert "To train on, set trainer.should_stop = False in on_train_start" in capsys.readouterr().out
 
 
-def test_a_save_of_ones_own_at_an_epochs_end_knows_what_early_stopping_said(tmp_path: Path) -> None:
+def test_a_save_at_an_epochs_end_includes_the_decision_of_early_stopping(tmp_path: Path) -> None:
     class Saves(tw.Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             trainer.save_checkpoint(tmp_path / str(trainer.current_epoch))
@@ -338,7 +345,7 @@ class Steps(Falling):
 
 
 class Random(torch.utils.data.Dataset[Tensor]):
-    """Draws each of its items."""
+    """Draws its items."""
 
     def __len__(self) -> int:
         return 8
@@ -349,7 +356,7 @@ class Random(torch.utils.data.Dataset[Tensor]):
 
 @pytest.mark.parametrize("combined", [False, True])
 def test_batches_that_a_step_takes_itself_are_drawn_once(tmp_path: Path, combined: bool) -> None:
-    """One is read ahead, so that what is drawn for it stands before the checkpoint; of the next loader too."""
+    """One batch is read ahead, so its random numbers precede the checkpoint. This holds for the next loader too."""
 
     class Learns(Pulls):
         def training_step(self, dataloader_iter: Any) -> Tensor:
@@ -373,9 +380,7 @@ def test_batches_that_a_step_takes_itself_are_drawn_once(tmp_path: Path, combine
 @pytest.mark.parametrize(
     "interval", [{"val_check_interval": 3}, {"val_check_interval": 5, "check_val_every_n_epoch": None}]
 )
-def test_a_validation_that_is_due_at_the_checkpoint(
-    tmp_path: Path, kind: type[Falling], interval: dict[str, Any]
-) -> None:
+def test_a_due_validation_runs_after_a_resume(tmp_path: Path, kind: type[Falling], interval: dict[str, Any]) -> None:
     whole, ends = kind(), tw.ModelCheckpoint(tmp_path, "end-{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     fit(whole, every_step(tmp_path), ends, data=8, **interval)
     for step in range(1, 12):
@@ -397,7 +402,7 @@ def test_a_validation_that_is_due_at_the_checkpoint(
 
 
 class Draws(Falling):
-    """Draws in each hook of a run's start and of an epoch's, and trains on what they drew."""
+    """Draws in the hooks at the start of a run and of an epoch, and trains on these numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,7 +436,7 @@ class Draws(Falling):
 @pytest.mark.parametrize(
     "settings", [{"num_sanity_val_steps": 0}, {"num_sanity_val_steps": 2}, {"reload_dataloaders_every_n_epochs": 1}]
 )
-def test_hooks_that_run_again_draw_what_they_drew(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_hooks_draw_the_same_numbers_in_a_resumed_run(tmp_path: Path, settings: dict[str, Any]) -> None:
     def run(*callbacks: tw.Callback, path: Any = None) -> list[float]:
         torch.manual_seed(3)
         module = Draws()
@@ -455,7 +460,7 @@ def test_hooks_that_run_again_draw_what_they_drew(tmp_path: Path, settings: dict
 
 
 class Drawing(Falling):
-    """Draws a number in each step, and some in each validation."""
+    """Draws a number in every step, and some in every validation."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen.append(torch.rand(()).item())
@@ -472,9 +477,7 @@ def test_a_stop_within_an_epoch_is_scored_by_what_it_has_logged(tmp_path: Path) 
     assert best.best_model_score == trainer.callback_metrics["loss_epoch"]
 
 
-def test_a_name_that_a_background_save_was_to_get_holds_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reused_name_contains_the_weights_of_its_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"monitor": "val_loss", "async_save": True, "save_weights_only": True}
     best = tw.ModelCheckpoint(tmp_path / "best", "best", **options)
     ends = Ends(tmp_path, "on_train_epoch_end", 2)
@@ -489,7 +492,7 @@ def test_a_name_that_a_background_save_was_to_get_holds_its_weights(
 
 
 @pytest.mark.parametrize("step", [2, 4])
-def test_a_save_of_ones_own_where_a_run_resumes_is_where_it_stands(tmp_path: Path, step: int) -> None:
+def test_a_save_in_on_train_start_contains_the_resumed_state(tmp_path: Path, step: int) -> None:
     class Saves(tw.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             torch.rand(1)
@@ -513,7 +516,7 @@ def test_a_save_of_ones_own_where_a_run_resumes_is_where_it_stands(tmp_path: Pat
     assert run(later, path=tmp_path / "own.ckpt") == whole[step:]
 
 
-def test_a_stopped_run_that_is_trained_on_judges_by_what_it_had_before(tmp_path: Path) -> None:
+def test_a_resumed_stop_keeps_the_metrics_from_before_the_stop(tmp_path: Path) -> None:
     known: list[set[str]] = []
 
     class Stops(tw.Callback):
@@ -532,7 +535,7 @@ def test_a_stopped_run_that_is_trained_on_judges_by_what_it_had_before(tmp_path:
     assert [("val_loss" in names) for names in known] == [False] * 4, "a longer run has no other metrics"
 
 
-def test_a_stop_within_an_epoch_draws_nothing_that_a_longer_run_would_not(tmp_path: Path) -> None:
+def test_max_steps_within_an_epoch_leaves_the_rng_of_a_longer_run(tmp_path: Path) -> None:
     class DrawingAtTheEnd(Drawing):
         def on_train_epoch_end(self) -> None:
             torch.rand(2)
@@ -553,7 +556,7 @@ def test_a_stop_within_an_epoch_draws_nothing_that_a_longer_run_would_not(tmp_pa
     assert after_rest == after
 
 
-def test_what_stops_a_run_within_an_epoch_draws_nothing_for_a_longer_one(tmp_path: Path) -> None:
+def test_should_stop_within_an_epoch_leaves_the_rng_of_a_longer_run(tmp_path: Path) -> None:
     class Stopping(tw.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.should_stop = trainer.should_stop or trainer.global_step == 6
@@ -576,7 +579,7 @@ def test_what_stops_a_run_within_an_epoch_draws_nothing_for_a_longer_one(tmp_pat
     assert part[:-1] + rest == whole
 
 
-def test_a_save_of_ones_own_while_a_run_stops_within_an_epoch_is_of_its_end(tmp_path: Path) -> None:
+def test_a_save_during_a_stop_within_an_epoch_waits_for_the_end(tmp_path: Path) -> None:
     class Saving(tw.Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             if not (tmp_path / "own.ckpt").exists():
@@ -590,7 +593,7 @@ def test_a_save_of_ones_own_while_a_run_stops_within_an_epoch_is_of_its_end(tmp_
     assert resumed.callback_metrics == trainer.callback_metrics
 
 
-def test_a_stream_that_was_made_anew_goes_on_within_its_epoch(tmp_path: Path) -> None:
+def test_a_reloaded_stream_resumes_within_its_epoch(tmp_path: Path) -> None:
     class Counting(IterableDataset[Tensor]):
         def __init__(self) -> None:
             self.at = 0
@@ -635,7 +638,7 @@ def test_a_stream_that_was_made_anew_goes_on_within_its_epoch(tmp_path: Path) ->
 # -- rows of loggers -----------------------------------------------------------------------------------------------------
 
 
-def test_the_rows_of_a_validation_that_a_signal_ended_come_once(tmp_path: Path) -> None:
+def test_rows_of_an_interrupted_validation_are_written_once(tmp_path: Path) -> None:
     class Signals(tw.Callback):
         def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.current_epoch == 1 and trainer.resume_source is None:
@@ -656,7 +659,7 @@ def test_the_rows_of_a_validation_that_a_signal_ended_come_once(tmp_path: Path) 
 # -- windows -------------------------------------------------------------------------------------------------------------
 
 
-def test_windows_of_another_length_begin_where_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_can_have_windows_of_another_length(tmp_path: Path) -> None:
     """Saved after batch 6 of 10: the rest is a window of four, whose steps are whole ones."""
     fit(Falling(), every_step(tmp_path), data=10, max_epochs=1, accumulate_grad_batches=2)
     for windows, steps in ((4, 4), (3, 5), (2, 5), (1, 7)):
@@ -671,7 +674,7 @@ def test_windows_of_another_length_begin_where_the_run_goes_on(tmp_path: Path) -
 # -- a training step that trains nothing ---------------------------------------------------------------------------------
 
 
-def test_a_training_step_without_a_loss() -> None:
+def test_a_training_step_without_a_loss_is_explained() -> None:
     class Forgets(Falling):
         def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
             self.log("loss", self.weight.detach(), on_epoch=True)
@@ -696,7 +699,7 @@ def test_a_training_step_without_a_loss() -> None:
 
 
 class Gathers(Classifier):
-    """Steps each third batch of the run, over the ends of epochs too, and has a parameter without dimensions."""
+    """Steps every third batch of the run, also over the ends of epochs, and has a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
@@ -723,7 +726,7 @@ def gathers_over_ends(folder: Path) -> dict[str, bool]:
             module = Gathers()
             options = {**QUIET, "devices": 2, "strategy": name, "max_epochs": epochs}
             trainer = tw.Trainer(**options)
-            trainer.fit(module, make_loader(40), ckpt_path=path)  # five batches on each of two ranks
+            trainer.fit(module, make_loader(40), ckpt_path=path)  # five batches per rank
             trainer.save_checkpoint(folder / f"{name}-{epochs}-{path is None}.ckpt")
             return [float(each) for each in trainer.predict(module, make_loader(8))]
 
@@ -737,28 +740,3 @@ def gathers_over_ends(folder: Path) -> dict[str, bool]:
 def test_gradients_wait_over_an_epochs_end_on_two_ranks(tmp_path: Path) -> None:
     for found in run_job(gathers_over_ends, 2, tmp_path):
         assert found == {"ddp": True, "fsdp": True, "ddp_sharded": True}
-
-
-def test_the_same_command_saves_a_stop_within_an_epoch_once(tmp_path: Path) -> None:
-    """Also where its score is not known, and whatever a callback does with the state that it has given."""
-
-    class Counts(tw.Callback):
-        def __init__(self) -> None:
-            self.counts = {"ends": 0}
-
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            self.counts["ends"] += 1
-
-        def state_dict(self) -> dict[str, Any]:
-            return self.counts
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.counts = dict(state)
-
-    for _ in range(3):
-        counts = Counts()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the score is not known yet
-            fit(Falling(), counts, tw.ModelCheckpoint(tmp_path, monitor="val_loss"), path="auto", max_steps=2)
-        assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=2.ckpt"]
-        assert counts.counts == {"ends": 1}

@@ -16,7 +16,7 @@ import trainwright as tw
 
 
 class Stream(IterableDataset[Any]):
-    """Does not know how many samples it has; from the pass `ends_at` on it has none."""
+    """Has no length. It is empty from the pass `ends_at` on."""
 
     def __init__(self, samples: int, ends_at: int = 100) -> None:
         self.samples, self.ends_at, self.passes = samples, ends_at, 0
@@ -56,7 +56,7 @@ def stream(samples: int, **options: Any) -> DataLoader[Any]:
 )
 def test_a_stream_that_yields_nothing_is_refused(call: str, stage: str) -> None:
     match = (
-        rf"the {stage} loader yielded no batches \(its dataset yields nothing, drop_last.*give it data, or leave it out"
+        rf"the {stage} loader yielded no batches \(its dataset yields nothing, drop_last.*Give it data, or leave it out"
     )
     for loader in (stream(0), stream(3, drop_last=True)):
         with pytest.raises(RuntimeError, match=match):
@@ -75,7 +75,7 @@ def test_a_validation_of_a_later_epoch_is_refused() -> None:
         run("fit", DataLoader(Stream(8, ends_at=2), batch_size=4), max_epochs=3, num_sanity_val_steps=0)
 
 
-def test_a_step_that_pulls_its_batches() -> None:
+def test_a_step_that_pulls_from_an_empty_loader_is_rejected() -> None:
     with pytest.raises(RuntimeError, match="the test loader yielded no batches"):
         run("test", stream(0), Pulling())
     run("test", stream(4), Pulling())
@@ -95,10 +95,10 @@ def test_a_hook_may_return_an_empty_one() -> None:
 
 
 def two_ranks(folder: Path) -> list[str]:
-    """Return what each evaluation raises on this rank."""
+    """Return the errors of the evaluations on this rank."""
     rank, raised = int(tw.Trainer(devices="auto", **QUIET).global_rank), []
     shared = [stream(0), stream(1), stream(3, drop_last=True)]
-    # Of each rank's own, the first kind does not know its length, and the second does.
+    # The ranks have separate loaders; only the second kind knows its length
     own = [
         (stream(0), stream(0)),
         (stream(8), stream(0)),
@@ -118,7 +118,7 @@ def two_ranks(folder: Path) -> list[str]:
 
 
 def test_ranks_agree(tmp_path: Path) -> None:
-    """With loaders of their own, only one of which has batches, nothing is refused."""
+    """If the ranks have separate loaders and only one has batches, nothing is rejected."""
     expected = []
     for stage in ("validation", "test", "predict"):
         refused = f"the {stage} loader yielded no batches"

@@ -120,13 +120,13 @@ def train_by_accelerator(case: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_trainer_and_accelerator_equal_the_hand_written_loop_bitwise(name: str) -> None:
+def test_trainer_and_accelerator_are_bitwise_the_hand_written_loop(name: str) -> None:
     case = settings_of(CASES[name])
     assert_equal(train_by_trainer(case), train_by_hand(case, loss_in_autocast=True))
     assert_equal(train_by_accelerator(case), train_by_hand(case, loss_in_autocast=False))
 
 
-def test_accelerator_step_clips_and_tells_norm_and_skip() -> None:
+def test_accelerator_step_returns_the_norm_and_the_skip() -> None:
     case = settings_of(CASES["clip_norm"])
     accelerator = tw.Accelerator(cpu=ON_HOST)
     net = make_net()

@@ -16,7 +16,7 @@ from trainwright.checkpoint.discovery import find_checkpoints
 
 
 class Scored(Classifier):
-    """Logs a score that gets worse each epoch, and counts its batches."""
+    """Logs a score that gets worse every epoch, and counts its batches."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
@@ -127,7 +127,7 @@ def test_without_auto_no_end_is_saved(tmp_path: Path) -> None:
     assert find_checkpoints(str(tmp_path)) == []
 
 
-def test_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_which_checkpoint_it_resumes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights_alone = tw.ModelCheckpoint(tmp_path, save_weights_only=True)
     trainer = tw.Trainer(callbacks=[weights_alone], max_epochs=1, **{**QUIET, "enable_checkpointing": True})
     trainer.fit(Scored(), make_loader())
@@ -142,8 +142,8 @@ def test_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("kind", ["max_steps", "max_time", "early stopping"])
-def test_what_a_finished_run_has_logged_stays(tmp_path: Path, kind: str) -> None:
-    """Also where it ended within an epoch: the values of that end are those of a run that is started again, and its rows."""
+def test_a_finished_run_keeps_its_rows(tmp_path: Path, kind: str) -> None:
+    """A run that ended within an epoch keeps its values and its rows when it starts again."""
 
     class Ends(tw.Callback):
         """Ends a run by its time."""
@@ -199,7 +199,7 @@ def test_what_a_finished_run_has_logged_stays(tmp_path: Path, kind: str) -> None
 
 
 class Halving(Scored):
-    """Halves its learning rate and its weights, and counts, at the end of each epoch."""
+    """Halves its learning rate and its weights, and counts, at the end of an epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Halving(Scored):
 
 
 @pytest.mark.parametrize("options", [{}, {"save_last": True}, {"async_save": True}, {"monitor": "train_score"}])
-def test_what_an_epochs_end_does_is_done_once_however_often_the_command_is_run(
+def test_hooks_of_an_epochs_end_run_once_however_often_the_command_runs(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     class Logged(Halving):

@@ -1,4 +1,4 @@
-"""The complete order of the hooks, as trainer/hooks.py draws it: each kind of run, on one process and on two ranks."""
+"""The complete order of the hooks in trainer/hooks.py for all kinds of runs, on one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 import trainwright as tw
-from trainwright.module import is_overridden
 from trainwright.module_hooks import ModuleHooks
 from trainwright.trainer.hooks import HOOKS, nearest_hook
 
@@ -31,7 +30,7 @@ OF_CALLBACKS = (*HOOKS, "state_dict", "load_state_dict")
 
 
 def recording(base: type, names: Any, who: str, calls: list[str]) -> type:
-    """Return a subclass that records each of these methods before it runs it."""
+    """Return a subclass that records these methods before it runs them."""
 
     def record(name: str) -> Any:
         inner = getattr(base, name)
@@ -48,7 +47,7 @@ def recording(base: type, names: Any, who: str, calls: list[str]) -> type:
 class Last(tw.Callback):
     """Runs last, and finds the epoch's metrics there."""
 
-    runs_last = True
+    priority = -10
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -79,7 +78,7 @@ class Data(tw.DataModule):
 
 
 class Planned(Classifier):
-    """Has a scheduler of each kind, and loaders of its own."""
+    """Has schedulers of all kinds, and its loaders."""
 
     def __init__(self, calls: list[str], callback: tw.Callback) -> None:
         super().__init__()
@@ -126,10 +125,11 @@ def moved(who: str) -> str:
 
 
 def evaluation(stage: str, who: str, loaders: str, *, batches: int = 1, ending: str = "") -> str:
-    """What validation, test and prediction call, whose loaders and transfer hooks are `who`'s."""
+    """The calls of a validation, test or prediction whose loaders and transfer hooks belong to `who`."""
     batch = f"{moved(who)} {both(f'on_{stage}_batch_start')} M.{stage}_step {both(f'on_{stage}_batch_end')} "
+    save_point = "C.on_save_point" if stage == "validation" else ""
     return f"""{loaders} M.on_{stage}_model_eval {both(f"on_{stage}_start", f"on_{stage}_epoch_start")} {batch * batches}
-        {both(f"on_{stage}_epoch_end")} {ending} {both(f"on_{stage}_end")} M.on_{stage}_model_train"""
+        {both(f"on_{stage}_epoch_end")} {ending} {both(f"on_{stage}_end")} {save_point} M.on_{stage}_model_train"""
 
 
 def training_batch(who: str, *, opens: bool = True, ends: bool = True) -> str:
@@ -138,17 +138,18 @@ def training_batch(who: str, *, opens: bool = True, ends: bool = True) -> str:
         M.lr_scheduler_step(step)"""
     return f"""{moved(who)} {both("on_train_batch_start")} M.training_step {zero_grad if opens else ""}
         {both("on_before_backward")} M.backward {both("on_after_backward")} {step if ends else ""}
-        {both("on_train_batch_end")}"""
+        {both("on_train_batch_end")} C.on_save_point"""
 
 
-def opening(stage: str, *, data: bool, is_first: bool = True) -> str:
-    """What comes before any loop; data is prepared on one process only."""
+def opening(stage: str, *, data: bool, is_first: bool = True, tunes: bool = False) -> str:
+    """The calls before any loop. Only one process prepares data."""
+    tuned = "C.on_tune" if tunes else ""
     prepared = f"{'D.prepare_data ' if data else ''}M.prepare_data" if is_first else ""
-    return f"M.configure_callbacks {prepared} {'D.setup' if data else ''} {both('setup')} M.configure_model"
+    return f"M.configure_callbacks {tuned} {prepared} {'D.setup' if data else ''} {both('setup')} M.configure_model"
 
 
-def closing(*, data: bool) -> str:
-    return f"{'D.teardown' if data else ''} {both('teardown')}"
+def closing(*, data: bool, reports: bool = True) -> str:
+    return f"{'D.teardown' if data else ''} {both('teardown')} {'C.on_run_end' if reports else ''}"
 
 
 def validation(who: str, **kwargs: Any) -> str:
@@ -156,25 +157,30 @@ def validation(who: str, **kwargs: Any) -> str:
     return f"M.on_validation_model_zero_grad {within}"
 
 
-ENDING = f"{both('on_train_epoch_end')} M.lr_scheduler_step(plateau) L.on_train_epoch_end"
-SAVED = f"saved D.state_dict C.state_dict {both('on_save_checkpoint')} L.on_train_epoch_end"
-FIRST_EPOCH = f"""{both("on_train_epoch_start").replace(" M.", " L.on_train_epoch_start M.")}
+ENDING = f"{both('on_train_epoch_end')} M.lr_scheduler_step(plateau) L.on_train_epoch_end C.on_save_point"
+STATE = "D.state_dict C.state_dict C.sharded_state_dict"
+SAVED = f"saved {STATE} {both('on_save_checkpoint')} L.on_train_epoch_end"
+PREPARED = f"M.configure_optimizers {both('on_fit_start')} C.configure_lr_scheduler"
+LAST = f"C.on_before_train_end {both('on_train_end', 'on_fit_end')}"
+EPOCH_START = (
+    f"""{both("on_train_epoch_start").replace(" M.", " L.on_train_epoch_start M.")} C.configure_lr_scheduler"""
+)
+FIRST_EPOCH = f"""{EPOCH_START}
     {training_batch("D")} {training_batch("D")} M.lr_scheduler_step(epoch) {validation("D", batches=2)} {ENDING}"""
 
 
 def fit_with_data(is_first: bool) -> str:
-    return f"""{opening("fit", data=True, is_first=is_first)} M.configure_optimizers {both("on_fit_start")}
+    return f"""{opening("fit", data=True, is_first=is_first, tunes=True)} {PREPARED}
         C.on_sanity_check_start {evaluation("validation", "D", "D.val_dataloader", batches=2)} C.on_sanity_check_end
         D.train_dataloader {both("on_train_start")} {FIRST_EPOCH.replace("L.on_train_epoch_end", SAVED)}
-        {both("on_train_end", "on_fit_end")} {closing(data=True)}"""
+        {LAST} {closing(data=True)}"""
 
 
 def resumed(is_first: bool) -> str:
     epoch = FIRST_EPOCH.replace("M.on_validation_model_eval", "D.val_dataloader M.on_validation_model_eval")
     return f"""{opening("fit", data=True, is_first=is_first)} {both("on_load_checkpoint")}
-        C.load_state_dict D.load_state_dict M.configure_optimizers {both("on_fit_start")}
-        D.train_dataloader {both("on_train_start")} {epoch}
-        {both("on_train_end", "on_fit_end")} {closing(data=True)}"""
+        C.load_state_dict D.load_state_dict {PREPARED} C.load_sharded_state_dict
+        D.train_dataloader C.on_resume_start {both("on_train_start")} C.on_resume_end {epoch} {LAST} {closing(data=True)}"""
 
 
 def evaluated(stage: str, is_first: bool) -> str:
@@ -182,11 +188,11 @@ def evaluated(stage: str, is_first: bool) -> str:
     loader = f"D.{stage.removesuffix('idation')}_dataloader"
     batches = 2 if stage == "validation" else 1
     return f"""{opening(call, data=True, is_first=is_first)} {evaluation(stage, "D", loader, batches=batches)}
-        {closing(data=True)}"""
+        {closing(data=True, reports=stage != "predict")}"""
 
 
 def record_all(folder: Path) -> dict[str, list[str]]:
-    """Run everything with a DataModule and return what was called."""
+    """Run everything with a DataModule and return the calls."""
     calls: list[str] = []
     data = recording(Data, OF_DATA, "D", calls)()
     kept = recording(tw.Callback, OF_CALLBACKS, "C", calls)
@@ -195,7 +201,7 @@ def record_all(folder: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
 
     class Saving(tw.Callback):
-        runs_last = True
+        priority = -10
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             if trainer.current_epoch == 0:
@@ -229,15 +235,16 @@ def expected_of_all(is_first: bool) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_hooks_of_every_kind_of_run(tmp_path: Path, ranks: int) -> None:
+def test_all_kinds_of_runs_call_their_hooks_in_order(tmp_path: Path, ranks: int) -> None:
     results = [record_all(tmp_path)] if ranks == 1 else run_job(record_all, ranks, tmp_path / "job")
     for rank, found in enumerate(results):
         for name, timeline in expected_of_all(is_first=rank == 0).items():
             assert found[name] == timeline, f"{name} on rank {rank}"
 
 
-def test_the_hooks_of_a_module_with_its_own_loaders(tmp_path: Path) -> None:
-    """Six batches in windows of two, and a validation after each third one: the first of them waits for its window's end."""
+def test_windows_and_validations_call_their_hooks_in_order(tmp_path: Path) -> None:
+    """Six batches in windows of two, and a validation after every third batch. The first validation waits for its
+    window."""
     calls: list[str] = []
     callback = recording(tw.Callback, OF_CALLBACKS, "C", calls)()
     settings = {"max_epochs": 1, "accumulate_grad_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
@@ -245,11 +252,11 @@ def test_the_hooks_of_a_module_with_its_own_loaders(tmp_path: Path) -> None:
     trainer.fit(recording(Planned, OF_MODULES, "M", calls)(calls, callback))
     first = validation("M").replace("M.on_validation_model_eval", "M.val_dataloader M.on_validation_model_eval", 1)
     opened, stepped = training_batch("M", ends=False), training_batch("M", opens=False)
-    timeline = f"""{opening("fit", data=False)} M.configure_optimizers {both("on_fit_start")}
-        M.train_dataloader {both("on_train_start")} {both("on_train_epoch_start").replace(" M.", " L.on_train_epoch_start M.")}
+    timeline = f"""{opening("fit", data=False, tunes=True)} {PREPARED}
+        M.train_dataloader {both("on_train_start")} {EPOCH_START}
         {opened} {stepped} {opened} {stepped} {first} {opened} {stepped}
         M.lr_scheduler_step(epoch) {validation("M")} {ENDING}
-        {both("on_train_end", "on_fit_end")} {closing(data=False)}"""
+        {LAST} {closing(data=False)}"""
     assert calls == timeline.split()
 
 
@@ -266,63 +273,24 @@ def test_gradients_are_unscaled_when_before_optimizer_step_is_called() -> None:
     torch.testing.assert_close(norms["16-mixed"], norms["32-true"], rtol=0.05, atol=0.01)
 
 
-def test_minus_one_from_batch_start_ends_the_epoch() -> None:
-    class Stop(tw.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 3 else None
-
-    trainer = tw.Trainer(max_epochs=2, callbacks=[Stop()], **QUIET)
-    trainer.fit(Classifier(), make_loader())
-    assert trainer.global_step == 6
-    assert trainer.current_epoch == 2
-
-
-@pytest.mark.parametrize("error", [ArithmeticError("no such luck"), KeyboardInterrupt("no such luck")])
-def test_an_exception_is_told_and_the_run_is_taken_down(error: BaseException) -> None:
+@pytest.mark.parametrize("kind", [ArithmeticError, KeyboardInterrupt, SystemExit])
+def test_an_exception_reaches_its_hooks_and_tears_the_run_down(kind: type[BaseException]) -> None:
     calls: list[str] = []
     last = ("on_exception", "teardown", "on_train_batch_end", "on_train_end", "on_fit_end")
 
     class Broken(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            raise error
+            raise kind("no such luck")
 
     data = recording(Data, ("on_exception", "teardown"), "D", calls)()
     callback = recording(tw.Callback, last, "C", calls)()
     module = recording(Broken, ("teardown", *last[2:]), "M", calls)()
     trainer = tw.Trainer(max_epochs=1, limit_val_batches=0, callbacks=[callback], **QUIET)
-    with pytest.raises(type(error), match="no such luck"):
+    with pytest.raises(kind, match="no such luck"):
         trainer.fit(module, datamodule=data)
     assert calls == ["C.on_exception", "D.on_exception", "D.teardown", "C.teardown", "M.teardown"]
     assert trainer.interrupted
     assert not trainer.training
-
-
-def test_a_hook_set_on_the_instance_counts_as_overridden() -> None:
-    module = Classifier()
-    assert not is_overridden("on_train_start", module, tw.Module)
-    seen: list[int] = []
-    module.on_train_start = lambda: seen.append(1)  # type: ignore[method-assign]
-    tw.Trainer(max_epochs=1, **QUIET).fit(module, make_loader())
-    assert seen == [1]
-
-
-def test_callbacks_of_the_module_take_the_place_of_the_trainers() -> None:
-    class Named(tw.Callback):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-    class Choosing(Classifier):
-        def configure_callbacks(self) -> Any:
-            return Named("module's")
-
-    checkpoint = tw.ModelCheckpoint()
-    trainer = tw.Trainer(
-        max_epochs=1, callbacks=[checkpoint, Named("trainer's")], **{**QUIET, "enable_checkpointing": True}
-    )
-    for _ in range(2):
-        trainer.fit(Choosing(), make_loader())
-        assert [getattr(each, "name", "") for each in trainer.callbacks] == ["module's", ""]
-        assert trainer.callbacks[-1] is checkpoint  # checkpoints stay last
 
 
 class Misspelt(Classifier):
@@ -336,7 +304,7 @@ class Misspelt(Classifier):
         """The right one."""
 
     def save_checkpoint(self) -> None:
-        """A method of the user's own."""
+        """A method of the user."""
 
 
 class MisspeltCallback(tw.Callback):

@@ -1,4 +1,4 @@
-"""Where self.log may be called, its defaults there, the names it gives, and what it refuses."""
+"""The hooks that may call self.log, its defaults in them, its names and its errors."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_each_hook_has_the_defaults_and_the_freedom_of_the_table() -> None:
             named = {"on_step": levels[0], "on_epoch": levels[1]}
             if hook in EPOCH_HOOKS and levels != (False, True):
                 with pytest.raises(
-                    ValueError, match=f"called in {hook}, where there is no batch.*leave on_step at False"
+                    ValueError, match=f"called in {hook}, where there is no batch.*Leave on_step at False"
                 ):
                     log(collector, str(levels), 1.0, **named)
             else:
@@ -128,7 +128,7 @@ def test_each_hook_has_the_defaults_and_the_freedom_of_the_table() -> None:
 @pytest.mark.parametrize("hook", [*CLOSED_HOOKS, ""])
 def test_the_other_hooks_say_where_to_log(hook: str) -> None:
     where = f"called in {hook}" if hook else "called outside of a step or hook"
-    with pytest.raises(RuntimeError, match=f"{where}, where nothing is collected; log in training_step"):
+    with pytest.raises(RuntimeError, match=f"{where}, where nothing is collected. Log in training_step"):
         log(collector_in(hook), "x", 1.0)
 
 
@@ -144,7 +144,9 @@ def test_the_other_hooks_say_where_to_log(hook: str) -> None:
         ((1, "noisy"), (True, True), True, tuple(f"{each}/dataloader_idx_1" for each in ("w", "w_step", "w_epoch"))),
     ],
 )
-def test_names(loader: Any, levels: tuple[bool, bool], add: bool, names: tuple[str, str, str]) -> None:
+def test_names_have_suffixes_of_step_epoch_and_loader(
+    loader: Any, levels: tuple[bool, bool], add: bool, names: tuple[str, str, str]
+) -> None:
     collector = collector_in("validation_step")
     collector.loader = loader
     logged = log(collector, "w", 1.0, on_step=levels[0], on_epoch=levels[1], add_dataloader_idx=add)
@@ -203,7 +205,7 @@ def test_the_graph_of_the_latest_value_is_kept_where_asked_for() -> None:
     assert left.last == 2.0
 
 
-def test_what_is_rank_zeros_alone_is_collected_there() -> None:
+def test_rank_zero_only_values_are_collected_on_rank_zero() -> None:
     first, second = collector_in("training_step"), collector_in("training_step", rank=1)
     for collector in (first, second):
         log(collector, "x", 1.0, rank_zero_only=True)
@@ -227,15 +229,15 @@ def test_a_hook_may_log_a_name_of_another_hook_with_other_settings() -> None:
         ("x", torch.zeros(2), {}, ValueError, r"shape \(2,\).*\.mean\(\)"),
         ("x", torch.zeros(2).as_subclass(nn.Parameter), {}, ValueError, r"shape \(2,\)"),
         ("x", torch.zeros((), dtype=torch.complex64), {}, TypeError, r"complex tensor.*\.abs\(\)"),
-        ("x", "text", {}, TypeError, "got a str; expected a number"),
-        ("x", {"a": {"b": 1.0}}, {}, ValueError, "a dict under 'a'; expected a flat dict.*as 'x/a'"),
+        ("x", "text", {}, TypeError, "got a str. Expected a number"),
+        ("x", {"a": {"b": 1.0}}, {}, ValueError, "a dict under 'a'. Expected a flat dict.*as 'x/a'"),
         (3, 1.0, {}, TypeError, "a metric's name is a str; self.log got 3, an int"),
         ("x", 1.0, {"reduce_fx": "median"}, ValueError, "choose from mean, sum, min, max"),
         ("x", 1.0, {"reduce_fx": []}, ValueError, "choose from mean, sum, min, max"),
-        ("x", 1.0, {"on_step": False, "on_epoch": False}, ValueError, "set at least one of them"),
-        ("x", 1.0, {"on_step": False}, ValueError, "set at least one of them"),
+        ("x", 1.0, {"on_step": False, "on_epoch": False}, ValueError, "Set at least one of them"),
+        ("x", 1.0, {"on_step": False}, ValueError, "Set at least one of them"),
         ("x", 1.0, {"sync_dist_group": "world"}, ValueError, "sync_dist_group='world'; only None is accepted"),
-        ("x", 1.0, {"on_epoch": True, "batch_size": 0}, ValueError, "batch_size=0; expected a positive number"),
+        ("x", 1.0, {"on_epoch": True, "batch_size": 0}, ValueError, "batch_size=0. Expected a positive number"),
         ("x", 1.0, {"on_epoch": True, "batch_size": "4a"}, TypeError, "batch_size='4a', a str"),
         ("x", 1.0, {"on_epoch": True, "batch_size": torch.tensor(4)}, TypeError, "a tensor as batch_size.*waits for"),
         ("x", MeanMetric(), {}, ValueError, "not an attribute of the module.*metric_attribute="),
@@ -244,7 +246,9 @@ def test_a_hook_may_log_a_name_of_another_hook_with_other_settings() -> None:
         ("x", MeanMetric(), {"rank_zero_only": True}, ValueError, "gathers its state over all ranks"),
     ],
 )
-def test_refusals(name: Any, value: Any, settings: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_wrong_values_and_settings_are_rejected(
+    name: Any, value: Any, settings: dict[str, Any], error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         log(collector_in("training_step", Measured()), name, value, **settings)
 
@@ -254,7 +258,7 @@ def test_one_name_in_one_hook_has_one_setting_and_one_metric() -> None:
     collector = collector_in("validation_step", module)
     log(collector, "x", 1.0)
     log(collector, "x", 1.0, batch_size=3)  # may differ from batch to batch
-    with pytest.raises(ValueError, match=r"in validation_step with reduce_fx='mean' and then 'sum'; use one setting"):
+    with pytest.raises(ValueError, match=r"in validation_step with reduce_fx='mean' and then 'sum'. Use one setting"):
         log(collector, "x", 1.0, reduce_fx="sum")
     log(collector, "m", module.mean)
     with pytest.raises(ValueError, match="got another Metric than before in validation_step"):

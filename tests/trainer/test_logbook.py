@@ -16,11 +16,12 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 import trainwright as tw
+from trainwright.checkpoint.codec import decode, encode
 from trainwright.distributed.connection import open_process_group
 from trainwright.distributed.environment import Environment
 from trainwright.trainer.logbook import Logbook, format_table
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.state import TrainerState
+from trainwright.trainer.run_position import OpenEpoch, Position
 
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
 
@@ -40,9 +41,9 @@ class Measured(nn.Module):
         self.several = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassPrecision(3)])
 
 
-def make_logbook(*loggers: tw.Logger, rank: int = 0, world_size: int = 1) -> tuple[Logbook, TrainerState]:
+def make_logbook(*loggers: tw.Logger, rank: int = 0, world_size: int = 1) -> tuple[Logbook, Position]:
     engine: Any = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
-    state = TrainerState()
+    state = Position()
     return Logbook(loggers, engine, state), state
 
 
@@ -69,7 +70,7 @@ def finish(logbook: Logbook, num_loaders: int = 1) -> list[dict[str, float]]:
     return logbook.finish(module, num_loaders)
 
 
-def test_the_three_dicts_of_training() -> None:
+def test_the_three_dicts_of_training_have_step_and_epoch_values() -> None:
     logbook, _ = make_logbook()
     collector = start(logbook, "training_step")
     for value in (1.0, 3.0):
@@ -122,7 +123,7 @@ def test_the_sanity_checks_values_are_there_until_it_ends() -> None:
     assert (logbook.callback_metrics, logbook.logged_metrics, rows.rows) == ({}, {}, [])
 
 
-def test_rows_and_their_x_values() -> None:
+def test_rows_have_the_x_values_of_their_stage() -> None:
     rows = Rows()
     logbook, state = make_logbook(rows)
     state.epoch, state.batches_that_stepped, state.step = 2, 7, 14
@@ -176,7 +177,7 @@ def test_the_hooks_of_an_epochs_end_can_read_what_was_logged_before() -> None:
 
 
 def evaluate(logbook: Logbook, batches: dict[Any, list[tuple[float, int]]]) -> list[dict[str, float]]:
-    """Log the (value, size) batches of each loader, all kinds of values, as the evaluation loop would."""
+    """Log the (value, size) batches of the loaders, with all kinds of values, as the evaluation loop does."""
     module = Measured()
     collector = start(logbook, "validation_step", module)
     for loader, pairs in batches.items():
@@ -220,7 +221,7 @@ def check(result: list[dict[str, float]]) -> None:
         assert len(values) == len(wanted) + 1  # the precision
 
 
-def test_nothing_mixes_between_loaders() -> None:
+def test_loaders_do_not_mix() -> None:
     logbook, _ = make_logbook()
     for _ in range(2):  # and nothing is left for the next validation
         check(evaluate(logbook, BATCHES))
@@ -228,7 +229,7 @@ def test_nothing_mixes_between_loaders() -> None:
 
 
 def job(folder: Path) -> dict[str, Any]:
-    """Each rank evaluates every second batch: rank 1 has one of each loader, and none of a third one."""
+    """The ranks take turns in the batches: rank 1 has one batch of two loaders, and none of a third."""
     environment = Environment.detect()
     open_process_group(environment, "gloo")
     rank = dist.get_rank()
@@ -306,9 +307,9 @@ def test_values_are_read_at_log_points_only() -> None:
         for reduce_fx in ("mean", "sum", "min", "max"):
             log(collector, reduce_fx, loss, on_step=True, on_epoch=True, reduce_fx=reduce_fx, prog_bar=True)
         log(collector, "now", loss)
-        module.mean(index + 1.0)  # what torchmetrics reads of a tensor is not ours
+        module.mean(index + 1.0)  # reads by torchmetrics do not count
         log(collector, "metric", module.mean, on_step=True, on_epoch=True)
-        loss += 1000  # what was logged is a copy
+        loss += 1000  # a logged value is a copy
         assert len(logbook.callback_metrics) == 11  # looking at the dict reads nothing
     assert Counted.reads == []
     state.batches_that_stepped = 200
@@ -363,7 +364,7 @@ def test_an_ambiguous_batch_is_told_once() -> None:
     assert len(caught) == 1
 
 
-def test_tables() -> None:
+def test_a_table_has_a_column_per_loader() -> None:
     assert format_table("test metric", [{"acc": 0.5, "loss/step": 1234.5678}]).splitlines() == [
         "----------------------",
         "  test metric  value",
@@ -380,3 +381,18 @@ def test_tables() -> None:
         "  all          1         1",
         "  own                    3",
     ]
+
+
+# -- counters ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_restored_from_plain_data() -> None:
+    epoch = OpenEpoch({"loss": 1.0}, {"values": []}, [{"rows": 3}], {"Timer": {"time": 2.0}})
+    for state in (
+        Position(),
+        Position(epoch=2, batch=3, step=9, open_epoch=epoch, rng={"epoch left": {"python": [1, 2]}}),
+    ):
+        plain = decode(*encode(state.plain(), "state"))
+        again = Position.of_plain(plain)
+        assert again.plain() == state.plain()
+        assert again.open_epoch == state.open_epoch

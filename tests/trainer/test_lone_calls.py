@@ -1,4 +1,4 @@
-"""A call that one rank makes alone, where the others make another or none: an error that names both, never a hang."""
+"""A call that only one rank makes raises an error that names the calls of both ranks, and never hangs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def meet(folder: Path) -> dict[str, str]:
 
 
 def write_elsewhere(folder: Path) -> dict[str, str]:
-    """Each rank works in a folder of its own, as under a launcher of experiments; what is written lies in rank 0's."""
+    """The ranks work in separate folders, as under a launcher of experiments, and all files are in rank 0's."""
     own = folder / f"rank-{os.environ['RANK']}"
     own.mkdir()
     os.chdir(own)
@@ -84,7 +84,7 @@ ALONE = {
     "save_at_end": ("on_validation_end", "a save of step 4 (fit, epoch 0, batch 4"),
     "leave": ("on_train_batch_start", "the end of an epoch by -1 from on_train_batch_start (fit, epoch 0, batch 1"),
 }
-"""Cases in which the other rank waits in a collective of the training: the hook, and what is said."""
+"""Cases in which the other rank waits in a collective of the training: the hook, and the message."""
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_rank_that_is_waited_for_in_vain_is_named(tmp_path: Path, case: str) -
     finally:
         started.close()
     assert ALONE[case][1] in started.stderr, started.stderr
-    assert time.monotonic() - began < deadline(90.0)  # the collective's own limit is half an hour
+    assert time.monotonic() - began < deadline(90.0)  # the limit of the collective is half an hour
 
 
 if __name__ == "__main__":

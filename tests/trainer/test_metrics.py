@@ -1,20 +1,20 @@
-"""self.log: names, reductions, defaults and what it refuses."""
+"""self.log and metrics: names, reductions, dtypes, objects of torchmetrics, and merges of several ranks."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from small import QUIET, Classifier, loss_of, make_loader
-from torch import Tensor
-from torchmetrics import MeanMetric
+from torch import Tensor, nn
+from torchmetrics import CatMetric, ClasswiseWrapper, MaxMetric, MeanMetric, MinMaxMetric, PearsonCorrCoef
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 import trainwright as tw
+from trainwright.trainer.metrics import MetricCollector, merged
 
 
 def fit(log: Callable[[Any, Any, int, Tensor], None], **settings: Any) -> tw.Trainer:
@@ -31,22 +31,6 @@ def fit(log: Callable[[Any, Any, int, Tensor], None], **settings: Any) -> tw.Tra
     trainer = tw.Trainer(**{"max_epochs": 1, **QUIET, **settings})
     trainer.fit(Logging(), make_loader(42, 4))
     return trainer
-
-
-def test_names_of_step_and_epoch_values() -> None:
-    trainer = fit(lambda m, b, i, loss: m.log("both", loss, prog_bar=True, on_step=True, on_epoch=True))
-    assert set(trainer.callback_metrics) == {"both", "both_step", "both_epoch"}
-    assert set(trainer.logged_metrics) == {"both_step", "both_epoch"}
-    assert set(trainer.progress_bar_metrics) == {"both_step", "both_epoch"}
-    seen: dict[str, set[str]] = {}
-
-    class Watch(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            seen["callback"], seen["logged"] = set(trainer.callback_metrics), set(trainer.logged_metrics)
-            seen["bar"] = set(trainer.progress_bar_metrics)
-
-    fit(lambda m, b, i, loss: m.log("both", loss, prog_bar=True, on_step=True, on_epoch=True), callbacks=Watch())
-    assert seen == {"callback": {"both", "both_step"}, "logged": {"both_step"}, "bar": {"both_step"}}
 
 
 def test_the_epoch_mean_is_weighted_by_the_batch_size() -> None:
@@ -69,41 +53,8 @@ def test_the_epoch_mean_is_weighted_by_the_batch_size() -> None:
     assert metrics["unweighted"] == pytest.approx(5.0)
 
 
-def test_a_logged_tensor_is_copied_at_once() -> None:
-    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
-        value = torch.ones(())
-        module.log("value", value)
-        value += 41
-
-    steps: list[float] = []
-
-    class Watch(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            steps.append(trainer.callback_metrics["value"].item())
-
-    fit(log, callbacks=Watch())
-    assert set(steps) == {1.0}
-
-
-def test_a_torchmetrics_object_is_computed_and_reset_each_epoch() -> None:
-    epochs: list[float] = []
-
-    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
-        module.metric(float(module.current_epoch + 1))
-        module.log("metric", module.metric, on_step=False, on_epoch=True)
-
-    class Watch(tw.Callback):
-        runs_last = True
-
-        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-            epochs.append(trainer.callback_metrics["metric"].item())
-
-    fit(log, callbacks=Watch(), max_epochs=3)
-    assert epochs == [1.0, 2.0, 3.0]
-
-
 def test_metrics_have_the_precision_that_was_logged() -> None:
-    """A user compares them with tensors of his own; what is compared and written is not rounded."""
+    """Users compare them with their tensors, so values for comparisons and files are not rounded."""
 
     def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
         for name, value in (("single", loss), ("half", loss.bfloat16()), ("double", loss.double()), ("number", 0.1)):
@@ -119,51 +70,6 @@ def test_metrics_have_the_precision_that_was_logged() -> None:
     assert torch.allclose(trainer.callback_metrics["single"], trainer.callback_metrics["double"].float())
 
 
-def test_rows_of_the_csv_logger(tmp_path: Path) -> None:
-    logger = tw.CSVLogger(str(tmp_path))
-    trainer = fit(
-        lambda m, b, i, loss: m.log("both", loss, on_step=True, on_epoch=True), logger=logger, log_every_n_steps=5
-    )
-    assert trainer.log_dir == f"{tmp_path}/trainwright_logs/version_0"
-    rows = list(csv.DictReader(Path(logger.metrics_path).read_text().splitlines()))
-    assert [(row["step"], row["epoch"]) for row in rows] == [("4", "0"), ("9", "0"), ("10", "0")]
-    assert [bool(row["both_step"]) for row in rows] == [True, True, False]
-    assert torch.tensor(float(rows[2]["both_epoch"])) == trainer.callback_metrics["both"]
-
-
-@pytest.mark.parametrize(
-    ("log", "error", "match"),
-    [
-        (lambda m, b, i, loss: m.log("x", torch.zeros(2)), ValueError, r"shape \(2,\).*mean"),
-        (lambda m, b, i, loss: m.log("x", "text"), TypeError, "got a str"),
-        (lambda m, b, i, loss: m.log("x", 1, reduce_fx="median"), ValueError, "choose from mean, sum, min, max"),
-        (lambda m, b, i, loss: m.log("x", 1, on_step=False, on_epoch=False), ValueError, "at least one"),
-        (
-            lambda m, b, i, loss: (m.log("x", 1), m.log("x", 1, prog_bar=True)),
-            ValueError,
-            "prog_bar=False and then True",
-        ),
-        (lambda m, b, i, loss: m.log("x", MeanMetric()), ValueError, "not an attribute of the module"),
-        (lambda m, b, i, loss: m.log(3, 1), TypeError, "name is a str"),
-    ],
-)
-def test_log_refuses(log: Callable[..., Any], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        fit(log)
-
-
-def test_log_outside_of_a_run_is_refused() -> None:
-    with pytest.warns(UserWarning, match=r"attached to no trainer.*trainer\.fit"):
-        Classifier().log("x", 1.0)
-
-    class Early(Classifier):
-        def on_fit_start(self) -> None:
-            self.log("x", 1.0)
-
-    with pytest.raises(RuntimeError, match="where nothing is collected"):
-        tw.Trainer(**QUIET).fit(Early(), make_loader())
-
-
 def test_unequal_leading_sizes_warn_and_name_the_remedy() -> None:
     class Odd(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -173,27 +79,7 @@ def test_unequal_leading_sizes_warn_and_name_the_remedy() -> None:
         tw.Trainer(**QUIET).validate(Odd(), [(torch.zeros(3, 8), torch.zeros(5))])
 
 
-def test_the_sanity_check_leaves_no_metrics() -> None:
-    seen: list[Any] = []
-
-    class Watch(tw.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            seen.append(dict(trainer.callback_metrics))
-
-    tw.Trainer(max_epochs=1, callbacks=Watch(), **QUIET).fit(Classifier(), make_loader(), make_loader())
-    assert seen == [{}]
-
-
-def test_logging_where_nothing_is_collected_any_more_is_refused() -> None:
-    class Late(Classifier):
-        def on_validation_end(self) -> None:
-            self.log("late", 1.0)
-
-    with pytest.raises(RuntimeError, match="where nothing is collected"):
-        tw.Trainer(max_epochs=1, **QUIET).fit(Late(), make_loader(), make_loader())
-
-
-def test_numbers_of_other_kinds_and_batches_without_tensors() -> None:
+def test_numbers_of_other_kinds_are_logged() -> None:
     def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
         module.log("numpy", np.float32(2.0))
         module.log("flag", True)
@@ -206,3 +92,158 @@ def test_numbers_of_other_kinds_and_batches_without_tensors() -> None:
 
     with pytest.warns(UserWarning, match="found no tensor in this batch .an object"):
         tw.Trainer(**QUIET).validate(Opaque(), [object()])
+
+
+# -- metrics of several numbers ------------------------------------------------------------------------------------------
+
+
+class Judged(Classifier):
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.metric.update(self.net(batch[0]), batch[1])
+        self.log("acc", self.metric)
+
+    on_validation_epoch_end = lambda self: None  # noqa: E731 - a hook that looks at the values has them reduced early
+
+
+def metrics_of(metric: Any, loaders: Any = None) -> list[dict[str, float]]:
+    return tw.Trainer(**QUIET).validate(Judged(metric), loaders or make_loader(), verbose=False)
+
+
+def test_vectors_and_dicts_are_logged_by_part() -> None:
+    whole = MulticlassAccuracy(3, average=None)
+    module = Judged(whole)
+    for batch in make_loader():
+        whole.update(module.net(batch[0]), batch[1])
+    expected = [round(each, 5) for each in whole.compute().tolist()]
+    (vector,) = metrics_of(MulticlassAccuracy(3, average=None))
+    assert [round(vector[f"acc_{number}"], 5) for number in range(3)] == expected
+    (classes,) = metrics_of(ClasswiseWrapper(MulticlassAccuracy(3, average=None), labels=["a", "b", "c"]))
+    assert [round(classes[f"acc_multiclassaccuracy_{name}"], 5) for name in "abc"] == expected
+    (bounds,) = metrics_of(MinMaxMetric(MulticlassAccuracy(3)))
+    assert set(bounds) == {"acc_raw", "acc_min", "acc_max"}
+    first, second = metrics_of(MulticlassAccuracy(3, average=None), [make_loader(), make_loader(8)])
+    assert len(first) == len(second) == 3
+    assert not first.keys() & second.keys()
+
+
+def test_what_is_no_row_of_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'acc' computes a tensor of shape \(3, 3\). Expected one number, a vector"):
+        metrics_of(MulticlassConfusionMatrix(3))
+
+    class Whole(Judged):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log_dict(self.metric)
+
+    with pytest.raises(
+        TypeError, match=r"log_dict was given a ClasswiseWrapper, which is one Metric. Log it with self\.log"
+    ):
+        tw.Trainer(**QUIET).validate(Whole(ClasswiseWrapper(MulticlassAccuracy(3, average=None))), make_loader())
+    assert torch.is_grad_enabled()
+
+
+class Shares(Classifier):
+    """Updates one Metric in training and in validation, and logs it as an object in the named stages."""
+
+    def __init__(self, *logs: str) -> None:
+        super().__init__()
+        self.logs, self.mean, self.best = logs, MeanMetric(), MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        value = self.mean(batch[0])
+        self.log("train_mean", self.mean if "train" in self.logs else value, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = self.mean(batch[0])
+        self.log("val_mean", self.mean if "validation" in self.logs else value)
+
+    def on_validation_epoch_end(self) -> None:
+        self.best.update(1.0)
+        self.log("best", self.best.compute())
+
+
+@pytest.mark.parametrize(("logs", "sanity", "batches"), [("validation", 2, 0), ("validation", 0, 11), ("train", 2, 11)])
+def test_a_metric_object_of_two_stages_is_rejected(logs: str, sanity: int, batches: int) -> None:
+    trainer = tw.Trainer(max_epochs=2, num_sanity_val_steps=sanity, **QUIET)
+    with pytest.raises(ValueError, match=r"Metric 'mean' is updated in training and in validation.*self\.train_mean"):
+        trainer.fit(Shares(logs), make_loader(), make_loader())
+    assert trainer.global_step == batches
+
+
+def test_a_metric_object_may_give_values_in_two_stages() -> None:
+    module = Shares()
+    tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), make_loader())
+    assert module.best._update_count == 3  # one of the sanity check: nothing resets an object that is not logged
+
+
+# -- metrics of several ranks --------------------------------------------------------------------------------------------
+
+
+class Measures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(3, average="macro")
+        self.mean, self.most, self.all = MeanMetric(), MaxMetric(), CatMetric()
+        self.correlation = PearsonCorrCoef()
+
+    def see(self, numbers: list[float]) -> None:
+        values = torch.tensor(numbers)
+        self.accuracy.update(values.long() % 3, values.long() % 2)
+        for metric in (self.mean, self.most, self.all):
+            metric.update(values)
+
+
+def collected(numbers: list[float], module: nn.Module) -> MetricCollector:
+    collector = MetricCollector(module)
+    collector.hook = "training_step"
+    for number in numbers:
+        for name, reduce_fx in (("mean", "mean"), ("sum", "sum"), ("least", "min"), ("most", "max")):
+            value = torch.tensor(number)
+            settings = (False, None, False, True, reduce_fx, name == "sum", False, None, True, None, False)
+            collector.log(name, value, settings, int(number))
+    return collector
+
+
+def totals(collector: MetricCollector) -> dict[str, tuple[float, float]]:
+    return {each.name: (float(each.total()[0]), each.total()[1]) for each in collector.values.values()}
+
+
+def test_three_ranks_become_one() -> None:
+    shares = [[1.0, 2.0], [5.0, 3.0, 4.0], [8.0]]
+    states = []
+    for share in shares:
+        module = Measures()
+        module.see(share)
+        states.append(collected(share, module).state_dict())
+    whole, together = Measures(), Measures()
+    whole.see([number for share in shares for number in share])
+    state, left_out = merged(states, together)
+    assert left_out == []
+    taken = MetricCollector(together)
+    taken.load_state_dict(state or {}, torch.device("cpu"))
+    assert totals(taken) == totals(collected([number for share in shares for number in share], whole))
+    for name in ("accuracy", "mean", "most", "all"):
+        assert torch.equal(getattr(together, name).compute(), getattr(whole, name).compute()), name
+
+
+def test_one_state_is_kept_as_it_is_and_none_is_none() -> None:
+    state: dict[str, Any] = {"values": [], "metrics": {}}
+    assert merged([state], nn.Module())[0] is state
+    assert merged([], nn.Module()) == (None, [])
+
+
+@pytest.mark.filterwarnings("ignore:The variance of predictions")
+def test_what_does_not_say_how_is_named() -> None:
+    states = []
+    for _ in range(2):
+        module = Measures()
+        module.correlation.update(torch.rand(4), torch.rand(4))
+        states.append(collected([1.0], module).state_dict())
+    state, left_out = merged(states, Measures())
+    assert left_out == ["correlation"]
+    assert state is not None
+    assert state["metrics"] == {}

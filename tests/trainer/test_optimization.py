@@ -1,4 +1,4 @@
-"""Optimization: what configure_optimizers may return, schedulers, closures, clipping, and steps made otherwise."""
+"""Optimization: forms of configure_optimizers, schedulers, closures, clipping and overridden steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 import torch
 from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ import trainwright as tw
 
 
 class Plain(Classifier):
-    """SGD without a scheduler; `own` may be any form of configure_optimizers, given the module."""
+    """SGD without a scheduler; `own` is a function of the module in any form of configure_optimizers."""
 
     def __init__(self, own: Callable[[Any], Any] | None = None, lr: float = 0.1) -> None:
         super().__init__(lr=lr)
@@ -31,15 +32,14 @@ class Plain(Classifier):
 
 
 def fit(module: tw.Module, val: Any = None, **settings: Any) -> tw.Trainer:
-    trainer = tw.Trainer(**{"max_epochs": 1, "num_sanity_val_steps": 0, "fused_optimizers": False, **QUIET, **settings})
-    trainer.fit(module, make_loader(), val)
-    return trainer
+    return small.fit(module, None, val, **{"fused_optimizers": False, **settings})
 
 
 def by_hand(
     make: Callable[[Any], torch.optim.Optimizer], before_step: Callable[[Any, int], bool | None] | None = None
 ) -> Classifier:
-    """Train one epoch in a loop of its own; `before_step` gets (net, batch's index) and may leave the step out (False)."""
+    """Train one epoch in a loop by hand. `before_step` gets (net, index of the batch) and returns False to skip the
+    step."""
     module = Classifier()
     optimizer = make(module.parameters())
     for index, batch in enumerate(make_loader()):
@@ -105,15 +105,6 @@ def test_what_configure_optimizers_may_return(form: str) -> None:
         assert_equal(weights(module), weights(expected))
 
 
-def test_no_optimizer_runs_without_training() -> None:
-    module = Plain(lambda module: None)
-    before = weights(module)
-    with pytest.warns(UserWarning, match="configure_optimizers returned None"):
-        trainer = fit(module)
-    assert_equal(weights(module), before)
-    assert (trainer.optimizers, trainer.global_step) == ([], 11)
-
-
 # -- schedulers ----------------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +119,7 @@ def test_no_optimizer_runs_without_training() -> None:
         ({"interval": "validation", "frequency": 2}, 2),
     ],
 )
-def test_the_intervals_of_schedulers(config: dict[str, Any], steps: int) -> None:
+def test_schedulers_follow_their_intervals(config: dict[str, Any], steps: int) -> None:
     def own(module: Plain) -> Any:
         optimizer = module.sgd()
         return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda count: 0.5**count), **config}]
@@ -156,7 +147,7 @@ def test_a_plateau_follows_its_monitor() -> None:
     assert of_validations.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-def test_a_plateau_leaves_out_the_steps_that_the_loss_scale_skips() -> None:
+def test_a_plateau_skips_the_steps_of_an_overflow() -> None:
     class Overflows(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -209,13 +200,6 @@ class Stepping(Plain):
         optimizer.step(closure=optimizer_closure)
 
 
-class Warming(Stepping):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 5)
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-
-
 @pytest.mark.parametrize("settings", [{}, {"precision": "16-mixed"}, {"accumulate_grad_batches": 3}])
 def test_an_overridden_optimizer_step_changes_nothing(settings: dict[str, Any]) -> None:
     module, expected = Stepping(), Plain()
@@ -225,23 +209,9 @@ def test_an_overridden_optimizer_step_changes_nothing(settings: dict[str, Any]) 
     assert trainer.global_step == (8 if "accumulate_grad_batches" in settings else 22)
 
 
-def test_the_rate_warms_up_in_optimizer_step() -> None:
-    warming = Warming()
-    fit(warming)
-    rates = [0.1 * min(1.0, (index + 1) / 5) for index in range(11)]
-    expected = Classifier()
-    optimizer = sgd(expected.parameters())
-    for rate, batch in zip(rates, make_loader(), strict=True):
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
-        loss_of(expected.net, batch).backward()
-        optimizer.step()
-    assert_equal(weights(warming), weights(expected))
-
-
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_a_step_that_the_module_leaves_out(precision: str) -> None:
-    """Every second batch counts; the closure is not needed for the gradients, so leaving it out drops them."""
+def test_an_optimizer_step_that_does_nothing_is_not_counted(precision: str) -> None:
+    """Every second batch counts. A batch whose closure is not called loses its gradients."""
     seen: list[int] = []
 
     class Sparing(Plain):
@@ -262,7 +232,7 @@ def test_a_step_that_the_module_leaves_out(precision: str) -> None:
         assert_equal(weights(module), weights(by_hand(sgd, lambda net, index: bool(index % 2))))
 
 
-def test_the_loss_of_the_closure() -> None:
+def test_the_closure_returns_the_computed_loss() -> None:
     losses: list[Any] = []
 
     class Looking(Plain):
@@ -285,7 +255,7 @@ def test_the_loss_of_the_closure() -> None:
 
 
 class Counting(Plain):
-    """Counts what the recomputations must not repeat."""
+    """Counts the calls that a recomputation must not repeat."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         super().__init__(lambda module: make(module.parameters()))
@@ -337,16 +307,16 @@ def with_closures(make: Callable[[Any], Any]) -> Classifier:
 
 
 @pytest.mark.parametrize("make", [lbfgs, Sharpness])
-def test_optimizers_that_ask_again(make: Callable[[Any], Any]) -> None:
+def test_optimizers_can_recompute_the_loss(make: Callable[[Any], Any]) -> None:
     module = Counting(make)
     trainer = fit(module)
     assert_close(weights(module), weights(with_closures(make)))
     assert (trainer.global_step, trainer.state.total_batches, len(module.logged)) == (11, 11, 11)
     mean = sum(module.logged) / 11
-    assert trainer.callback_metrics["loss_epoch"].item() == pytest.approx(mean, rel=1e-5)  # each batch counted once
+    assert trainer.callback_metrics["loss_epoch"].item() == pytest.approx(mean, rel=1e-5)  # batches count once
 
 
-def test_an_optimizer_that_asks_again_in_an_overridden_step() -> None:
+def test_an_overridden_step_can_recompute_the_loss() -> None:
     class Own(Counting):
         optimizer_step = Stepping.optimizer_step
 
@@ -356,7 +326,7 @@ def test_an_optimizer_that_asks_again_in_an_overridden_step() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"precision": "16-mixed"}, {"accumulate_grad_batches": 2}])
-def test_where_nothing_can_be_computed_again(settings: dict[str, Any]) -> None:
+def test_recomputing_optimizers_are_rejected_under_accumulation(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="LBFGS, whose step computes the loss several times"):
         fit(Plain(lambda module: lbfgs(module.parameters())), **settings)
 
@@ -383,48 +353,15 @@ def clipping(kind: str, limit: float) -> Callable[[Any, int], None]:
 
 
 @pytest.mark.parametrize(("kind", "limit"), [(None, 0.1), ("norm", 0.1), ("value", 0.01)])
-def test_clipping(kind: str | None, limit: float) -> None:
+def test_clipping_is_by_norm_or_by_value(kind: str | None, limit: float) -> None:
     module = Plain()
     fit(module, gradient_clip_val=limit, gradient_clip_algorithm=kind)
     assert_close(weights(module), weights(by_hand(sgd, clipping(kind or "norm", limit))))
 
 
-def test_clipping_in_the_modules_own_way() -> None:
-    class Own(Plain):
-        def configure_gradient_clipping(
-            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-        ) -> None:
-            assert (gradient_clip_val, gradient_clip_algorithm) == (3.0, "norm")
-            self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
-
-    module = Own()
-    fit(module, gradient_clip_val=3.0, gradient_clip_algorithm="norm")
-    assert_close(weights(module), weights(by_hand(sgd, clipping("value", 0.01))))
-
-
-def test_backward_and_zero_grad_in_the_modules_own_way() -> None:
-    class Own(Plain):
-        def backward(self, loss: Tensor) -> None:  # type: ignore[override]
-            (2 * loss).backward()
-
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            optimizer.zero_grad(set_to_none=False)
-
-        def on_before_backward(self, loss: Tensor) -> None:
-            if self.trainer.global_step:
-                assert all(not parameter.grad.any() for parameter in self.parameters())
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": loss_of(self.net, batch) / 2}
-
-    module = Own()
-    fit(module)
-    assert_close(weights(module), weights(by_hand(sgd)))
-
-
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_training_step_that_returns_none_is_left_out(accumulate: int) -> None:
-    """A window of which nothing is left makes no step; a scheduler neither."""
+def test_a_training_step_that_returns_none_is_skipped(accumulate: int) -> None:
+    """A window without a loss makes neither an optimizer step nor a scheduler step."""
 
     class Choosy(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -446,7 +383,7 @@ def test_a_training_step_that_returns_none_is_left_out(accumulate: int) -> None:
 
 
 class TwoHalves(Plain):
-    """Each layer has an optimizer of its own; the second one accumulates four batches and is clipped."""
+    """Two layers with separate optimizers. The second optimizer accumulates four batches and is clipped."""
 
     automatic_optimization = False
 
@@ -473,7 +410,7 @@ class TwoHalves(Plain):
         return [first, second], [halving(second)]
 
 
-def test_manual_optimization_with_two_optimizers() -> None:
+def test_manual_optimization_can_step_two_optimizers() -> None:
     module, expected = TwoHalves(), Classifier()
     trainer = fit(module)
     first, second = sgd(expected.net[0].parameters()), sgd(expected.net[3].parameters())
@@ -511,7 +448,7 @@ def test_manual_optimization_steps_a_plateau_without_a_monitor() -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-4)
 
 
-def test_manual_clipping_under_a_loss_scale() -> None:
+def test_manual_clipping_is_exact_under_a_loss_scale() -> None:
     norms: list[float] = []
 
     class Manual(Plain):
@@ -587,7 +524,7 @@ def test_a_step_wise_scheduler_follows_the_validation_after_its_step(tmp_path: P
 
 
 class OverriddenParameters(Plain):
-    """Its `parameters` are those that are trained, and its optimizer also holds a frozen one of another module."""
+    """`parameters` is overridden, and the optimizer also contains a frozen parameter of another module."""
 
     def parameters(self, recurse: bool = True) -> Any:
         return (each for each in () if recurse)

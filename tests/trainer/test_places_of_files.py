@@ -44,7 +44,7 @@ def test_a_name_that_fsspec_reads_as_a_chain_is_rejected(tmp_path: Path, monkeyp
         lambda: tw.Trainer(default_root_dir="a::b", **QUIET),
     ):
         with pytest.raises(
-            ValueError, match="'::', which fsspec reads as a chain of file systems; choose a name without it"
+            ValueError, match=r"'::', which fsspec reads as a chain of file systems. Choose a name without it"
         ):
             make()
     assert tw.ModelCheckpoint("simplecache::memory://kept").dirpath == "simplecache::memory://kept"
@@ -86,7 +86,7 @@ def test_loggers_write_through_no_link(tmp_path: Path) -> None:
     assert [(tmp_path / path.name).read_bytes() for path in files] == before
 
 
-def test_a_manual_backward_before_the_first_run() -> None:
+def test_manual_backward_works_before_the_first_run() -> None:
     class Manual(Classifier):
         def __init__(self) -> None:
             super().__init__()

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, make_loader, make_net
+from small import QUIET, make_net
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
 from trainwright.checkpoint.shards import as_bytes
-from trainwright.distributed.nests import _split
+from trainwright.distributed.collectives import _split
 
-SAMPLES = 21  # in batches of 4: two ranks have three batches each, the last of which has one sample
+SAMPLES = 21  # in batches of 4: two ranks have three batches, and the last one has one sample
 
 
 class Forward(tw.Module):
-    """Has no predict_step: what forward returns is the prediction."""
+    """Has no predict_step, so forward makes the predictions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def numbers(samples: int = SAMPLES, start: int = 0, **kwargs: Any) -> DataLoader
 
 
 def predictions(folder: Path) -> dict[str, Any]:
-    """Every prediction of this rank, which has those of all."""
+    """All predictions on this rank, which include the other ranks'."""
     trainer = tw.Trainer(**{**QUIET, "devices": "auto"})
     found = {
         "forward": trainer.predict(Forward(), numbers()),
@@ -118,41 +118,13 @@ def check(found: dict[str, Any], ranks: int) -> None:
         assert torch.equal(logits.as_subclass(Tensor), right)
 
 
-def test_predictions_on_one_process(tmp_path: Path) -> None:
+def test_one_process_returns_predictions_in_order(tmp_path: Path) -> None:
     check(predictions(tmp_path), 1)
 
 
-def test_predictions_on_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_return_all_predictions(tmp_path: Path) -> None:
     for found in run_job(predictions, 2, tmp_path):
         check(found, 2)
-
-
-@pytest.mark.host
-def test_predictions_go_to_callbacks_and_come_from_a_checkpoint(tmp_path: Path) -> None:
-    taken: list[int] = []
-
-    class Writer(tw.Callback):
-        def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *indices: int) -> None:
-            taken.append((len(outputs), *indices))
-
-    class Training(Forward):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.net(batch[0]).sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        def predict_dataloader(self) -> Any:
-            return numbers()
-
-    trainer = tw.Trainer(max_epochs=1, limit_train_batches=2, callbacks=Writer(), **QUIET)
-    module = Training()
-    trainer.fit(module, make_loader())
-    trainer.save_checkpoint(tmp_path / "trained.ckpt")
-    outputs = trainer.predict(Training(), ckpt_path=tmp_path / "trained.ckpt")
-    assert all(torch.equal(left, module(batch)) for left, batch in zip(outputs, numbers(), strict=True))
-    assert taken == [(4, 0), (4, 1), (4, 2), (4, 3), (4, 4), (1, 5)]
-    assert not any(each.requires_grad for each in outputs)
 
 
 def test_a_batch_of_one_keeps_its_values_on_the_way() -> None:
@@ -172,7 +144,7 @@ def test_a_predict_step_passes_its_arguments_on() -> None:
     assert len(own) == len(passed)
 
 
-def test_what_cannot_be_predicted() -> None:
+def test_a_module_without_forward_cannot_predict() -> None:
     class Silent(tw.Module):
         pass
 

@@ -1,7 +1,6 @@
-"""Ranks that see or hold different things: all of them decide alike, and take the steps of one process.
+"""Ranks with different data or callbacks decide together, and take the same steps as one process.
 
-The job of two gloo ranks is started once; what it trains is trained beside it on one process, with the batches of both
-ranks as one.
+The job of two gloo ranks starts once. The tests train the same on one process, with the batches of both ranks as one.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Plain(Classifier):
 
 
 class Followed(Plain):
-    """A plateau scheduler follows a step's value that is each rank's own: better with each epoch, or worse."""
+    """A plateau scheduler follows a step's value that differs by rank and gets better or worse with the epochs."""
 
     def __init__(self, slope: float, logging_rank: int | None, strict: bool) -> None:
         super().__init__()
@@ -71,7 +70,8 @@ FOLLOWED = {
     (1.0, 0, False): 0.005,
     (-1.0, 1, False): 0.5,
 }
-"""The slope of rank 0's value (rank 1's is the contrary), who logs it (None: both), strict; and the rate that follows."""
+"""The slope of rank 0's value (rank 1's is its negative), the logging rank (None: both), strict, and the resulting
+rate."""
 
 
 def followed(slope: float, logging_rank: int | None, strict: bool) -> tuple[float, dict[str, Tensor]]:
@@ -97,7 +97,7 @@ def left_in_a_window(batch_size: int) -> dict[str, Tensor]:
 
 
 class Looks(tw.Callback):
-    """Looks at the values of each epoch, at its end."""
+    """Reads the epoch's values at its end."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, bool]] = []
@@ -113,7 +113,7 @@ class Looks(tw.Callback):
 
 
 def watched_by_one_rank() -> dict[str, Any]:
-    """Rank 0 alone has a callback, and its hooks need values over all ranks."""
+    """Only rank 0 has a callback, and its hooks need values over all ranks."""
     module, looks = Plain(), Looks()
     trainer = tw.Trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[] if rank() else [looks], **SETTINGS)
     trainer.fit(module, make_loader(10, 2), make_loader(5, 2))
@@ -123,7 +123,7 @@ def watched_by_one_rank() -> dict[str, Any]:
 
 
 class Asks(torch.optim.SGD):
-    """Asks for the loss twice in each step, and notes both losses and both gradients."""
+    """Requests the loss twice in a step, and records the losses and gradients."""
 
     def __init__(self, parameters: Any, notes: list[Any]) -> None:
         super().__init__(parameters, lr=0.3)
@@ -226,7 +226,8 @@ def used_after_training(batch_size: int) -> dict[str, Any]:
 
 
 class Unfreezes(tw.Callback):
-    """The first layer is frozen before the module is wrapped, and trained from the second epoch on, in a group of its own."""
+    """The first layer is frozen before the module is wrapped, and trained from the second epoch on, in a separate
+    group."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         module.net[0].requires_grad_(False)
@@ -249,7 +250,7 @@ def unfrozen(batch_size: int) -> dict[str, Tensor]:
 
 
 class Stops(tw.Callback):
-    """Rank 1 alone asks for the end, in a hook."""
+    """Only rank 1 requests the end, in a hook."""
 
     def __init__(self, hook: str) -> None:
         setattr(self, hook, self.stop)
@@ -264,26 +265,13 @@ def stopped(hook: str) -> tuple[int, int]:
     return trainer.global_step, trainer.current_epoch
 
 
-class Unused(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net[3](torch.zeros(2, 13, dtype=torch.float64)).square().mean()
-
-
-def unused() -> tuple[str, int]:
-    try:
-        fit(Unused(), make_loader(16, 2))
-    except RuntimeError as error:
-        return str(error), fit(Unused(), make_loader(16, 2), strategy="ddp_find_unused_parameters_true").global_step
-    return "", 0
-
-
 STOPS = {
     "on_train_batch_end": None,
     "on_validation_end": (4, 1),
     "on_train_epoch_end": (4, 1),
     "on_train_epoch_start": (4, 2),
 }
-"""The hook in which rank 1 wishes to stop, and the (steps, epochs) after which all do; None: soon."""
+"""The hook in which rank 1 requests a stop, and the (steps, epochs) after which all ranks stop. None means soon."""
 
 
 def job(folder: Path) -> dict[str, Any]:
@@ -297,7 +285,6 @@ def job(folder: Path) -> dict[str, Any]:
         "used": used_after_training(2),
         "unfrozen": unfrozen(2),
         "stopped": {hook: stopped(hook) for hook in STOPS},
-        "unused": unused(),
     }
 
 
@@ -335,7 +322,7 @@ def test_a_callback_of_one_rank_is_no_trap(results: list[dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize("samples", LAST_ROUNDS)
 def test_an_optimizer_that_asks_again_has_the_loss_of_all_ranks(results: list[dict[str, Any]], samples: int) -> None:
-    """In a last round that is shared unequally too; whether a closure is called for the first or the second time."""
+    """This holds in an uneven last round too, and for the first and the second call of a closure."""
     found, others = (result["searched"][samples] for result in results)
     expected = searched(4, samples)
     for name in ("asks", "lbfgs"):
@@ -347,20 +334,20 @@ def test_an_optimizer_that_asks_again_has_the_loss_of_all_ranks(results: list[di
 
 
 @pytest.mark.parametrize("samples", LAST_ROUNDS)
-def test_a_step_that_takes_its_batches_itself(results: list[dict[str, Any]], samples: int) -> None:
+def test_a_step_that_pulls_is_weighted_on_all_ranks(results: list[dict[str, Any]], samples: int) -> None:
     found, others = (result["pulled"][samples] for result in results)
     assert_equal(found, others)
     assert_close(found, pulled(4, samples))
 
 
 @pytest.mark.parametrize("case", FIRST_LOADERS)
-def test_loaders_one_after_the_other_weigh_each_last_round(results: list[dict[str, Any]], case: Any) -> None:
+def test_sequential_loaders_have_weighted_last_rounds(results: list[dict[str, Any]], case: Any) -> None:
     found, others = (result["one after the other"][case] for result in results)
     assert_equal(found, others)
     assert_close(found, one_after_the_other(4, *case))
 
 
-def test_evaluations_after_a_training(results: list[dict[str, Any]]) -> None:
+def test_evaluations_after_a_training_are_exact(results: list[dict[str, Any]]) -> None:
     zero, one = (result["used"] for result in results)
     expected = used_after_training(4)
     assert_equal(zero["weights"], one["weights"])
@@ -387,10 +374,3 @@ def test_one_rank_may_ask_for_the_end(results: list[dict[str, Any]], hook: str) 
     assert ends[0] == ends[1]
     assert STOPS[hook] is None or ends[0] == STOPS[hook]
     assert 3 <= ends[0][0] < 400
-
-
-def test_unused_parameters_are_explained(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        text, steps = result["unused"]
-        assert "strategy='ddp_find_unused_parameters_true'" in text
-        assert steps == 4

@@ -71,12 +71,12 @@ def test_more_than_one_pass_is_refused() -> None:
             fit(train, val, **settings)
     with pytest.raises(TypeError, match="max_size_cycle restarts shorter loaders"):
         fit({"a": batches(), "b": make_loader()})
-    with pytest.raises(RuntimeError, match="the generator has no batches, or none left"):
+    with pytest.raises(RuntimeError, match="the generator yields no batches: an iterator can be read only once"):
         fit(batches(8), max_epochs=None, max_steps=3)
     once = batches(8)
     trainer, module = fit(make_loader(8))
     trainer.validate(module, once)
-    with pytest.raises(RuntimeError, match="none left: an iterator can be read once"):
+    with pytest.raises(RuntimeError, match="yields no batches: an iterator can be read only once"):
         trainer.validate(module, once)
 
 

@@ -1,4 +1,4 @@
-"""A run that stops at an epoch's end and is taken up again is bitwise the run that was never stopped."""
+"""A run that stops and resumes is bitwise the uninterrupted run, on one process and on three ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small import ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
-from torch import Tensor
-from torch.utils.data import DataLoader
+from jobs import run_job
+from small import ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_loader, weights
+from torch import Tensor, nn
 
 import trainwright as tw
+from trainwright.strategies.ddp.strategy import DDPStrategy
 
 KINDS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),  # it has no state at all
@@ -122,41 +123,6 @@ def test_resume_is_exact_with_a_scaler_and_with_windows(tmp_path: Path, settings
     ]
 
 
-def test_a_checkpoint_of_max_steps_goes_on_within_the_epoch(tmp_path: Path) -> None:
-    """12 batches an epoch; stopped after 17 steps, in the middle of the second."""
-    whole, _ = run(tmp_path / "whole", 3)
-    run(tmp_path / "part", 3, max_steps=17)
-    resumed, trainer = run(tmp_path / "part", 3, ckpt_path="last")
-    assert_equal(resumed, whole)
-    assert trainer.global_step == 36
-
-
-def test_a_save_within_a_window_waits_for_its_end(tmp_path: Path) -> None:
-    class Save(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.current_epoch == 0 and batch_idx == 5:
-                trainer.save_checkpoint(str(tmp_path / "within.ckpt"))
-                assert not (tmp_path / "within.ckpt").exists()
-
-    def train(ckpt_path: str | None, callbacks: Any) -> dict[str, Tensor]:
-        tw.seed_everything(3)
-        module = Noisy()
-        trainer = tw.Trainer(max_epochs=2, accumulate_grad_batches=4, callbacks=callbacks, **QUIET)
-        trainer.fit(module, make_loader(45, 4, shuffle=True), ckpt_path=ckpt_path)
-        return {**weights(module), **optimizer_state(trainer)}
-
-    whole = train(None, Save())
-    assert_equal(train(str(tmp_path / "within.ckpt"), None), whole)
-
-
-def test_a_checkpoint_in_memory() -> None:
-    whole, trainer = run(Path("whole"), 1)
-    trainer.save_checkpoint("memory://run/epoch.ckpt")
-    module = Noisy()
-    tw.Trainer(**QUIET).test(module, make_loader(10, 4), ckpt_path="memory://run/epoch.ckpt")
-    assert_equal(weights(module), {name: value for name, value in whole.items() if "/" not in name})
-
-
 def test_what_cannot_be_resumed_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     _, trainer = run(tmp_path, 1)
     path = trainer.checkpoint_callback.best_model_path
@@ -190,30 +156,6 @@ def test_what_cannot_be_resumed_is_refused_and_changes_nothing(tmp_path: Path) -
     with pytest.raises(tw.CheckpointError, match=model.name):
         tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), ckpt_path=path)
     assert_equal(weights(module), before)
-
-
-def test_best_and_last_without_a_checkpoint_say_what_to_do(tmp_path: Path) -> None:
-    callback = tw.ModelCheckpoint(str(tmp_path))
-    trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
-    for name in ("best", "last"):
-        with pytest.raises(tw.CheckpointError, match="no checkpoint was saved"):
-            trainer.test(Noisy(), make_loader(), ckpt_path=name)
-        with pytest.raises(ValueError, match="this trainer has none"):
-            tw.Trainer(**QUIET).test(Noisy(), make_loader(), ckpt_path=name)
-
-
-def test_the_accelerator_takes_up_a_trainers_checkpoint(tmp_path: Path) -> None:
-    _, trainer = run(tmp_path, 1)
-    accelerator = tw.Accelerator(cpu=ON_HOST)
-    module = Noisy()
-    [optimizer], [scheduler] = module.configure_optimizers()
-    model, optimizer, scheduler = accelerator.prepare(module, optimizer, scheduler)
-    accelerator.load_state(trainer.checkpoint_callback.best_model_path)
-    assert accelerator.step_count == 12
-    path = accelerator.save_state(str(tmp_path / "raw.ckpt"))
-    again = Noisy()
-    tw.Trainer(**QUIET).test(again, make_loader(), ckpt_path=path)
-    assert_equal(weights(again), weights(model))
 
 
 def test_the_accelerator_goes_on_within_an_epoch(tmp_path: Path) -> None:
@@ -260,7 +202,7 @@ def test_the_order_of_the_data_is_the_saved_runs_whatever_seed_the_process_has(t
     assert not torch.equal(train(3, 2, "other")["net.0.weight"], whole["net.0.weight"])
 
 
-def test_from_the_trainer_to_a_loop_and_back(tmp_path: Path) -> None:
+def test_a_run_can_move_from_the_trainer_to_a_loop_and_back(tmp_path: Path) -> None:
     loader = make_loader(45, 4, shuffle=True)
 
     def fit(epochs: int, ckpt_path: str | None) -> dict[str, Tensor]:
@@ -313,44 +255,14 @@ def test_extra_states_are_kept(tmp_path: Path) -> None:
     assert again.tensor.count.tolist() == [1, 2]
 
 
-def test_what_a_save_needs(tmp_path: Path) -> None:
+def test_a_save_needs_a_run(tmp_path: Path) -> None:
     trainer = tw.Trainer(**QUIET)
     with pytest.raises(RuntimeError, match="nothing to save"):
         trainer.save_checkpoint(str(tmp_path / "x.ckpt"))
     trainer.test(Classifier(), make_loader())
-    with pytest.raises(RuntimeError, match="no optimizer to save; pass weights_only=True"):
+    with pytest.raises(RuntimeError, match=r"no optimizer to save\. Pass weights_only=True"):
         trainer.save_checkpoint(str(tmp_path / "x.ckpt"))
     assert trainer.save_checkpoint(str(tmp_path / "x.ckpt"), weights_only=True)
-
-
-class Jittered(torch.utils.data.Dataset[Any]):
-    """Random augmentation, drawn in the loader's workers."""
-
-    def __init__(self) -> None:
-        self.data = make_data(40)
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> Any:
-        inputs, target = self.data[index]
-        return inputs + random.random() + float(np.random.rand()) + torch.rand_like(inputs), target
-
-
-def test_resume_is_exact_with_augmentation_in_persistent_workers(tmp_path: Path) -> None:
-    def train(name: str, ckpt_path: str | None = None, **limits: Any) -> dict[str, Tensor]:
-        tw.seed_everything(3)
-        callback = tw.ModelCheckpoint(str(tmp_path / name))
-        trainer = tw.Trainer(callbacks=[callback], **{**QUIET, "enable_checkpointing": True, **limits})
-        module = Classifier(dropout=0.3)
-        loader: Any = DataLoader(Jittered(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
-        trainer.fit(module, loader, ckpt_path=ckpt_path)
-        return weights(module)
-
-    whole = train("whole", max_epochs=3)
-    train("part", max_epochs=1)
-    train("part", "last", max_steps=17)  # in the middle of the second epoch
-    assert_equal(train("part", "last", max_epochs=3), whole)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +315,7 @@ def test_a_position_beyond_the_loader_is_refused(tmp_path: Path) -> None:
     trainer.fit(Classifier(), make_loader())
     trainer.save_checkpoint(path)
     with pytest.raises(
-        ValueError, match=r"was saved after batch 7 of its epoch, .* has 6 batches; resume with the data"
+        ValueError, match=r"was saved after batch 7 of its epoch, .* has 6 batches\. Resume with the data"
     ):
         tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(24), ckpt_path=path)
 
@@ -451,7 +363,7 @@ def test_what_an_optimizer_keeps_for_all_parameters(tmp_path: Path) -> None:
     assert_equal(weights(resumed.model), weights(whole.model))
 
 
-def test_a_key_of_an_optimizers_state_that_cannot_be_stored(tmp_path: Path) -> None:
+def test_an_optimizer_key_with_a_slash_is_rejected(tmp_path: Path) -> None:
     class Slashed(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             for parameter in self.param_groups[0]["params"]:
@@ -462,7 +374,9 @@ def test_a_key_of_an_optimizers_state_that_cannot_be_stored(tmp_path: Path) -> N
     module.configure_optimizers = lambda: Slashed(module.parameters(), lr=0.1)  # type: ignore[method-assign]
     trainer = tw.Trainer(max_epochs=1, **QUIET)
     trainer.fit(module, make_loader())
-    with pytest.raises(tw.CheckpointError, match=r"the state of Slashed has the key 'a/b'; .* names without a slash"):
+    with pytest.raises(
+        tw.CheckpointError, match=r"the state of Slashed has the key 'a/b', but .* names without a slash"
+    ):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert not list(tmp_path.iterdir())
 
@@ -485,3 +399,52 @@ def test_a_scheduler_that_counts_its_milestones_goes_on(tmp_path: Path) -> None:
 
     rates(1)[0].save_checkpoint(tmp_path / "first.ckpt")
     assert rates(5, tmp_path / "first.ckpt")[1] == rates(5)[1]
+
+
+# -- three ranks ---------------------------------------------------------------------------------------------------------
+
+
+class Reordered(tw.Module):
+    """Its layers are used in another order than they were made in, so that DDP rebuilds its buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.last, self.first, self.middle = nn.Linear(37, 3), nn.Linear(8, 29), nn.Linear(29, 37)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        net = nn.Sequential(self.first, nn.Tanh(), nn.Dropout(0.2), self.middle, nn.Tanh(), self.last)
+        return loss_of(net, batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def job(folder: Path) -> dict[str, Any]:
+    def run(epochs: int, name: str, ckpt_path: str | None = None) -> dict[str, Tensor]:
+        tw.seed_everything(4)
+        callback = tw.ModelCheckpoint(str(folder / name), save_top_k=-1)
+        strategy = DDPStrategy(
+            bucket_cap_mb=0.0002
+        )  # else a model of many megabytes would be needed for several buckets
+        settings = {**QUIET, "enable_checkpointing": True}
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=callback, strategy=strategy, **settings)
+        module = Reordered()
+        trainer.fit(module, make_loader(50, 4, shuffle=True), ckpt_path=ckpt_path)
+        (wrapper,) = strategy.wrapped.values()
+        sizes = wrapper._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")
+        assert len(sizes) > 2, "the order of the buckets is what has to be kept"
+        return weights(module)
+
+    whole = run(4, "whole")
+    run(1, "part")
+    run(3, "part", "last")
+    return {"whole": whole, "resumed": run(4, "part", "last")}
+
+
+@pytest.mark.slow
+def test_a_run_resumed_twice_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
+    results = run_job(job, 3, tmp_path)
+    for result in results:
+        assert_equal(result["resumed"], result["whole"])
+        assert_equal(result["whole"], results[0]["whole"])

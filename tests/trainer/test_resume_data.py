@@ -1,4 +1,4 @@
-"""Exact resume, seen from the data: what is read, what is trained on, and every place where a run can be taken up."""
+"""Exact resume of the data: the samples that are read and trained on, and the places where a run can resume."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COUNT = 26
 
 
 class Recorded(Dataset[Tensor]):
-    """Numbers with a random augmentation; every index that is read goes into a file, from workers too."""
+    """Numbers with a random augmentation. Indices are recorded in a file when they are read, in workers too."""
 
     def __init__(self, log: Path, first: int = 0, count: int = COUNT) -> None:
         self.log, self.first, self.count = str(log), first, count
@@ -58,7 +58,7 @@ def read(log: Path) -> list[int]:
 
 
 class Pairs(Sampler[list[int]]):
-    """A user's batch sampler: uneven batches in an order of its own."""
+    """A user's batch sampler: uneven batches in an unusual order."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = random.sample(range(COUNT), COUNT)
@@ -72,7 +72,7 @@ class Pairs(Sampler[list[int]]):
 
 
 class Unsized(Sampler[list[int]]):
-    """Batches in an order that is drawn from a generator of its own; nobody knows how many."""
+    """Batches of unknown number, in an order from a generator of the sampler."""
 
     def __init__(self) -> None:
         self.rng = np.random.RandomState()
@@ -93,7 +93,7 @@ class Permuted(Unsized):
 
 
 class Takes(tw.Module):
-    """Trains on the numbers, and keeps what each batch was."""
+    """Trains on the numbers, and records the batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,8 +191,8 @@ def test_an_order_that_no_seed_reaches_is_told_of(tmp_path: Path) -> None:
         train(DataLoader(Recorded(tmp_path / "reads"), sampler=order[::-1]), -1, None, tmp_path / "2.ckpt")
 
 
-def test_taken_up_at_every_batch_of_two_epochs(tmp_path: Path) -> None:
-    """One run asks for a save in every batch and every validation batch; each is taken up in turn, bitwise."""
+def test_a_run_can_resume_at_every_batch(tmp_path: Path) -> None:
+    """One run requests a save in every batch and every validation batch. Runs resume from all of them, bitwise."""
 
     class SavesAll(tw.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -278,7 +278,7 @@ def test_an_epoch_of_one_process_goes_on_on_two(tmp_path: Path) -> None:
 
 
 class Tells(IterableDataset[Tensor]):
-    """Numbers with what is drawn for them; each worker has a part, and tells where it stands."""
+    """Numbers with random numbers. Workers have parts of them, and the state is the position."""
 
     def __init__(self, log: Path) -> None:
         self.log, self.place = str(log), 0
@@ -319,7 +319,7 @@ def test_an_iterable_dataset_goes_on_from_its_state(num_workers: int, tmp_path: 
 
 
 def part_of_an_epoch(folder: Path) -> dict[str, Any]:
-    """Go on from the newest checkpoint for two batches, then save, under the Trainer and in a loop of one's own."""
+    """Resume from the newest checkpoint for two batches, then save, with a Trainer and an Accelerator."""
     ranks = tw.Accelerator(cpu=ON_HOST).num_processes
     found: dict[str, Any] = {}
     for kind in ("Trainer", "iterable", "Accelerator"):
@@ -364,7 +364,7 @@ def own_loop(loader: Any, path: Path | None, target: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_an_epoch_over_several_world_sizes(tmp_path: Path) -> None:
+def test_an_epoch_can_continue_on_other_world_sizes(tmp_path: Path) -> None:
     seen: dict[str, list[int]] = {"Trainer": [], "iterable": [], "Accelerator": []}
     for ranks in (2, 3, 1):
         results = run_job(part_of_an_epoch, ranks, tmp_path)

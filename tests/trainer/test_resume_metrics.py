@@ -1,4 +1,4 @@
-"""A run that goes on within an epoch logs at the epoch's end what the run that was never stopped logs, bit for bit."""
+"""A run that resumes within an epoch logs the same values at its end as an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class Measured(Classifier):
 
 
 class Watch(tw.Callback):
-    """Keeps every epoch's metrics, those that were there at the start, and those before each batch's end."""
+    """Records the metrics of the epochs, of the start, and before the end of a batch."""
 
-    runs_last = True
+    priority = -10
 
     def __init__(self) -> None:
         self.epochs: dict[int, dict[str, float]] = {}
@@ -139,7 +139,7 @@ def test_a_run_taken_up_within_an_epoch_logs_the_whole_epoch(tmp_path: Path) -> 
 
 
 def is_later(row: dict[str, str], step: int) -> bool:
-    """Whether a row is one that a run from this step on writes; an evaluation step's x value counts batches of its own."""
+    """Whether a run from this step on writes this row. The x value of an evaluation step counts evaluation batches."""
     if "val_loss_step" in row:
         return int(row["step"]) >= 3 * (step // 4)
     return int(row["step"]) > step
@@ -185,7 +185,7 @@ def test_a_plateau_scheduler_goes_on_from_a_save_after_the_last_batch(tmp_path: 
 
 
 def test_saves_around_a_validation_within_an_epoch(tmp_path: Path) -> None:
-    """The training epoch's values are found while the validation has a collector, and its own metrics stay out."""
+    """The training epoch's values are found while the validation has a collector, and its metrics do not mix."""
 
     class Save(tw.Callback):
         def save(self, trainer: Any, name: str) -> None:
@@ -277,7 +277,7 @@ def test_what_cannot_be_stored_is_left_out_and_what_has_changed_begins_anew(tmp_
 
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
 @pytest.mark.parametrize("even", [True, False])
-def test_values_that_wait_on_the_device_go_on_waiting(reduce_fx: str, even: bool) -> None:
+def test_pending_values_are_restored(reduce_fx: str, even: bool) -> None:
     """So the sums are made of the same groups, and are the same numbers, with a save or without."""
     generator = torch.Generator().manual_seed(1)
     values = torch.rand(150, generator=generator).unbind()
@@ -318,7 +318,7 @@ def job(folder: Path) -> Any:
     }
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_restore_the_metrics_of_an_epoch(tmp_path: Path) -> None:
     results = run_job(job, 2, tmp_path)
     for result in results:
         assert result["whole"][1]["seen"] == 45

@@ -1,4 +1,4 @@
-"""The edges of windows, epochs and runs, on one process: what is done there, what is left, and what is gone on with."""
+"""Boundaries of windows, epochs and runs on one process: saves, resumes, callbacks and errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 import torch
 from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
 from torch import Tensor, nn
@@ -20,9 +21,8 @@ from trainwright.loggers import CSVLogger
 
 
 def fit(module: tw.Module, loader: Any = None, val: Any = None, ckpt_path: Any = None, **settings: Any) -> tw.Trainer:
-    trainer = tw.Trainer(**{**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0, **settings})
-    trainer.fit(module, make_loader(16, 4) if loader is None else loader, val, ckpt_path=ckpt_path)
-    return trainer
+    loader = make_loader(16) if loader is None else loader
+    return small.fit(module, loader, val, ckpt_path=ckpt_path, **settings)
 
 
 def saving(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def saving(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 class Samples(IterableDataset[Any]):
-    """A stream of samples that does not know how many they are; their order is drawn from torch's generator."""
+    """A stream of unknown length, whose order is drawn from torch's generator."""
 
     def __init__(self, count: int, shuffle: bool = True) -> None:
         self.count, self.shuffle = count, shuffle
@@ -49,7 +49,7 @@ class Samples(IterableDataset[Any]):
 
 
 class Gradients(Classifier):
-    """Notes the gradients that each step is made with."""
+    """Records the gradients of the optimizer steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Own(Gradients):
 
 
 @pytest.mark.parametrize("kind", [Gradients, Own])
-def test_gradients_of_a_short_last_window(kind: type[Gradients]) -> None:
+def test_a_short_last_window_is_divided_by_its_length(kind: type[Gradients]) -> None:
     """Seven batches in windows of three, of a stream whose end nobody knew when the seventh was divided."""
     module = kind()
     fit(module, DataLoader(Samples(7, shuffle=False), batch_size=1), accumulate_grad_batches=3, gradient_clip_val=0.05)
@@ -86,7 +86,7 @@ def test_gradients_of_a_short_last_window(kind: type[Gradients]) -> None:
     torch.testing.assert_close(weights(module), weights(hand))
 
 
-def test_what_on_train_batch_end_is_given() -> None:
+def test_on_train_batch_end_gets_detached_outputs() -> None:
     given: list[Any] = []
 
     class Returns(Classifier):
@@ -112,7 +112,7 @@ def test_what_on_train_batch_end_is_given() -> None:
 
 
 @pytest.mark.parametrize("stage", ["validation", "test", "predict"])
-def test_hooks_of_one_loader_that_ask_for_its_index_get_zero(stage: str) -> None:
+def test_index_zero_is_passed_to_hooks_of_one_loader(stage: str) -> None:
     given: list[int] = []
 
     class Module(Classifier):
@@ -148,7 +148,7 @@ def test_hooks_of_one_loader_that_ask_for_its_index_get_zero(stage: str) -> None
 
 
 class Noisy(Classifier):
-    """Draws in its step; takes batches of one loader or of several."""
+    """Draws in its step. It takes batches of one loader or of several."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.4)
@@ -165,7 +165,7 @@ def streams(mode: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", [None, "min_size", "max_size", "max_size_cycle", "sequential"])
-def test_going_on_from_any_batch_of_streams(tmp_path: Path, mode: Any) -> None:
+def test_streams_can_resume_at_any_batch(tmp_path: Path, mode: Any) -> None:
     """From an epoch's last batch too, though nobody has read the stream's end yet."""
     torch.manual_seed(3)
     whole = Noisy()
@@ -260,7 +260,7 @@ class SavesInBatch(Classifier):
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
-            self.ask("after a step")
+            self.ask("after_a_step")
         return loss
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -288,23 +288,23 @@ class SavesInBatch(Classifier):
         return [optimizer], [{"scheduler": StepLR(optimizer, 1, 0.9), "interval": "step"}]
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        "on_train_batch_start",
-        "training_step",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "optimizer_step",
-        "lr_scheduler_step",
-        "after a step",
-    ],
-)
+MOMENTS = [
+    "on_train_batch_start",
+    "training_step",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "lr_scheduler_step",
+    "after_a_step",
+]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_save_within_a_batch_is_of_its_end(tmp_path: Path, moment: str) -> None:
     """A resumed run repeats no batch that was drawn, of which gradients wait, or with which the weights were stepped."""
-    is_manual = moment == "after a step"
+    is_manual = moment == "after_a_step"
     whole, resumed = SavesInBatch(moment, tmp_path / "a.ckpt", is_manual=is_manual), SavesInBatch(is_manual=is_manual)
     fit(whole, DataLoader(Drawing(), batch_size=4), max_epochs=2)
     assert whole.written == [False]
@@ -345,7 +345,7 @@ def test_weights_are_saved_within_a_batch_and_a_failed_one_waits_for_nothing(tmp
 
 
 class Validated(Classifier):
-    """A scheduler steps with each validation, and one follows a metric of it that never becomes better."""
+    """A scheduler steps after a validation, and another follows a metric of it that never improves."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("same", 1.0)
@@ -364,7 +364,7 @@ class Validated(Classifier):
 def test_the_validation_of_a_stopped_run_counts_for_nothing(
     tmp_path: Path, interval: int | float, at_epoch_end: bool | None
 ) -> None:
-    """A run is stopped in the middle of its second epoch; four validations of no improvement end it after the fourth."""
+    """A run is stopped in the middle of its second epoch. Four validations without improvement end it after the fourth."""
     settings: dict[str, Any] = {"val": make_loader(4), "val_check_interval": interval}
 
     def stopping() -> tw.EarlyStopping:
@@ -491,7 +491,7 @@ def test_a_modules_callbacks_are_its_own(tmp_path: Path) -> None:
         assert Path(checkpoint.best_model_path).parent == tmp_path
         best = trainer.test(first, make_loader(4), ckpt_path="best", verbose=False)
         assert best[0]["val_loss"] == pytest.approx(float(checkpoint.best_model_score))
-        assert trainer.callbacks == callbacks  # with what they know of the fit
+        assert trainer.callbacks == callbacks  # with their state of the fit
     trainer.fit(second, make_loader(8), make_loader(4))  # nobody asks for val_loss here
     assert sorted(map(id, trainer.callbacks)) == sorted(map(id, own))
     assert trainer.checkpoint_callback is default
@@ -523,7 +523,7 @@ def test_a_run_within_a_run_is_refused(call: str, is_caught: bool) -> None:
     trainer = tw.Trainer(max_epochs=2, callbacks=[nests], **QUIET)
     if not is_caught:
         with pytest.raises(
-            RuntimeError, match=rf"trainer\.{call} was called while trainer\.fit runs; call it after that"
+            RuntimeError, match=rf"trainer\.{call} was called while trainer\.fit runs. Call it after that"
         ):
             trainer.fit(module, make_loader(16))
         assert (trainer.run.running_call, trainer.global_step) == (None, 2)
@@ -594,7 +594,7 @@ def test_a_toggled_optimizer_is_untoggled_after_an_error() -> None:
 
 
 class Ending(tw.Callback):
-    """Fails where it is told to, and notes what it was told."""
+    """Fails in given hooks, and records its calls."""
 
     def __init__(self, calls: list[str], *failing: str) -> None:
         self.calls, self.failing = calls, failing
@@ -698,7 +698,7 @@ def test_rows_that_are_logged_in_teardown_are_written(tmp_path: Path) -> None:
     ("scheduling", "settings", "steps"),
     [({0: 4}, {}, 9), ({0: 1, 1: 2, 2: 8}, {}, 11 + 6 + 2), ({1: 3}, {}, 11 + 4 + 4), ({0: 4}, {"max_steps": 5}, 5)],
 )
-def test_the_steps_to_come_know_of_scheduled_windows(
+def test_estimated_steps_include_scheduled_windows(
     scheduling: dict[int, int], settings: dict[str, Any], steps: int
 ) -> None:
     class Planned(Classifier):
@@ -713,28 +713,5 @@ def test_the_steps_to_come_know_of_scheduled_windows(
 
 
 def test_two_limits_of_the_time_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_time=.* and a Timer in callbacks= both limit the time; leave out one"):
+    with pytest.raises(ValueError, match=r"max_time=.* and a Timer in callbacks= both limit the time. Leave out one"):
         tw.Trainer(max_time="00:01:00:00", callbacks=[tw.Timer("00:00:30:00")], **QUIET)
-
-
-@pytest.mark.parametrize("limit", [0, 0.0])
-def test_a_limit_of_zero_leaves_out_what_it_limits(limit: int | float) -> None:
-    module, calls = Classifier(), []
-    before = weights(module)
-
-    class Watch(tw.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            calls.append("train")
-
-        def on_test_start(self, trainer: Any, module: Any) -> None:
-            calls.append("test")
-
-        def on_fit_end(self, trainer: Any, module: Any) -> None:
-            calls.append("fit end")
-
-    limits = {"limit_train_batches": limit, "limit_test_batches": limit}
-    trainer = fit(module, callbacks=[Watch()], **limits)
-    assert (trainer.global_step, trainer.current_epoch) == (0, 0)
-    assert_equal(weights(module), before)
-    assert trainer.test(module, make_loader(4), verbose=False) == []
-    assert calls == ["fit end"]

@@ -1,4 +1,4 @@
-"""Several runs in one script: of one Trainer, of several, of one module, and what a module is after them."""
+"""Several runs in one script: of one Trainer, of several Trainers, of one module, and the module after them."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_two_trainers_do_not_know_of_each_other() -> None:
     assert first.callback_metrics.keys() == {"loss", "loss_step", "loss_epoch"}
 
 
-def test_evaluations_around_a_fit(tmp_path: Path) -> None:
-    """They change neither weights nor counters, nor what a training after them comes to."""
+def test_evaluations_do_not_change_a_fit(tmp_path: Path) -> None:
+    """They change neither weights nor counters, nor the result of a training after them."""
     checkpoint = tw.ModelCheckpoint(tmp_path, monitor="val_loss")
     trainer = tw.Trainer(max_epochs=2, callbacks=checkpoint, **{**QUIET, "enable_checkpointing": True})
     module = Classifier(dropout=0.3)
@@ -148,13 +148,13 @@ def test_a_fit_that_failed_leaves_a_trainer_that_works() -> None:
 
 
 def as_a_plain_module(folder: Path) -> dict[str, Any]:
-    """What a module that was trained on several ranks is afterwards; and further runs of it."""
+    """Return facts about a module that several ranks have trained, and train it again."""
     settings = {**QUIET, "devices": "auto"}
     trainer, module = tw.Trainer(max_epochs=1, **settings), Classifier()
     trainer.fit(module, make_loader(48))
     batch = torch.ones(2, 8)
     copied, pickled = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-    for each in (module, copied):  # a step in a loop of one's own, on this rank
+    for each in (module, copied):  # a step in a loop by hand, on this rank
         each.zero_grad()
         each.net(batch).sum().backward()
         torch.optim.SGD(each.parameters(), lr=0.1).step()

@@ -1,4 +1,4 @@
-"""A fit that a signal stops: where it stops, what is saved, how it ends, and that it goes on as if nothing had been."""
+"""A fit that a signal stops: the place, the save, the exit code, and a resume with the same bits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Sender(tw.Callback):
 
 
 class Seen(tw.Callback):
-    """Notes what was trained on, and what was logged at each epoch's end."""
+    """Records the trained batches, and the metrics at an epoch's end."""
 
     def __init__(self, seen: list[Any]) -> None:
         self.seen = seen
@@ -77,7 +77,7 @@ class Seen(tw.Callback):
 def fit(
     folder: Path, *extra: tw.Callback, keep: dict[str, Any] | None = None, path: str | None = None, **options: Any
 ) -> tuple[Net, tw.Trainer, list[Any], int | str | None]:
-    """Fit in a folder; return the module, the trainer, what was seen, and the exit code if it was stopped."""
+    """Fit in a folder. Return the module, the trainer, the record, and the exit code of a stop."""
     torch.manual_seed(5)
     module, seen, code = Net(dropout=0.3), [], None
     saver = tw.ModelCheckpoint(dirpath=folder, monitor="val_loss", **(keep or {}))
@@ -93,7 +93,7 @@ def fit(
 
 def state_of(trainer: tw.Trainer) -> list[Any]:
     schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-    counters = {**trainer.state.state_dict(), "saves": 0}  # the stop's own is one more
+    counters = {**trainer.state.state_dict(), "saves": 0}  # the stop made one more save
     return [counters, schedulers, trainer.optimizers[0].param_groups[0]["lr"]]
 
 
@@ -127,7 +127,7 @@ OF_THE_HOST = [pytest.param(each, marks=pytest.mark.host if "last epoch's end" i
 
 
 @pytest.mark.parametrize("place", OF_THE_HOST)
-def test_it_is_saved_once_and_goes_on_bitwise(place: str, tmp_path: Path, whole: Any, capfd: Any) -> None:
+def test_a_stop_is_saved_once_and_resumes_bitwise(place: str, tmp_path: Path, whole: Any, capfd: Any) -> None:
     hook, call, name = PLACES[place]
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     keep = {"async_save": "asynchronous" in place}
@@ -154,7 +154,7 @@ def test_it_is_saved_once_and_goes_on_bitwise(place: str, tmp_path: Path, whole:
 
 @pytest.mark.parametrize("every", [3, 4])
 def test_a_validation_within_an_epoch_is_run_again(every: int, tmp_path: Path) -> None:
-    """After each third batch a window has ended; after a fourth it has not, so that the validation waits for the sixth."""
+    """After every third batch a window has ended. After a fourth it has not, so the validation waits for the sixth."""
     options: dict[str, Any] = {"val_check_interval": every, "num_sanity_val_steps": 0}
     module, trainer, seen, code = fit(tmp_path / "whole", **options)
     assert code is None
@@ -188,7 +188,7 @@ def test_without_a_checkpoint_it_says_so(options: dict[str, Any], tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_and_saves_the_run(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, trainer, _, code = fit(tmp_path / "script", Sender("on_train_batch_end", 2, signal.SIGINT))
     assert (code, trainer.interrupted, trainer.received_sigterm) == (130, True, False)
     assert "trainwright: Ctrl-C has stopped the run" in capfd.readouterr().err
@@ -248,7 +248,7 @@ def test_in_another_thread_nothing_is_installed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("array", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_slurm_requeues_on_sigusr1(
+def test_sigusr1_requeues_a_slurm_job(
     array: bool, fails: bool, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "scontrol"
@@ -286,7 +286,7 @@ def test_a_wakeup_of_somebody_elses_goes_on_to_be_heard(tmp_path: Path) -> None:
 
 
 class Gathers(Net):
-    """Steps each third batch under manual optimization, and at an epoch's end not."""
+    """Steps every third batch under manual optimization, and not at an epoch's end."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -334,7 +334,7 @@ def test_gathered_gradients_are_stepped_before_a_save(call: int, tmp_path: Path)
     ]
 
 
-def test_the_first_checkpoint_callback_that_keeps_any_saves_the_stop(tmp_path: Path) -> None:
+def test_the_first_saving_callback_writes_the_stop(tmp_path: Path) -> None:
     keeping = tw.ModelCheckpoint(tmp_path / "kept")
     callbacks = [tw.ModelCheckpoint(tmp_path / "none", save_top_k=0), keeping]
     trainer = tw.Trainer(callbacks=callbacks, **{**QUIET, "enable_checkpointing": True, "max_steps": 3})

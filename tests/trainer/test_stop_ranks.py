@@ -107,7 +107,7 @@ def job(folder: Path) -> Any:
                 "validated": sender.validated,
                 "seconds": seconds,
                 "again": again,
-                # The stop's own save is one more.
+                # The stop made one more save.
                 "position": {**resumed.state.state_dict(), "saves": 0} == {**trainer.state.state_dict(), "saves": 0},
                 "weights": {each.name: each.tensor.clone() for each in resumed.engine.strategy.model_pieces(module)},
                 "expected": {each.name: each.tensor.clone() for each in end},

@@ -1,4 +1,4 @@
-"""Streams that tell their state, as the Trainer reads them: each kind, cut anywhere, goes on as if it had not been cut."""
+"""Streams with a state: a run that is cut anywhere resumes as if it had not been cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainwright.data.source_state import SPACING
 
 
 class Endless(IterableDataset[Tensor]):
-    """Goes on and on; each worker has every n-th number."""
+    """Never ends. Workers take every n-th number."""
 
     def __init__(self) -> None:
         self.place, self.asked = 0, 0
@@ -40,7 +40,7 @@ class Endless(IterableDataset[Tensor]):
 
 
 class Forgets(IterableDataset[Tensor]):
-    """Begins anew at each iteration, but for the one after a state was loaded."""
+    """Begins at the start in every iteration, except after a state was loaded."""
 
     def __init__(self) -> None:
         self.place, self.start = 0, 0
@@ -62,7 +62,7 @@ class Forgets(IterableDataset[Tensor]):
 
 
 class Remembers(Forgets):
-    """Begins where the state that was loaded last says, at each iteration."""
+    """Begins at the latest loaded state in every iteration."""
 
     def __iter__(self) -> Iterator[Tensor]:
         start = self.start
@@ -71,7 +71,7 @@ class Remembers(Forgets):
 
 
 class Epochs(Forgets):
-    """Takes a state in the epoch that it was told in only, and has an order for each epoch, as HF's datasets do."""
+    """Accepts a state only in its epoch, and has a new order in every epoch, as HF's datasets do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Fails(Buffered):
 
 
 class Passes(Forgets):
-    """Counts its passes in its state, and has an order for each."""
+    """Counts its passes in its state, and has a new order in every pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Passes(Forgets):
 
 
 class OwnLoader(Passes):
-    """No dataset, but a loader of one's own."""
+    """A loader by hand instead of a dataset."""
 
     def __iter__(self) -> Iterator[Tensor]:
         for item in super().__iter__():
@@ -169,7 +169,7 @@ class Takes(tw.Module):
 
 
 class SavesAll(tw.Callback):
-    """Saves after each batch, or at each epoch's end and beginning, in the time that nobody foresees."""
+    """Saves after every batch, or at the ends and beginnings of epochs, at unforeseen times."""
 
     def __init__(self, folder: Path, at_ends: bool) -> None:
         self.folder, self.at_ends, self.steps = folder, at_ends, {}
@@ -212,7 +212,7 @@ KINDS = [Endless, Forgets, Remembers, Epochs, Buffered, Fails, Passes]
 
 
 def cut_everywhere(kind: Any, options: dict[str, Any], folder: Path, every: int = 1, **settings: Any) -> Takes:
-    """Train once, and again from checkpoints of each moment; return what was trained on."""
+    """Train once, and again from checkpoints of all moments. Return the first module."""
     for at_ends in (False, True):
         saves = SavesAll(folder / str(at_ends), at_ends)
         whole = train(kind(), options, [saves], **settings)
@@ -270,8 +270,8 @@ def test_a_stream_goes_on_in_workers_from_an_epochs_end_and_within(tmp_path: Pat
 
 def test_what_a_buffer_lost_is_read_anew_and_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = {
-        Buffered: "a Buffered yields a different batch after load_state_dict() than before (is a shuffle buffer in its "
-        "state?), so",
+        Buffered: "a Buffered yields a different batch after load_state_dict() than before (does its state include "
+        "a shuffle buffer?), so",
         Fails: "a Fails failed to load its state (IndexError: list index out of range), so",
     }
     for kind, words in told.items():
@@ -314,7 +314,7 @@ def test_evaluations_ask_for_no_state() -> None:
 
 
 def test_a_save_that_nobody_foresees_takes_the_state_of_an_earlier_batch(tmp_path: Path) -> None:
-    """What lies between is read again, up to a hundred batches of it."""
+    """The batches in between are read again, up to a hundred."""
     batches = SPACING + 30
 
     class SavesOnce(tw.Callback):

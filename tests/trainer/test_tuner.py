@@ -1,4 +1,4 @@
-"""Searches for a learning rate and a batch size: what they find, and that they leave nothing behind."""
+"""Searches for a learning rate and a batch size, and the state after them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import trainwright as tw
 
 @pytest.fixture(autouse=True)
 def _little_to_collect() -> None:
-    """Each trial of a batch size collects garbage, which takes a second with all that earlier tests have left."""
+    """A trial of a batch size collects garbage, which takes a second with all objects of earlier tests."""
     gc.freeze()
 
 
@@ -59,7 +59,7 @@ def test_a_fit_after_a_search_is_the_same() -> None:
     assert all(torch.equal(value, plain[name]) for name, value in found.items())
 
 
-def test_a_search_by_hand(tmp_path: Path) -> None:
+def test_lr_find_returns_a_search_and_leaves_the_module(tmp_path: Path) -> None:
     module, before = Rated(), Rated().state_dict()
     trainer = tw.Trainer(**{**QUIET, "logger": True}, default_root_dir=tmp_path, max_epochs=1)
     search = tw.Tuner(trainer).lr_find(
@@ -84,7 +84,7 @@ def test_a_diverging_search_ends() -> None:
     assert search.suggestion(2) is not None
 
 
-def test_accumulation_and_schedulers() -> None:
+def test_a_search_has_accumulation_without_schedulers() -> None:
     class Scheduled(Rated):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
@@ -100,7 +100,7 @@ def test_accumulation_and_schedulers() -> None:
     assert search.results["lr"] == [search.rate(step) for step in range(20)]
 
 
-def test_the_largest_batch_size() -> None:
+def test_scale_batch_size_finds_the_largest_size() -> None:
     module = Rated()
     tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
     assert tuner.scale_batch_size(module, init_val=2, max_trials=2) == module.batch_size == 4
@@ -130,14 +130,14 @@ class Data(tw.DataModule):
         return DataLoader(make_data(40), self.batch_size)
 
 
-def test_a_data_modules_batch_size() -> None:
+def test_the_batch_size_of_a_data_module_is_found() -> None:
     data = Data()
     tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
     assert tuner.scale_batch_size(Classifier(), datamodule=data, max_trials=2) == data.batch_size == 4
     assert tuner.scale_batch_size(Classifier(), data, init_val=8, max_trials=1) == data.batch_size == 8
 
 
-def test_what_is_refused() -> None:
+def test_searches_that_cannot_work_are_rejected() -> None:
     trainer = tw.Trainer(**QUIET, max_epochs=1)
     tuner = tw.Tuner(trainer)
 
@@ -195,7 +195,7 @@ FORMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_schedulers_that_follow_a_validation(form: str) -> None:
+def test_schedulers_of_a_validation_do_not_step_in_a_search(form: str) -> None:
     class Follows(Rated):
         def configure_optimizers(self) -> Any:
             return FORMS[form](super().configure_optimizers())
@@ -230,7 +230,7 @@ def test_a_constant_loss_is_smoothed_to_itself() -> None:
     assert search.results["loss"] == pytest.approx([2.0] * 20)
 
 
-def test_losses_that_are_not_finite() -> None:
+def test_losses_that_are_not_finite_are_kept_in_the_results() -> None:
     class Spoils(Rated):
         first, last = 3, 3
 
@@ -284,7 +284,7 @@ def test_what_a_search_cannot_read() -> None:
     assert tuner.lr_find(module, num_training=20) is not None
 
 
-def test_a_setting_that_cannot_be_set() -> None:
+def test_a_read_only_setting_is_rejected() -> None:
     class ReadOnly(tw.Module):
         batch_size = property(lambda self: 4)
         learning_rate = property(lambda self: 0.1)
@@ -307,7 +307,7 @@ def test_a_failed_search_restores_each_holder() -> None:
     assert (module.batch_size, data.batch_size) == (4, 2)
 
 
-def test_batches_of_a_trial() -> None:
+def test_a_trial_has_at_least_one_window() -> None:
     class Counts(Rated):
         seen = 0
 
@@ -435,7 +435,7 @@ def two_ranks(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks_find_the_same_rate(tmp_path: Path) -> None:
     first, second = run_job(two_ranks, 2, tmp_path)
     assert first == second
     assert "runs on one process, and this Trainer has 2" in first.pop("batch")
@@ -458,7 +458,7 @@ def test_a_search_within_a_run_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
-def test_a_search_after_a_fit_of_a_module_that_keeps_a_computed_weight() -> None:
+def test_a_search_can_copy_a_computed_weight() -> None:
     module = Rated()
     module.net[0] = torch.nn.utils.weight_norm(module.net[0])
     fit(module, max_epochs=1)

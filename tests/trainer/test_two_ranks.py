@@ -55,7 +55,7 @@ class Measured(Classifier):
 
 
 class Gan(tw.Module):
-    """Two optimizers, stepped by hand: each loss uses a part of the parameters."""
+    """Two optimizers, stepped by hand, for two losses of different parameters."""
 
     automatic_optimization = False
 
@@ -115,7 +115,7 @@ def train_by_accelerator(batch_size: int) -> tuple[dict[str, Tensor], list[int]]
 
 
 def checkpoints(folder: Path) -> dict[str, Any]:
-    """A run that is saved, a run that goes on from it at the epoch's end, and what an uninterrupted one gives."""
+    """Return the results of a run that is saved, of its resumption, and of an uninterrupted run."""
     settings = {**QUIET, "enable_checkpointing": True, "logger": tw.CSVLogger(str(folder))}
 
     def run(epochs: int, name: str = "resumed", **fit: Any) -> tuple[dict[str, Tensor], tw.Trainer]:
@@ -144,7 +144,7 @@ def checkpoints(folder: Path) -> dict[str, Any]:
 
 
 def one_validation_batch() -> list[float]:
-    """Two validations, and two tests, of one batch: rank 1 has none, and takes part in each all the same."""
+    """Two validations and two tests of one batch. Rank 1 has no batch, and takes part in all of them."""
     seen: list[float] = []
 
     class Watch(tw.Callback):
@@ -160,7 +160,7 @@ def one_validation_batch() -> list[float]:
 
 
 def collectives_per_batch() -> int:
-    """Count what goes over the process group from Python while batches are trained; DDP's own buckets are in C++."""
+    """Count the calls of the process group from Python while batches are trained. DDP's buckets are in C++."""
     calls: list[str] = []
     kept = {
         name: getattr(dist, name) for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object")
@@ -208,7 +208,7 @@ def told_of_others() -> list[str]:
 
 
 def refusals() -> list[str]:
-    """What both ranks are told alike; the job goes on after each."""
+    """Return the errors on both ranks. The job continues after them."""
     told = []
     for call in (
         lambda: tw.Trainer(devices=3, **QUIET),
@@ -228,9 +228,9 @@ def refusals() -> list[str]:
 
 
 def threads_left() -> list[list[str]]:
-    """Name this process's threads before and after the process group is closed, with a prepared model still there.
+    """Name this process's threads before and after the process group is closed, while a prepared model exists.
 
-    The group's own threads must have ended: one that is left aborts the process in the interpreter's shutdown, now and then.
+    The group's threads must have ended: a remaining thread sometimes aborts the process when the interpreter exits.
     """
 
     def names() -> list[str]:
@@ -301,7 +301,7 @@ def test_two_ranks_equal_one_process_on_the_same_global_batch(results: list[dict
     assert_close(results[0][name], train(8, **CASES[name]), 1e-3 if "16" in name else 1e-6)
 
 
-def test_manual_optimization_averages_both_optimizers_gradients_from_the_first_step(
+def test_manual_optimization_has_averaged_gradients_from_the_first_step(
     results: list[dict[str, Any]],
 ) -> None:
     assert_equal(results[0]["gan"], results[1]["gan"])
@@ -310,7 +310,7 @@ def test_manual_optimization_averages_both_optimizers_gradients_from_the_first_s
 
 @pytest.mark.parametrize("samples", [VAL_SAMPLES, 3])
 def test_evaluation_counts_each_sample_once(results: list[dict[str, Any]], samples: int) -> None:
-    """3 samples are one batch, so rank 1 has none; it has to take part all the same."""
+    """3 samples are one batch, so rank 1 has none, and still takes part."""
     assert results[0]["evaluated"][samples] == results[1]["evaluated"][samples]
     assert results[0]["evaluated"][samples]["count"] == samples
     assert results[0]["evaluated"][samples] == pytest.approx(evaluate(samples), abs=1e-6)
@@ -345,7 +345,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(results: list[dict[str, Any]])
     assert trainer.current_epoch == 5
 
 
-def test_no_collective_of_ours_in_a_batch(results: list[dict[str, Any]]) -> None:
+def test_a_batch_adds_no_collective(results: list[dict[str, Any]]) -> None:
     assert [result["collectives"] for result in results] == [0, 0]
 
 
@@ -360,7 +360,7 @@ def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict
     assert "nowhere.ckpt" in checkpoint
     assert "'net.0.weight' of Classifier is lazy" in lazy
     assert lazy == evaluated
-    assert "pass the models and their optimizers to prepare in one call" in strangers
+    assert "Pass the models and their optimizers to prepare in one call" in strangers
 
 
 def test_parameters_that_no_rank_shares_are_named(results: list[dict[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from trainwright.trainer.uneven_round import Communication, OwnRounds, UnevenRou
 
 
 def numbers(count: int, size: int, first: int = 1, **options: Any) -> DataLoader[Any]:
-    """Return a loader of the numbers from `first` on; `size` is a step's, over all ranks."""
+    """Return a loader of the numbers from `first` on. `size` is the size of a step over all ranks."""
     data = TensorDataset(torch.arange(first, first + count, dtype=torch.float32))
     return DataLoader(data, batch_size=size // world(), **options)
 
@@ -106,7 +106,7 @@ class Pulling(Mean):
 
 
 def trained(module: Mean, loader: Any) -> dict[str, Any]:
-    """Return what a training leaves, over all ranks."""
+    """Return the results of a training over all ranks."""
     collecting = Collecting()
     run = trainer(callbacks=[collecting])
     run.fit(module, loader)
@@ -193,7 +193,7 @@ def evaluated(loader: Any, **options: Any) -> Any:
 
 
 def own_of_each(kind: str, **options: Any) -> Any:
-    """Evaluate 1 to 8, of which the first rank has five in a loader of its own, and the second three in another."""
+    """Evaluate 1 to 8 in two loaders: the first rank has five numbers, and the second three."""
     share = torch.arange(1.0, 6.0) if torch.distributed.get_rank() == 0 else torch.arange(6.0, 9.0)
     loader: Any = DataLoader(TensorDataset(share), batch_size=2)
     if kind == "unknown":
@@ -217,7 +217,7 @@ class Numbers(IterableDataset[Any]):
 
 
 class SecondGathers(tw.Module):
-    """Communicates in its steps with the second loader alone."""
+    """Communicates in its steps with the second loader only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class PullingEvaluation(tw.Module):
 
 
 class PullingHook(PullingEvaluation):
-    """Communicates in the hook after each step."""
+    """Communicates in the hook after a step."""
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.all_gather(torch.ones(()))
@@ -295,7 +295,7 @@ def pulled(strategy: str, loader: Callable[[], Any]) -> Any:
 
 
 class Branches(tw.Module):
-    """A branch of the model for each loader."""
+    """Has a branch of the model per loader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ def part(strategy: str) -> float:
 
 
 def accelerated(count: int, **options: Any) -> list[float]:
-    """Return a weight trained by a loop of one's own, and the samples that its loader gives for metrics."""
+    """Return a weight trained by an Accelerator, and the samples that its loader gives for metrics."""
     accelerator = tw.Accelerator(cpu=ON_HOST, **options)
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -389,7 +389,7 @@ class OfOneLength(tw.Module):
 
 
 def compared() -> dict[str, Any]:
-    """Return what has to be alike on one process and on several."""
+    """Return results that must be the same on one process and on several."""
     results: dict[str, Any] = {}
     for count in (5, 7):
         results[f"automatic {count}"] = trained(Mean(), numbers(count, 4))
@@ -480,7 +480,7 @@ def test_several_ranks_are_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_the_batch_that_a_rank_goes_on_with_is_whole(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step takes an item out of its batch, as a rank does whose loader has two batches while another's has four."""
+    """A step removes an item of its batch. One rank's loader has two batches while another's has four."""
 
     class Given(list[Any]):
         exact_length = 2 if known else None

@@ -1,25 +1,20 @@
-"""Callbacks: what watches a run without being part of the model. One file each; subclass `Callback` for your own."""
+"""Callbacks act at points of a run without being part of the model. Subclass `Callback` for your own."""
 
-from typing import TYPE_CHECKING
-
-from trainwright.callbacks.base import Callback, Checkpoint
+from trainwright.callbacks.base import Callback, Checkpoint, LambdaCallback
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder
-from trainwright.callbacks.classification_report import ClassificationReport
-from trainwright.callbacks.classification_scores import ClassificationScores
+from trainwright.callbacks.classification_report import ClassificationReport, ClassificationScores
 from trainwright.callbacks.device_stats_monitor import DeviceStatsMonitor
 from trainwright.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from trainwright.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.learning_rate_finder import LearningRateFinder
 from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.callbacks.model_summary import ModelSummary
+from trainwright.callbacks.model_summary import ModelSummary, RichModelSummary
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.callbacks.prediction_writer import BasePredictionWriter, TensorPredictionWriter, load_predictions
 from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.callbacks.pruning import ModelPruning
-from trainwright.callbacks.rich_model_summary import RichModelSummary
 from trainwright.callbacks.rich_progress_bar import RichProgressBar, RichProgressBarTheme
 from trainwright.callbacks.run_report import RunReport
 from trainwright.callbacks.spike_detection import SpikeDetection, TrainingSpikeException
@@ -29,7 +24,6 @@ from trainwright.callbacks.timer import Timer
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
 from trainwright.callbacks.trainer_protocol import TrainerProtocol
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
-from trainwright.import_paths import refusing
 
 __all__ = [
     "BackboneFinetuning",
@@ -68,7 +62,3 @@ __all__ = [
     "WeightAveraging",
     "load_predictions",
 ]
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

@@ -1,6 +1,6 @@
-"""Averaging: an average of the weights, on each rank that of the pieces of them that the rank holds.
+"""Averaging: the base of callbacks that average weights. Every rank averages its shards of the weights.
 
-A checkpoint holds what `trainwright/checkpoint/contents.py` says: what a callback shows in its evaluations as the model, the
+A checkpoint has the sections of `trainwright/checkpoint/contents.py`: the weights of a callback's evaluations as the model, the
 weights in training apart from it, and the averages in float32 where the model has a different dtype.
 """
 
@@ -23,9 +23,10 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.tensor_names import named_tensors
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
+    from trainwright.module_hooks import AnyTrainer
     from trainwright.strategies import Strategy
-    from trainwright.trainer.trainer import Trainer
 
 Fold = Callable[[list[Tensor], list[Tensor], int], None]
 """Changes averages by values and their count so far, as `multi_avg_fn` of torch's AveragedModel does."""
@@ -36,7 +37,7 @@ LOW = frozenset({torch.float16, torch.bfloat16})
 
 
 def fold_of(avg_fn: AverageFunction | None, multi_avg_fn: Callable[..., None] | None = None) -> Fold:
-    """Return the fold of a user's function, which gets the count as a 0-dim tensor; without any, the equal mean."""
+    """Return the fold of a user's function, which gets the count as a 0-dim tensor. Without a function it is the equal mean."""
 
     def fold(averages: list[Tensor], values: list[Tensor], count: int) -> None:
         if avg_fn is None and multi_avg_fn is None:
@@ -53,10 +54,10 @@ def fold_of(avg_fn: AverageFunction | None, multi_avg_fn: Callable[..., None] | 
 
 
 class AveragedPieces:
-    """The averages of this rank's pieces of what a module trains, by name, in float32 or their own wider dtype.
+    """The averages of this rank's shards of the trained tensors, by name, in float32 or a wider dtype.
 
     A parameter that is frozen has no average until it trains: its own value is the average so far. `device` is where they are
-    kept, None for that of each piece; with `use_buffers` floating-point buffers of the state_dict are averaged too.
+    kept, or None for the device of the tensor. With `use_buffers` floating-point buffers of the state_dict are averaged too.
     """
 
     def __init__(self, fold: Fold, device: torch.device | None, use_buffers: bool) -> None:
@@ -75,7 +76,7 @@ class AveragedPieces:
         return bool(self._kept)
 
     def join(self, strategy: Strategy, module: nn.Module) -> None:
-        """Begin the averages of what trains and has none."""
+        """Begin the missing averages of tensors that train."""
         self._begin(self._trained(strategy, module))
 
     def _begin(self, pieces: Iterable[Piece]) -> None:
@@ -90,12 +91,12 @@ class AveragedPieces:
                 self._infinite.add(id(average))
 
     def join_unfrozen(self, strategy: Strategy, module: nn.Module) -> None:
-        """Do what `join` does, if a parameter that was frozen is no longer."""
+        """Call `join` if a frozen parameter trains again."""
         if any(parameter.requires_grad for parameter in self._frozen):
             self.join(strategy, module)
 
     def _trained(self, strategy: Strategy, module: nn.Module) -> list[Piece]:
-        """Return the pieces of what trains now, and note what does not."""
+        """Return the pieces of the tensors that train now, and record the frozen parameters."""
         named = named_tensors(module)
         self._frozen = [each for each in module.parameters() if not each.requires_grad]
         names = {name for name, each in named if each.requires_grad}
@@ -114,13 +115,13 @@ class AveragedPieces:
         pairs = list(self._pairs(self._read(strategy, module)))
         for some in _portions(pairs):
             self._fold([average for average, _ in some], [_like(value, average) for average, value in some], count)
-        # A mean with infinite elements became NaN; these elements get the current value.
+        # A mean with infinite elements became NaN. These elements get the current value.
         for average, value in pairs if self._infinite else ():
             if id(average) in self._infinite:
                 average.copy_(torch.where(average.isfinite(), average, _like(value, average)))
 
     def _read(self, strategy: Strategy, module: nn.Module) -> list[Piece]:
-        """Return the pieces of the module; the average of a buffer that has a different size now begins with its value."""
+        """Return the pieces of the module. The average of a buffer with a new size begins again."""
         pieces = strategy.model_pieces(module)
         for piece in pieces:
             average = self._averages.get(piece.name)
@@ -130,7 +131,7 @@ class AveragedPieces:
         return pieces
 
     def _pairs(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each average once, with the tensor that the module holds."""
+        """Yield every average once, with the tensor that the module holds."""
         seen: set[int] = set()
         for piece in pieces:
             average = self._averages.get(piece.name)
@@ -140,7 +141,7 @@ class AveragedPieces:
 
     @torch.no_grad()
     def show(self, strategy: Strategy, module: nn.Module, kept: Collection[str] = ()) -> None:
-        """Put the averages into the module, and keep what it held, under the names `kept` too. Collective."""
+        """Put the averages into the module, and keep its weights and the tensors named `kept`. Collective."""
         pieces = self._read(strategy, module)
         names = self._averages.keys() | set(kept)
         for group in tied_groups(piece for piece in pieces if piece.name in names):
@@ -149,7 +150,7 @@ class AveragedPieces:
         for average, value in self._pairs(pieces):
             value.copy_(average)
         strategy.refresh_weights([module])
-        strategy.before_evaluation([module])  # the averages of buffers are rank 0's
+        strategy.broadcast_buffers([module])  # the averages of buffers are rank 0's
 
     @torch.no_grad()
     def put_back(self, strategy: Strategy, module: nn.Module, refreshes: bool = True) -> None:
@@ -169,9 +170,9 @@ class AveragedPieces:
     def parts(
         self, strategy: Strategy, module: nn.Module, is_model: bool, is_final: bool
     ) -> dict[str, dict[str, Tensor]]:
-        """Return what a checkpoint holds, by section and name.
+        """Return the tensors for a checkpoint, by section and name.
 
-        `is_model`: the averages are its model. `is_final`: the module holds them, and what its user has made of them since.
+        `is_model`: the averages are its model. `is_final`: the module contains them, with later changes by its user.
         """
         found: dict[str, dict[str, Tensor]] = {}
         pieces = {piece.name: piece.tensor for piece in self._read(strategy, module)}
@@ -196,7 +197,7 @@ class AveragedPieces:
     ) -> None:
         """Read the averages of a checkpoint of any strategy and number of ranks.
 
-        `edited` is its model, if hooks have changed that; `is_model`: its model is the averages.
+        `edited` is its model if a hook has changed it. `is_model`: its model is the averages.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -254,12 +255,12 @@ def _refuse_computed(callback: str, module: nn.Module, pieces: Iterable[Piece]) 
 
 
 class Averaging(Callback):
-    """A callback that averages weights; the base of those in `weight_averaging.py` and `stochastic_weight_averaging.py`."""
+    """A callback that averages weights: the base of WeightAveraging and StochasticWeightAveraging."""
 
     reads_outputs = False
     counts_rounds = True
     _is_model = True
-    """Whether the averages are the model of a checkpoint; else they are stored apart from it."""
+    """Whether the averages are the model of a checkpoint. Otherwise they are stored beside it."""
 
     def __init__(self, device: torch.device | str | int | None, use_buffers: bool) -> None:
         self._use_buffers = use_buffers
@@ -282,7 +283,7 @@ class Averaging(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_pieces": None}  # they are as large as the weights, and this process's part
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._is_training = stage == "fit"
         if not self._is_training:
             if not self._is_final:  # of a fit that failed
@@ -291,65 +292,69 @@ class Averaging(Callback):
         averaging = [type(each).__name__ for each in trainer.callbacks if isinstance(each, Averaging)]
         if len(averaging) > 1:
             raise ValueError(
-                f"{' and '.join(averaging)} average the same weights, and a module can hold one average; leave one of them out."
+                f"{' and '.join(averaging)} average the same weights, and a module can have one average; remove one of them."
             )
         self.n_averaged, self._is_final, self._is_loaded = 0, False, False
         self._pieces = AveragedPieces(self._fold(), self._device, self._use_buffers)
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
-        if trainer.strategy.holds_modules:  # the others refuse computed entries themselves
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
+        if trainer.strategy.capabilities.holds_modules:  # the others refuse computed entries themselves
             _refuse_computed(type(self).__name__, module, trainer.strategy.model_pieces(module))
 
-    def on_after_backward(self, trainer: Trainer, module: Module) -> None:
-        # Before the optimizer steps: the average of what was just unfrozen begins with its untrained value.
+    def on_after_backward(self, trainer: AnyTrainer, module: Module) -> None:
+        # Before the optimizer steps: the average of an unfrozen parameter begins with its untrained value.
         if self.n_averaged:
             self.pieces.join_unfrozen(trainer.strategy, module)
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         if self.n_averaged:
             self.pieces.join(trainer.strategy, module)
 
-    def _update(self, trainer: Trainer, module: Module) -> None:
+    def _update(self, trainer: TrainerProtocol, module: Module) -> None:
         """Take the weights into the average."""
         self.pieces.update(trainer.strategy, module, self.n_averaged)
         self.n_averaged += 1
 
-    def _show(self, trainer: Trainer, module: Module, kept: Collection[str] = ()) -> bool:
-        """Put the averages into the module; return False before the first update. Collective."""
+    def _show(self, trainer: TrainerProtocol, module: Module, kept: Collection[str] = ()) -> bool:
+        """Put the averages into the module, and return whether there are any. Collective."""
         if self.n_averaged and not self.pieces.are_shown:
             self.pieces.show(trainer.strategy, module, kept)
         return self.n_averaged > 0
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._is_final = self._show(trainer, module)
         if self._is_final and self._is_model:
             self.pieces.leave(trainer.strategy, module)
 
-    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
         self._put_back(trainer, module)
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._put_back(trainer, module)
 
-    def _put_back(self, trainer: Trainer, module: Module) -> None:
+    def _put_back(self, trainer: TrainerProtocol, module: Module) -> None:
         """Put the weights in training back after an evaluation that was not ended."""
         if self._pieces is not None and self._pieces.are_shown and not self._is_final:
             self._pieces.put_back(trainer.strategy, module, refreshes=trainer.world_size == 1)  # a rank may be gone
 
-    def _parts_to_save(self, trainer: Trainer, module: Module) -> Mapping[str, Mapping[str, Tensor]]:
+    def sharded_state_dict(self, trainer: AnyTrainer, module: Module) -> Mapping[str, Mapping[str, Tensor]]:
         if self._pieces is None or not self.n_averaged:
             return {}
         return self._pieces.parts(trainer.strategy, module, self._is_model, self._is_final)
 
-    def _load_parts(
-        self, trainer: Trainer, module: Module, checkpoint: StoredCheckpoint, edited: Mapping[str, Tensor] | None
+    def load_sharded_state_dict(
+        self,
+        trainer: AnyTrainer,
+        module: Module,
+        checkpoint: StoredCheckpoint,
+        edited: Mapping[str, Tensor] | None,
     ) -> None:
         if self.n_averaged and not {AVERAGE, TRAINING} & set(checkpoint.sections):  # saved by a copy without its pieces
             self.n_averaged, self._is_loaded = 0, False
         if self.n_averaged:
             self.pieces.load(trainer.strategy, module, checkpoint, edited, self._is_model)
 
-    def _on_restored(self, trainer: Trainer) -> None:
+    def on_resume_start(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_loaded:
             rank_zero_warn(
                 f"{trainer.resume_source} holds no average of {type(self).__name__}: the run resumes from its weights, and "

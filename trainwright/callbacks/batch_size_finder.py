@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.learning_rate_search import MakeTrial, trial_copy
-from trainwright.callbacks.tuned_setting import TunedSetting, refuse_within_run
+from trainwright.callbacks.learning_rate_search import MakeTrial, TunedSetting, refuse_within_run, trial_copy
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import isolate_rng
-from trainwright.devices.out_of_memory import give_back, is_out_of_memory
+from trainwright.devices.hardware import free_unused_memory, is_out_of_memory
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 MODES = ("power", "binsearch")
 
@@ -30,8 +29,8 @@ class BatchSizeFinder(Callback):
     of them ends the others too.
 
     Args:
-        mode: "power" doubles the size until memory runs out; "binsearch" then tries sizes in between.
-        steps_per_trial: training batches of each trial; with accumulate_grad_batches at least those of one step.
+        mode: "power" doubles the size until memory runs out. "binsearch" then tries sizes in between.
+        steps_per_trial: training batches of a trial. With accumulate_grad_batches they are at least the batches of one step.
         init_val: the first size.
         max_trials: the most trials to run.
         batch_arg_name: the attribute, such as "hparams.batch_size".
@@ -84,7 +83,7 @@ class BatchSizeFinder(Callback):
         self.batch_arg_name, self.margin, self.max_val = batch_arg_name, margin, max_val
         self.optimal_batch_size: int | None = None
 
-    def scale_batch_size(self, trainer: Trainer, pl_module: Module) -> NoReturn:
+    def scale_batch_size(self, trainer: AnyTrainer, pl_module: Module) -> NoReturn:
         """Raise RuntimeError: a search within a run, as Lightning has it, is not possible."""
         refuse_within_run(self, "scale_batch_size")
 
@@ -109,8 +108,8 @@ class BatchSizeFinder(Callback):
         owners = [module] if datamodule is None else [module, datamodule]
         return TunedSetting((self.batch_arg_name,), owners, "The search for a batch size")
 
-    def _tune(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> None:
-        self.search(make_trial, module, data)
+    def on_tune(self, trainer: AnyTrainer, module: Module, data: Mapping[str, Any]) -> None:
+        self.search(trainer.trial, module, data)
 
     def search(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> int:
         """Search, set the attribute, and return the size."""
@@ -140,7 +139,7 @@ class BatchSizeFinder(Callback):
         for _ in range(self.max_trials):
             setting.set(size)
             # Memory that torch keeps of the last trial would make this size seem too large.
-            give_back()
+            free_unused_memory()
             batches = self._fits(make_trial, module, data)
             if batches is None:
                 too_large = size
@@ -154,7 +153,7 @@ class BatchSizeFinder(Callback):
             if fits and too_large and (self.mode == "power" or too_large - fits <= 1):
                 break
             size = (fits + too_large) // 2 if too_large else min(2 * size, self.max_val)
-        give_back()
+        free_unused_memory()
         if not fits:
             raise RuntimeError(
                 f"No batch size fits into memory in {self.max_trials} trials; pass a smaller init_val than {self.init_val}."
@@ -162,15 +161,15 @@ class BatchSizeFinder(Callback):
         return fits
 
     def _fits(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> int | None:
-        """Return how many batches an epoch has; None if memory ran out."""
-        look = Look(self.steps_per_trial)
+        """Return how many batches an epoch has, or None if memory ran out."""
+        look = FitTrial(self.steps_per_trial)
         try:
             with isolate_rng():
-                # Without the fit's limit, so that the epoch's number of batches is that of the data.
+                # Without the fit's limit, so that the data determine the number of batches.
                 trial = make_trial(callbacks=[look], max_steps=self.steps_per_trial, limit_train_batches=None)
                 if trial.world_size > 1:
                     raise ValueError(
-                        f"The search for a batch size runs on one process, and this Trainer has {trial.world_size}; search "
+                        f"The search for a batch size runs on one process, and this Trainer has {trial.world_size}. Search "
                         "with devices=1, and pass the size."
                     )
                 trial.fit(trial_copy(module), **data)
@@ -181,17 +180,17 @@ class BatchSizeFinder(Callback):
         return look.batches
 
 
-class Look(Callback):
-    """Notes how many batches an epoch of a trial has, and ends the trial after `most` of them, or those of one step if more."""
+class FitTrial(Callback):
+    """Counts the batches of a trial's epoch, and ends the trial after `most` of them, but not within a step."""
 
     def __init__(self, most: int) -> None:
         self.most, self.batches = most, 0
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         batches = trainer.num_training_batches
         self.batches = 2**62 if math.isinf(batches) else int(batches)
 
-    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> int | None:
         if trainer.state.total_batches < max(self.most, trainer.accumulate_grad_batches):
             return None
         trainer.should_stop = True

@@ -9,7 +9,6 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_policy import Kept
-from trainwright.callers import say, warn
 from trainwright.checkpoint.discovery import (
     is_checkpoint,
     is_replaceable,
@@ -23,8 +22,9 @@ from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.data.seeding import isolate_rng
 from trainwright.errors import CheckpointError
 from trainwright.loggers.base import KeptCheckpoints
-from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.files import CHECKPOINTS
 from trainwright.loggers.remote import RemoteLogger
+from trainwright.rank_zero import say, warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -44,7 +44,7 @@ def choose_paths(
     """Return the path of a save, the first that is free or replaceable, and the free one that it is written to.
 
     `name` returns the path with a version. The save may replace the `dropped` checkpoints and, if it `replaces_any`, a whole
-    one that has the plain name and is not among the `kept`; never `source`, which the run was resumed from.
+    checkpoint of the plain name that is not among the `kept`, and never `source`, which the run was resumed from.
     """
 
     def is_replaced(path: str) -> bool:
@@ -81,14 +81,14 @@ def free_path(stem: str, extension: str) -> str:
 def free_link(name: Callable[[int | None], str], saved: Sequence[str]) -> str:
     """Return the first path of those `name` returns that is free, or is a link to a checkpoint, which is replaced.
 
-    The paths of what is being `saved` are not free.
+    The paths being `saved` are not free.
     """
     paths = (path for path in map(name, chain([None], count(1))) if path not in saved)
     return next(path for path in paths if is_last_link(path) or not is_taken(path))
 
 
 class FailedRun:
-    """Saves a run that an exception ends, if it can be resumed exactly, and prints what was done.
+    """Saves a run that an exception ends, if it can be resumed exactly, and prints the result.
 
     The rank that fails first saves without the others, which wait in the batch. The text begins with `asker`.
     """
@@ -99,7 +99,7 @@ class FailedRun:
         self._versions = self._buffer_versions()
 
     def save(self, stem: str, extension: str, weights_only: bool = False, *, replaces: bool = False) -> str:
-        """Save and return the path, "" if nothing was saved; `replaces` a checkpoint at the plain path if it can."""
+        """Save and return the path, or "" if nothing was saved. `replaces` allows replacing a checkpoint at the plain path."""
         trainer, ranks = self._trainer, self._trainer.engine.ranks
         try:
             if not (refusal := trainer.state.progress.obstacle) and not self._point.claim():
@@ -129,11 +129,11 @@ class FailedRun:
                 f", as before batch {trainer.state.batch}, which a resumed run trains again. From that batch remain: "
                 f"{', '.join(['the RNG state', 'the logged values', *changed])}"
             )
-        alone = f" It has the RNG state and the epoch's logged values of rank {trainer.global_rank} only."
-        return f"{batch}.{alone if trainer.world_size > 1 else ''}"
+        rank_only = f" It has the RNG state and the epoch's logged values of rank {trainer.global_rank} only."
+        return f"{batch}.{rank_only if trainer.world_size > 1 else ''}"
 
     def _buffer_versions(self) -> dict[str, list[tuple[int, int]]]:
-        """Return, by layer, the identity of each buffer and the number of its changes, as torch counts them."""
+        """Return, by layer, the identity of every buffer and the number of its changes, as torch counts them."""
         return {
             path: [(id(each), 0 if each.is_inference() else each._version) for each in layer.buffers(recurse=False)]
             for path, layer in self._module.named_modules()
@@ -158,10 +158,10 @@ def _holds_position(path: str, trainer: TrainerProtocol) -> bool:
 
 
 def remove_replaced(paths: Sequence[str], committed: str, trainer: TrainerProtocol) -> list[str]:
-    """Remove, on rank 0, the checkpoints that a committed one replaces; return those that have to stay for now.
+    """Remove, on rank 0, the checkpoints that a committed one replaces. Return the paths that have to stay for now.
 
-    The resume source stays; a later run, resumed from another one, removes it. Symbolic links and anything that is not a
-    complete checkpoint are left alone, and nothing is removed unless the committed one is complete.
+    The resume source stays. A later run, resumed from another one, removes it. Symbolic links and anything that is not a
+    complete checkpoint stay, and nothing is removed unless the committed one is complete.
     """
     kept = [each for each in paths if same_path(each, trainer.resume_source or "")]
     if trainer.is_global_zero:
@@ -170,7 +170,7 @@ def remove_replaced(paths: Sequence[str], committed: str, trainer: TrainerProtoc
 
 
 def link_newest(links: tuple[str, str], path: str, trainer: TrainerProtocol) -> None:
-    """Let the link, if any, lead to the newest checkpoint, on rank 0; a link of another name goes."""
+    """Point the link, if any, to the newest checkpoint, on rank 0. Remove a link of another name."""
     link, before = links
     if not link or not trainer.is_global_zero:
         return
@@ -189,7 +189,7 @@ def tell_loggers(kept: KeptCheckpoints, trainer: TrainerProtocol) -> None:
 
 
 def loaded(state: Mapping[str, Any], folder: str, *, ranks_others: bool) -> Kept:
-    """Return what a saved state keeps, as far as it still exists in this folder, or `ranks_others`: the best in any."""
+    """Return the kept checkpoints of a saved state that still exist in this folder, or with `ranks_others` the best in any."""
 
     def is_ours(path: str) -> bool:
         return same_path(path.rpartition("/")[0], folder) and is_checkpoint(path)
@@ -224,15 +224,14 @@ def follow_move(
 
 
 def _moved(state: Mapping[str, Any], key: str, folder: str, source: str) -> dict[str, Any] | None:
-    """Return a saved state with the paths that its checkpoints have in the folder of `source`; None if they are elsewhere.
+    """Return a saved state with the paths that its checkpoints have in the folder of `source`, or None if they are elsewhere.
 
     A path is changed if the checkpoint of that name there says, in its own state under `key`, that it had this path.
     """
     home = state["last_model_path"].rpartition("/")[0]
     if not home or same_path(home, folder) or not same_path(source.rpartition("/")[0], folder):
         return None
-    moments = state.get("moments", {})
-    steps = moments.get("steps", {})
+    steps = state.get("steps", {})
 
     def here(path: str) -> str:
         parent, _, name = path.rpartition("/")
@@ -243,7 +242,7 @@ def _moved(state: Mapping[str, Any], key: str, folder: str, source: str) -> dict
         **{name: here(value) if isinstance(value, str) else value for name, value in state.items()},
         "best_k_models": {here(path): score for path, score in state["best_k_models"].items()},
         "replaced": [here(path) for path in state.get("replaced", [])],
-        **({"moments": {**moments, "steps": {here(path): step for path, step in steps.items()}}} if moments else {}),
+        "steps": {here(path): step for path, step in steps.items()},
     }
 
 
@@ -261,7 +260,7 @@ def _was_saved_as(path: str, before: str, key: str, step: int | None) -> bool:
 def kept_again(
     kept: Kept, unrenamed: tuple[str, str, float | None], steps: Mapping[str, int], trainer: TrainerProtocol
 ) -> Kept:
-    """Return what a resumed run keeps, as rank 0 finds it, without what its newest checkpoint replaces. Collective."""
+    """Return the kept checkpoints of a resumed run, as rank 0 finds them, without the replaced ones. Collective."""
     source = trainer.resume_source
     if source is None:
         return kept
@@ -274,11 +273,11 @@ def kept_again(
 def found_again(
     kept: Kept, unrenamed: tuple[str, str, float | None], steps: Mapping[str, int], source: str
 ) -> tuple[dict[str, float], str, list[str]]:
-    """Return the scores of the kept checkpoints, the newest, and what it replaces, as found where a run resumes.
+    """Return the scores of the kept checkpoints, the newest, and the paths that it replaces, as found at a resume.
 
-    A path may hold another save than the one that was meant: its own was not renamed yet, or a later save of the killed run
+    A path may contain a different save: the intended one was not renamed yet, or a later save of the killed run
     has taken the path. Such a path is not among the kept ones, and the next save may use it. `unrenamed` is where the newest
-    was written, its final path, and its score, and `steps` has the optimizer step of each checkpoint, as far as known.
+    was written, its final path, and its score, and `steps` has the optimizer step of every checkpoint, as far as known.
     """
     found, last, replaced = dict(kept["scores"]), kept["last"], list(kept["replaced"])
     written_to, path, score = unrenamed
@@ -308,13 +307,13 @@ class PendingSave:
     """Another path than `path` if the save replaces the checkpoint there."""
     dropped: list[str]
     links: tuple[str, str]
-    """The link that leads to the newest checkpoint, and the one before; "" for none."""
+    """The link that leads to the newest checkpoint, and the one before, or "" for none."""
     save: BackgroundSave | None
-    """The save in its thread; None if it was made within the call."""
+    """The save in its thread, or None if it was made within the call."""
     put_back: Callable[[], None]
-    """Restores what was kept before this save."""
+    """Restores the kept checkpoints from before this save."""
     keep: Callable[[list[str]], None]
-    """Called with those of `dropped` that have to stay for now."""
+    """Called with the paths among `dropped` that have to stay for now."""
     report: str
     """Printed once it has committed, unless empty."""
     is_linked: bool = False
@@ -333,7 +332,7 @@ class PendingSave:
         """Wait for the commit, rename the checkpoint to its path and remove those it replaces. Collective.
 
         Raises:
-            CheckpointError: the save failed, on every rank; the kept checkpoints are those of before.
+            CheckpointError: the save failed, on every rank. The kept checkpoints are as before.
         """
         try:
             trainer.engine.finish_save()
@@ -364,10 +363,10 @@ class PendingSave:
         self.remove_dropped(trainer)
 
     def remove_dropped(self, trainer: TrainerProtocol) -> None:
-        """Remove the replaced checkpoints, once and on rank 0; the resume source stays."""
+        """Remove the replaced checkpoints, once and on rank 0. The resume source stays."""
         # First, so that the link never leads to a checkpoint that is removed below.
         link_newest(self.links, self.written_to, trainer)
         self.is_linked = True
-        if self.dropped:  # else a second call would drop what has to stay
+        if self.dropped:  # otherwise a second call would drop paths that have to stay
             dropped, self.dropped = self.dropped, []
             self.keep(remove_replaced(dropped, self.written_to, trainer))

@@ -1,22 +1,27 @@
-"""The policy of a ModelCheckpoint: when a save is due, what its score is, and which checkpoints are kept."""
+"""The policy of a ModelCheckpoint: when a save is due, its score, and which checkpoints are kept."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from trainwright.callers import warn
 from trainwright.checkpoint.discovery import same_path
 from trainwright.duration import to_seconds
 from trainwright.errors import a_type_of
+from trainwright.metric_direction import direction_of
+from trainwright.paths import absolute
+from trainwright.rank_zero import rank_zero_warn, warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
+
+__all__ = ["monitor_of"]
 
 KEY_SETTINGS = (
     "monitor", "mode", "save_top_k", "every_n_train_steps", "every_n_epochs", "train_time_interval", "filename",
@@ -25,7 +30,7 @@ KEY_SETTINGS = (
 
 
 def monitor_of(state_key: str) -> tuple[str, str] | None:
-    """Return the metric that a ModelCheckpoint with this key of its state monitors, and its mode; None if it monitors none."""
+    """Return the monitored metric and the mode of a ModelCheckpoint with this state key, or None without a metric."""
     found = re.search(r"\(monitor=(.+), mode=(min|max), save_top_k=", state_key)
     return (found[1], found[2]) if found and found[1] != "None" else None
 
@@ -37,7 +42,24 @@ def are_similar(state_key: str, other: str) -> bool:
 
 
 COUNTERS = ("epoch", "step")
-"""What a ModelCheckpoint may monitor without logging it."""
+"""Values that a ModelCheckpoint may monitor without a log call."""
+
+
+def chosen_mode(mode: str | None, monitor: str | None, callback: str) -> str:
+    """Return the mode, by default "min". Warn if the name of the metric says that more is better.
+
+    Raises:
+        ValueError: the mode is unknown.
+    """
+    if mode not in (None, "min", "max"):
+        raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
+    # The word score does not say it, unlike accuracy or f1_score.
+    if mode is None and isinstance(monitor, str) and direction_of(monitor.replace("score", "")) == "max":
+        rank_zero_warn(
+            f"{callback}(monitor={monitor!r}) keeps the lowest value, as always without a mode, but the name says that higher "
+            "is better: pass mode='max', or mode='min' if that is meant.",
+        )
+    return mode or "min"
 
 
 def check_choices(save_last: Any, save_top_k: Any, filename: Any, monitor: Any) -> None:
@@ -51,16 +73,16 @@ def check_choices(save_last: Any, save_top_k: Any, filename: Any, monitor: Any) 
         raise ValueError(f"save_top_k={save_top_k!r} is not accepted; pass a number of checkpoints, or -1 for all.")
     if monitor is None and save_top_k > 1:
         raise ValueError(
-            f"save_top_k={save_top_k} needs a metric that decides; pass monitor='val_loss' with a name that you log, or "
+            f"save_top_k={save_top_k} needs a metric that decides. Pass monitor='val_loss' with a name that you log, or "
             "save_top_k=1 (the newest), 0 or -1."
         )
 
 
 def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, float | None, int]:
-    """Return the steps (0 for off), the seconds (None) and the epochs (0) between two saves; each epoch's by default."""
+    """Return the steps (0 for off), the seconds (None) and the epochs (0) between two saves, by default one epoch."""
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name}={value!r} is not an integer; pass 0 (off) or more.")
+            raise TypeError(f"{name}={value!r} is not an integer. Pass 0 (off) or more.")
         if value is not None and value < 0:
             raise ValueError(f"{name}={value} is below 0; pass 0 (off) or more.")
     if bool(steps) + bool(epochs) + (interval is not None) > 1:
@@ -78,11 +100,74 @@ def scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
+FIELD = r"\{([^{}:]+)(:[^{}]*)?\}"
+"""A field of a template: a name and, if wanted, its format."""
+
+
+def check_template(template: str) -> None:
+    """Raise ValueError for an unpaired brace, and for "::"."""
+    absolute(template)
+    if set("{}") & set(re.sub(FIELD, "", template)):
+        raise ValueError(
+            f"filename={template!r} has a brace without its pair. Write fields as {{epoch}} or {{val_loss:.3f}}."
+        )
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How a ModelCheckpoint names its files."""
+
+    folder: str
+    """"" for names without a folder."""
+    insert_names: bool
+    """Whether {epoch} becomes "epoch=3" rather than "3"."""
+    equals: str
+    extension: str
+
+    def path(self, template: str, values: Mapping[str, Any], version: int | None = None) -> str:
+        """Return the path that a template gives, or raise ValueError if it has a metric that was not logged."""
+        name = f"{self.fill(template, values)}{self.extension if version is None else f'-v{version}{self.extension}'}"
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def fill(self, template: str, values: Mapping[str, Any]) -> str:
+        def written(match: re.Match[str]) -> str:
+            name, spec = match.group(1), match.group(2) or ""
+            if name not in values:
+                raise ValueError(
+                    f"filename={template!r} asks for {name!r}, which was not logged; there are {', '.join(sorted(values))}."
+                )
+            value = values[name]
+            text = format(value.item() if isinstance(value, Tensor) else value, spec[1:])
+            # "/" would make a folder
+            return f"{name.replace('/', '_')}{self.equals}{text}" if self.insert_names else text
+
+        return re.sub(FIELD, written, template)
+
+
+def name_values(trainer: TrainerProtocol, monitor: str | None, template: str, is_left: bool) -> dict[str, Any]:
+    """Return the values of a template's fields at this point of the run.
+
+    With a monitor, a metric of earlier weights is NaN. Until the monitor is logged, or if the run stops within the epoch, so is
+    every field that is missing.
+    """
+    metrics = trainer.metrics
+    values: dict[str, Any] = {
+        name: math.nan
+        if monitor is not None and metrics.is_outdated(name)
+        else metrics.monitored(name, "ModelCheckpoint")
+        for name in trainer.callback_metrics
+    }
+    values.update(epoch=trainer.current_epoch, step=trainer.global_step)
+    if is_left or (monitor is not None and monitor not in values):
+        values = {**{name: math.nan for name, _ in re.findall(FIELD, template)}, **values}
+    return values
+
+
 class Kept(TypedDict):
     """The checkpoints that a ModelCheckpoint keeps: plain data, so that a call made in worker processes brings it back."""
 
     scores: dict[str, float]
-    """The score of each kept checkpoint by its path; 0 where nothing is monitored."""
+    """The score of every kept checkpoint by its path, or 0 where nothing is monitored."""
     last: str
     """The path of the newest checkpoint."""
     written_to: str
@@ -91,11 +176,11 @@ class Kept(TypedDict):
     """Checkpoints that the newest replaces, removed once it has committed: the resume source only in a later run."""
     current_score: float | None
     link: str
-    """The link that leads to the newest checkpoint; "" for none."""
+    """The link that leads to the newest checkpoint, or "" for none."""
 
 
 class Save(NamedTuple):
-    """A save as rank 0 has planned it: its path, where it is written first, and what it replaces."""
+    """A save as rank 0 has planned it: its path, where it is written first, and the checkpoints that it replaces."""
 
     path: str
     written_to: str
@@ -143,7 +228,7 @@ class Ranking:
         return dropped
 
     def kept_after(self, kept: Kept, save: Save, folder: str) -> Kept:
-        """Return what is kept with a save; checkpoints outside of the folder are not replaced."""
+        """Return the kept checkpoints after a save. Checkpoints outside of the folder are not replaced."""
         old = [each for each in dict.fromkeys([*kept["replaced"], *save.dropped]) if not same_path(each, save.path)]
         old = [each for each in old if each.startswith(f"{folder}/") or same_path(each.rpartition("/")[0], folder)]
         scores = {path: score for path, score in kept["scores"].items() if path not in save.dropped}
@@ -160,14 +245,18 @@ class Ranking:
 
 
 class MonitoredScore:
-    """Reads the monitored metric, if any, at a save, on rank 0. It warns once of each problem."""
+    """Reads the monitored metric, if any, at a save, on rank 0. It warns once of every problem."""
 
     def __init__(self, monitor: str | None) -> None:
         self.monitor = monitor
         self._has_warned = self._has_warned_of_value = False
 
     def read(self, trainer: TrainerProtocol, has_validated: bool) -> float | None:
-        """Return its value; NaN if earlier weights got it, or if it is not logged yet; ValueError if it should have been."""
+        """Return its value, or NaN if it belongs to earlier weights or is not logged yet.
+
+        Raises:
+            ValueError: it should have been logged.
+        """
         if self.monitor is None:
             return None
         if self._is_counter(trainer):
@@ -202,102 +291,40 @@ class MonitoredScore:
             return
         self._has_warned_of_value = True
         problem = (
-            "but its latest value is that of earlier weights; such a checkpoint does not count among the best, and only the "
+            "but its latest value is that of earlier weights. Such a checkpoint does not count among the best, and only the "
             "newest of them is kept. Save where it is logged: after validations (leave save_on_train_epoch_end out), or in the "
             "same epochs."
             if trainer.metrics.is_outdated(self.monitor)
-            else f"which is {score}, not finite; until it is finite, only the newest checkpoint is kept, to resume from, and "
+            else f"which is {score}, not finite. Until it is finite, only the newest checkpoint is kept, to resume from, and "
             "none counts as the best."
         )
         warn(f"ModelCheckpoint monitors {self.monitor!r}, {problem}", stacklevel=2)
 
 
-class SaveMoments:
-    """The latest optimizer step, validation and epoch end at which a ModelCheckpoint was called.
-
-    Callbacks save one after the other, so a checkpoint written by the first records a moment at which the next was not called
-    yet. If the run was killed right there, the resumed run calls it then.
-    """
+class LatestSave:
+    """The position of the run at the latest save of a ModelCheckpoint, and the optimizer steps of its checkpoints."""
 
     def __init__(self) -> None:
-        self._step = self._step_before = self._previous = self._validations = self._ended_at = -1
-        self._saved_at = (-1, -1)
-        """The optimizer steps and the batches of the run at the latest save."""
-        self._is_validated = False
-        """Whether a validation precedes the epoch end that comes next."""
+        self._position = (-1, -1)
+        """The optimizer steps and the batches of the run."""
         self.steps: dict[str, int] = {}
-        """The optimizer step of the checkpoint at each kept path."""
-        self._is_known = False
-        """Whether a checkpoint has said what came before."""
+        """The optimizer step of the checkpoint at every stored path."""
 
-    def begin(self, trainer: TrainerProtocol) -> None:
-        """Count what came before as handled, unless a checkpoint says otherwise: none of it was this callback's to save."""
-        if not self._is_known:
-            self._validations, self._ended_at = trainer.state.validations, trainer.state.total_batches
-            self._is_known = True
-
-    def note_step(self, trainer: TrainerProtocol) -> bool:
-        """Note the current optimizer step; return whether it is a new one."""
-        self._previous, self._step = self._step, trainer.global_step
-        return self._step != self._previous
-
-    def has_passed(self, every: int) -> bool:
-        """Return whether one of each `every` steps is among those of the latest batch, which may make several."""
-        return self._step // every > self._previous // every
-
-    def note_save(self, trainer: TrainerProtocol, paths: Collection[str], kept: Collection[str]) -> None:
-        """Note that the run is saved here, at these paths, with these checkpoints kept."""
-        self._saved_at = trainer.global_step, trainer.state.total_batches
+    def record(self, trainer: TrainerProtocol, paths: Collection[str], kept: Collection[str]) -> None:
+        """Record a save at these paths, after which the checkpoints at the paths `kept` exist."""
+        self._position = trainer.global_step, trainer.state.total_batches
         self.steps = {path: step for path, step in self.steps.items() if path in kept}
-        self.steps.update(dict.fromkeys(paths, trainer.global_step))
+        self.steps |= dict.fromkeys(paths, trainer.global_step)
 
-    def is_saved(self, trainer: TrainerProtocol) -> bool:
+    def is_current(self, trainer: TrainerProtocol) -> bool:
         """Return whether the current state is saved, or will be once the pending save is done."""
-        return self._saved_at == (trainer.global_step, trainer.state.total_batches)
-
-    def note_validation(self, trainer: TrainerProtocol, is_within: bool) -> None:
-        """Note the current validation, `is_within` an epoch or at its end."""
-        self._validations, self._is_validated = trainer.state.validations, not is_within
-
-    def note_end(self, trainer: TrainerProtocol) -> bool:
-        """Note the current end of an epoch; return whether a validation preceded it."""
-        self._ended_at = trainer.state.total_batches
-        is_validated, self._is_validated = self._is_validated, False
-        return is_validated
+        return self._position == (trainer.global_step, trainer.state.total_batches)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "step": max(self._step, self._step_before),
-            "saved_at": list(self._saved_at),
-            "steps": dict(self.steps),
-            "is_validated": self._is_validated,
-            "validations": self._validations,
-            "ended_at": self._ended_at,
-        }
+        return {"saved_at": list(self._position), "steps": dict(self.steps)}
 
     def load_state_dict(self, state: dict[str, Any], is_here: bool) -> None:
-        """Load what `state_dict` returned; `is_here`: the latest save is in this run's folder.
-
-        Older checkpoints have the step alone.
-        """
-        self._step_before, self._is_known = int(state["step"]), "ended_at" in state
-        if self._is_known:
-            self._validations, self._ended_at = int(state["validations"]), int(state["ended_at"])
-            self._is_validated, self.steps = bool(state["is_validated"]), dict(state["steps"])
-            step, batches = state["saved_at"]
-            self._saved_at = (int(step), int(batches)) if is_here else (-1, -1)
-
-    def misses_step(self, trainer: TrainerProtocol, every: int) -> bool:
-        """Return whether the run resumes after an optimizer step, one of each `every`, that was not noted."""
-        step, before = trainer.global_step, self._step_before
-        return 0 <= before < step and every > 0 and step // every > before // every
-
-    def misses_end(self, trainer: TrainerProtocol) -> bool:
-        """Return whether the run resumes at an epoch end that was not noted."""
-        return trainer.state.epoch_ended and self._ended_at != trainer.state.total_batches
-
-    def misses_validation(self, trainer: TrainerProtocol) -> bool:
-        """Return whether the run resumes within an epoch after a validation that was not noted."""
-        state = trainer.state
-        is_after = state.batch > 0 and not state.epoch_ended and state.validated_at == state.total_batches
-        return is_after and self._validations != state.validations
+        """Load a state. `is_here` says that the latest save is in this run's folder."""
+        self.steps = dict(state.get("steps", {}))
+        step, batches = state.get("saved_at", (-1, -1)) if is_here else (-1, -1)
+        self._position = int(step), int(batches)

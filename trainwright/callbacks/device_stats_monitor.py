@@ -11,18 +11,19 @@ from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 
 class DeviceStatsMonitor(Callback):
     """Logs the statistics of the device's memory and the load of the processor, with the step values.
 
-    The names are `DeviceStatsMonitor.on_train_batch_end/<statistic>`: those of torch.accelerator.memory_stats (bytes), and
+    The names are `DeviceStatsMonitor.on_train_batch_end/<statistic>`: those in torch.accelerator.memory_stats (bytes), and
     cpu_percent, cpu_vm_percent and cpu_swap_percent (percent) of the machine. Rank 0's are logged.
 
     Args:
-        cpu_stats: True logs the processor's too, False never does; None where the device is the CPU. Needs psutil.
+        cpu_stats: whether to log the processor's too, by default if the device is the CPU. Needs psutil.
 
     Raises:
         ValueError: from fit, without a logger.
@@ -43,7 +44,7 @@ class DeviceStatsMonitor(Callback):
         self._logged: dict[str, int] = {}
         """By hook, the step of its latest row."""
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -56,16 +57,16 @@ class DeviceStatsMonitor(Callback):
         if self._reads_cpu and importlib.util.find_spec("psutil") is None:
             raise ModuleNotFoundError("DeviceStatsMonitor reads the processor's load with psutil: pip install psutil.")
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._logged = {"on_train_batch_end": trainer.state.batches_that_stepped}
 
-    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
         self._log(trainer, "on_train_batch_start", trainer.state.batches_that_stepped + 1)
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._log(trainer, "on_train_batch_end", trainer.state.batches_that_stepped)
 
-    def _log(self, trainer: Trainer, hook: str, step: int) -> None:
+    def _log(self, trainer: TrainerProtocol, hook: str, step: int) -> None:
         every = trainer.log_every_n_steps
         if not trainer.is_global_zero or not every or step % every or step == self._logged.get(hook):
             return  # the batches of a window have one step

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.chosen_mode import chosen_mode
-from trainwright.callers import say, warn
+from trainwright.callbacks.checkpoint_policy import chosen_mode
 from trainwright.errors import a_type_of
+from trainwright.rank_zero import say, warn
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 
 class EarlyStoppingReason(Enum):
@@ -38,18 +38,18 @@ class EarlyStopping(Callback):
         monitor: the metric to watch.
         min_delta: a change counts as an improvement only if it is larger than this.
         patience: checks in a row without improvement after which the run stops.
-        verbose: print each improvement and the reason for stopping; False prints the reason on rank 0.
-        mode: "min" or "max": which value of the metric is better; by default "min", with a warning for names such as "acc".
-        strict: raise if the metric was not logged; False skips the check, with one warning.
+        verbose: print every improvement and the reason for stopping. False prints the reason on rank 0.
+        mode: "min" or "max": which value of the metric is better, by default "min", with a warning for names such as "acc".
+        strict: raise if the metric was not logged. False skips the check, with one warning.
         check_finite: stop when the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
-        check_on_train_epoch_end: True checks at the end of each training epoch, False after each validation; None after each
-            validation if fit has any, else at the end of each training epoch.
-        log_rank_zero_only: with verbose, print on rank 0 only rather than on each rank.
+        check_on_train_epoch_end: True checks at the end of every training epoch, and False after every validation. By default
+            it checks after validations if fit has any, and otherwise at the end of training epochs.
+        log_rank_zero_only: with verbose, print on rank 0 only rather than on every rank.
 
     The check for a validation at an epoch's end waits for the epoch's training metrics, so either kind can be monitored. Rank
-    0's value decides for all ranks. Nothing is checked in the sanity check or with fast_dev_run; a fit from scratch starts
+    0's value decides for all ranks. Nothing is checked in the sanity check or with fast_dev_run. A fit from scratch starts
     counting from zero.
 
     Raises:
@@ -63,7 +63,7 @@ class EarlyStopping(Callback):
     True
     """
 
-    runs_last = True
+    priority = -10  # the reduced metrics of an epoch are there
 
     @refuses_unknown
     def __init__(
@@ -129,12 +129,12 @@ class EarlyStopping(Callback):
         self._stopping_wait_count = int(state.get("stopping_wait_count", self.wait_count))
         self._stopping_score = state.get("stopping_score")
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._is_fitting, self._is_due = stage == "fit", False
         if stage == "fit":
             self._reset()
 
-    def _on_restored(self, trainer: TrainerProtocol) -> None:
+    def on_resume_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Stop a run again that had been stopped, unless the current settings would not stop it."""
         if not self._still_stops():
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
@@ -143,8 +143,7 @@ class EarlyStopping(Callback):
         if trainer.is_global_zero:
             say(str(self.stopping_reason_message))
 
-    @property
-    def _has_asked_to_stop(self) -> bool:
+    def has_requested_stop(self, trainer: AnyTrainer, module: Module) -> bool:
         return self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
 
     def _still_stops(self) -> bool:
@@ -152,7 +151,7 @@ class EarlyStopping(Callback):
             return self._stopping_wait_count >= self.patience
         return self.stopping_reason in self._crossed(math.nan if self._stopping_score is None else self._stopping_score)
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end:
             return
         if self.check_on_train_epoch_end is None and not trainer.state.progress.is_mid_epoch_validation:
@@ -160,7 +159,7 @@ class EarlyStopping(Callback):
         else:
             self._check(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         is_due, self._is_due = self._is_due, False
         if self.check_on_train_epoch_end is None:
             is_due = is_due or not trainer.enable_validation
@@ -189,7 +188,7 @@ class EarlyStopping(Callback):
             say(message)
 
     def _score(self, trainer: TrainerProtocol) -> float | None:
-        """Return the metric's value; None if it was not logged and need not be. On rank 0: a step's value differs by rank."""
+        """Return the metric's value, or None if it is missing and optional. On rank 0, since a step's value differs by rank."""
         if self.strict or self.monitor in trainer.callback_metrics:
             return float(trainer.metrics.monitored(self.monitor, "EarlyStopping"))
         if not self._has_warned:
@@ -198,7 +197,7 @@ class EarlyStopping(Callback):
         return None
 
     def _crossed(self, score: float) -> dict[EarlyStoppingReason, str]:
-        """Return the limits that a score has crossed, each with its message; the first one counts."""
+        """Return the limits that a score has crossed, with their messages. The first one counts."""
         crossed = {}
         if self.check_finite and not math.isfinite(score):
             crossed[EarlyStoppingReason.NON_FINITE_METRIC] = (
@@ -215,7 +214,7 @@ class EarlyStopping(Callback):
         return crossed
 
     def _count(self, score: float) -> tuple[EarlyStoppingReason, str]:
-        """Count a score; return whether and why it stops the run, and the message."""
+        """Count a score. Return whether and why it stops the run, and the message."""
         for reason, message in self._crossed(score).items():
             return reason, message
         best = float(self.best_score)

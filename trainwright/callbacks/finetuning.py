@@ -13,16 +13,16 @@ from torch.optim.swa_utils import SWALR
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callers import warn
-from trainwright.compiled_names import clean_name
-from trainwright.tensor_names import names_of
+from trainwright.rank_zero import warn
+from trainwright.tensor_names import clean_name, names_of
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 PLANNED = (CyclicLR, OneCycleLR, SWALR)
-"""Schedulers that keep the goal of each group's rate."""
+"""Schedulers that keep the goal of every group's rate."""
 Modules = nn.Module | Iterable["Modules"]
 
 
@@ -38,12 +38,12 @@ class BaseFinetuning(Callback):
     batch norms that collect statistics as the run that was saved. configure_optimizers passes the parameters that train then:
     `torch.optim.SGD(filter(lambda each: each.requires_grad, self.parameters()), lr=0.1)`.
 
-    A scheduler treats a new group as if it had begun with the group's rate; LambdaLR and MultiplicativeLR use their last
+    A scheduler treats a new group as if it had begun with the group's rate. LambdaLR and MultiplicativeLR use their last
     function for it.
 
     Raises:
         ValueError: before training, under a strategy whose optimizers take no further groups (ddp_sharded, deepspeed), or with
-            a scheduler that plans each group from the beginning (OneCycleLR, CyclicLR, SWALR).
+            a scheduler that plans every group from the beginning (OneCycleLR, CyclicLR, SWALR).
 
     >>> class Unfreeze(tw.callbacks.BaseFinetuning):
     ...     def freeze_before_training(self, module):
@@ -55,7 +55,7 @@ class BaseFinetuning(Callback):
     """
 
     adds_param_groups = True
-    """Whether finetune_function adds groups to the optimizers; False in a subclass that only unfreezes."""
+    """Whether finetune_function adds groups to the optimizers. False in a subclass that only unfreezes."""
     reads_outputs = False
 
     def __init__(self) -> None:
@@ -73,14 +73,14 @@ class BaseFinetuning(Callback):
         """The number of the optimizer that finetune_function is called with."""
 
     def freeze_before_training(self, pl_module: Module) -> None:
-        """Freeze what does not train from the first epoch on; called in setup."""
+        """Freeze the layers that do not train at the start. Called in setup."""
         raise NotImplementedError("Override freeze_before_training, such as with self.freeze(pl_module.backbone).")
 
     def finetune_function(self, pl_module: Module, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze what trains from this epoch on; called at the start of each epoch, for each optimizer."""
+        """Unfreeze the layers that train from this epoch on. Called at the start of every epoch, for every optimizer."""
         raise NotImplementedError("Override finetune_function, such as with self.unfreeze_and_add_param_group(...).")
 
-    # -- what subclasses call --------------------------------------------------------------------------------------------
+    # -- called by subclasses --------------------------------------------------------------------------------------------
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
@@ -109,7 +109,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze a module's own parameters; a batch norm collects no statistics."""
+        """Freeze the parameters of one module. A batch norm collects no statistics."""
         if isinstance(module, _BatchNorm):
             module.track_running_stats = False
         for parameter in module.parameters(recurse=False):
@@ -117,7 +117,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze modules; batch norms stay trainable with `train_bn`."""
+        """Freeze modules. Batch norms stay trainable with `train_bn`."""
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn and isinstance(module, _BatchNorm):
                 BaseFinetuning.make_trainable(module)
@@ -126,7 +126,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters that an optimizer does not have yet; warn of those that it has."""
+        """Return the parameters that an optimizer does not have yet, and warn of the others."""
         present = {id(each) for group in optimizer.param_groups for each in group["params"]}
         given = list(params)
         new = [each for each in given if id(each) not in present]
@@ -149,9 +149,9 @@ class BaseFinetuning(Callback):
         """Unfreeze modules, and add their parameters to an optimizer as a new group.
 
         Args:
-            modules: what to unfreeze.
+            modules: the modules to unfreeze.
             optimizer: the optimizer that finetune_function was given.
-            lr: the group's learning rate; None for the first group's, divided by `initial_denom_lr`.
+            lr: the group's learning rate, or None for the first group's, divided by `initial_denom_lr`.
             initial_denom_lr: divides the first group's rate if lr is None.
             train_bn: False leaves batch norms' parameters as they are.
         """
@@ -181,10 +181,10 @@ class BaseFinetuning(Callback):
         self._trainable, self._tracking = list(state["trainable"]), list(state["tracking"])
         self._epoch = int(state["epoch"])
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
-        if self.adds_param_groups and not trainer.strategy.takes_param_groups:
+        if self.adds_param_groups and not trainer.strategy.capabilities.takes_param_groups:
             raise ValueError(
                 f"{type(self).__name__} adds parameter groups during training, which strategy {trainer.strategy.name!r} does "
                 "not take: its layout is fixed when training begins. Use 'ddp' or 'fsdp'; or put all parameters into groups in "
@@ -193,7 +193,7 @@ class BaseFinetuning(Callback):
         self._begin()
         self.freeze_before_training(module)
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Bring a resumed run's groups back, before its optimizers' state is loaded."""
         if self.adds_param_groups:
             for config in trainer.lr_scheduler_configs:
@@ -212,7 +212,7 @@ class BaseFinetuning(Callback):
                 optimizer.add_param_group({**group["options"], "params": [named[name] for name in group["names"]]})
                 self._tell_schedulers(trainer, optimizer, [optimizer.param_groups[-1]])
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         epoch = trainer.current_epoch
         if epoch == self._epoch:  # resumed within it
             return
@@ -231,7 +231,7 @@ class BaseFinetuning(Callback):
         norms = ((name, each) for name, each in module.named_modules() if isinstance(each, _BatchNorm))
         self._tracking = [clean_name(name) for name, each in norms if each.track_running_stats]
 
-    def _tell_schedulers(self, trainer: Trainer, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    def _tell_schedulers(self, trainer: TrainerProtocol, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         """Let the schedulers of an optimizer set the rates of new groups too."""
         for config in trainer.lr_scheduler_configs if groups else ():
             if config.is_of(optimizer):
@@ -242,7 +242,7 @@ class BaseFinetuning(Callback):
 
 
 def _parts_of(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and those that it chains."""
+    """Yield a scheduler and the schedulers that it chains."""
     yield scheduler
     for value in getattr(scheduler, "__dict__", {}).values():  # a scheduler of your own may have none
         for part in value if isinstance(value, (list, tuple)) else (value,):
@@ -251,7 +251,7 @@ def _parts_of(scheduler: Any) -> Iterator[Any]:
 
 
 def _lists_by_group(scheduler: Any) -> Iterator[tuple[list[Any], Any]]:
-    """Yield the lists of a scheduler that have an entry for each group, and what a new group gets; None for its rate."""
+    """Yield the lists of a scheduler with an entry for every group, and the entry of a new group, or None for its rate."""
     if isinstance(rates := getattr(scheduler, "base_lrs", None), list):
         yield rates, None
     if isinstance(functions := getattr(scheduler, "lr_lambdas", None), list):
@@ -259,7 +259,7 @@ def _lists_by_group(scheduler: Any) -> Iterator[tuple[list[Any], Any]]:
 
 
 def _refuse_planned(callback: str, scheduler: Any) -> None:
-    """Refuse a scheduler that says for each group of the beginning where its rate goes (ValueError)."""
+    """Refuse a scheduler that says for every group of the beginning where its rate goes (ValueError)."""
     for part in _parts_of(scheduler):
         has_floors = isinstance(part, ReduceLROnPlateau) and getattr(part, "default_min_lr", 0) is None
         if isinstance(part, PLANNED) or has_floors:
@@ -272,7 +272,7 @@ def _refuse_planned(callback: str, scheduler: Any) -> None:
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains the head alone at first, then the `backbone` too, at a learning rate that grows to the head's.
+    """Trains only the head at first, then the `backbone` too, at a learning rate that grows to the head's.
 
     The module has its pretrained part as `self.backbone`.
 
@@ -283,9 +283,9 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_lr: the backbone's first rate.
         should_align: True keeps the backbone's rate at or below the head's. It is the rate of the groups that this callback
             adds: parameters that the optimizer holds already keep theirs.
-        initial_denom_lr: accepted; it has no effect, because the backbone's first rate is always known.
-        train_bn: train the backbone's batch norms, also while it is frozen; False never trains them.
-        verbose: print both rates at each epoch.
+        initial_denom_lr: accepted without effect, because the backbone's first rate is always known.
+        train_bn: train the backbone's batch norms, also while it is frozen. False never trains them.
+        verbose: print both rates at every epoch.
         rounding: digits of the printed rates.
 
     Raises:
@@ -334,7 +334,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().load_state_dict(state)
         self.previous_backbone_lr = {int(index): rate for index, rate in state["previous_backbone_lr"].items()}
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
             raise TypeError(
                 f"BackboneFinetuning freezes module.backbone, and {type(module).__name__} has no module of that name; assign "

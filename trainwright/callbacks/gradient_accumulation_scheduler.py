@@ -9,15 +9,15 @@ from trainwright.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets trainer.accumulate_grad_batches, the batches of one optimizer step, at the start of each epoch.
+    """Sets trainer.accumulate_grad_batches, the batches of one optimizer step, at the start of every epoch.
 
     Args:
-        scheduling: the number of batches to accumulate from each epoch (from 0) on, such as {0: 8, 4: 4, 8: 1}; before the
-            first of them each batch is a step.
+        scheduling: the number of batches to accumulate from every epoch (from 0) on, such as {0: 8, 4: 4, 8: 1}. Before the
+            first of them every batch is a step.
 
     Raises:
         TypeError, ValueError: an epoch or a number of batches is not accepted.
@@ -53,7 +53,7 @@ class GradientAccumulationScheduler(Callback):
         """Return the number of batches per step in an epoch."""
         return self.scheduling[max(start for start in self.scheduling if start <= epoch)]
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         if not module.automatic_optimization:
             raise ValueError(
                 "GradientAccumulationScheduler needs automatic optimization: with automatic_optimization=False "
@@ -66,10 +66,10 @@ class GradientAccumulationScheduler(Callback):
             )
         self._before = trainer.accumulate_grad_batches
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         # The last number would make the next fit's on_fit_start refuse this callback.
         if self._before is not None:
             trainer.accumulate_grad_batches, self._before = self._before, None

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.learning_rate_search import LearningRateSearch, MakeTrial
-from trainwright.callbacks.tuned_setting import TunedSetting, refuse_within_run
+from trainwright.callbacks.learning_rate_search import LearningRateSearch, MakeTrial, TunedSetting, refuse_within_run
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 NAMES = ("lr", "learning_rate")
 
@@ -21,7 +20,7 @@ NAMES = ("lr", "learning_rate")
 class LearningRateFinder(Callback):
     """Before a fit, trains a copy of the module at growing learning rates, and sets the module's `lr` or `learning_rate`.
 
-    The copy has a Trainer like this one, without loggers, checkpoints and other callbacks; the module's weights, its data order
+    The copy has a Trainer like this one, without loggers, checkpoints and other callbacks. The module's weights, its data order
     and the generators are as if it had not run. A fit that resumes does not search: it sets the rate that the saved
     run has found.
 
@@ -29,9 +28,9 @@ class LearningRateFinder(Callback):
         min_lr, max_lr: the first and the last rate to try.
         num_training_steps: optimizer steps of the trial, each at a higher rate.
         mode: "exponential" multiplies the rate from step to step, "linear" adds to it.
-        early_stop_threshold: the trial ends once the smoothed loss is this many times the best one; None to try all rates.
-        update_attr: False leaves the attribute; `optimal_lr.suggestion()` has the rate.
-        attr_name: the attribute to set, such as "hparams.rate"; "" for lr or learning_rate.
+        early_stop_threshold: the trial ends once the smoothed loss is this many times the best one. None tries all rates.
+        update_attr: False keeps the attribute, and `optimal_lr.suggestion()` returns the rate.
+        attr_name: the attribute to set, such as "hparams.rate", or "" for lr or learning_rate.
 
     `optimal_lr` is the LearningRateSearch after the fit has begun.
 
@@ -61,12 +60,12 @@ class LearningRateFinder(Callback):
         update_attr: bool = True,
         attr_name: str = "",
     ) -> None:
-        LearningRateSearch(mode, min_lr, max_lr, num_training_steps)  # refuses what is wrong
+        LearningRateSearch(mode, min_lr, max_lr, num_training_steps)  # rejects wrong settings
         self._arguments = (mode, min_lr, max_lr, num_training_steps)
         self.early_stop_threshold, self.update_attr, self.attr_name = early_stop_threshold, update_attr, attr_name
         self.optimal_lr: LearningRateSearch | None = None
         self._rate: float | None = None
-        """What the search has set."""
+        """The rate that the search has set."""
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._rate is None else {"rate": self._rate}
@@ -84,10 +83,10 @@ class LearningRateFinder(Callback):
         names = (self.attr_name,) if self.attr_name else NAMES
         return TunedSetting(names, [module], "The search for a learning rate")
 
-    def _tune(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> None:
-        self.optimal_lr = self.search(make_trial, module, data)
+    def on_tune(self, trainer: AnyTrainer, module: Module, data: Mapping[str, Any]) -> None:
+        self.optimal_lr = self.search(trainer.trial, module, data)
 
-    def lr_find(self, trainer: Trainer, pl_module: Module) -> NoReturn:
+    def lr_find(self, trainer: AnyTrainer, pl_module: Module) -> NoReturn:
         """Raise RuntimeError: a search within a run, as Lightning has it, is not possible."""
         refuse_within_run(self, "lr_find")
 

@@ -14,27 +14,27 @@ from trainwright.callbacks.base import Callback
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 INTERVALS = ("step", "epoch")
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate of each optimizer.
+    """Logs the learning rate of every optimizer.
 
     Args:
-        logging_interval: "step" logs with the step values (every log_every_n_steps), "epoch" at each epoch's start; None at
+        logging_interval: "step" logs with the step values (every log_every_n_steps), "epoch" at the start of epochs, None at
             the interval of the optimizer's scheduler, and at both without a scheduler.
-        log_momentum: also log the momentum, or the first of the betas, as `<name>-momentum`; 0 if the optimizer has neither.
+        log_momentum: also log the momentum, or the first of the betas, as `<name>-momentum`, or 0 if the optimizer has neither.
         log_weight_decay: also log the weight decay, as `<name>-weight_decay`.
-        log_key_prefix: is put before each name, such as "optim/".
+        log_key_prefix: is put before every name, such as "optim/".
 
-    A name is `lr-` and the optimizer's class, or the `name` in the scheduler's dict; a second optimizer of that name gets `-1`;
-    parameter groups add `/pg1`, `/pg2` or their `name`. A step's value is the one that the step used. The values are also in
-    trainer.callback_metrics, for a checkpoint's name or a monitor.
+    A name is `lr-` and the optimizer's class, or the `name` in the scheduler's dict. A second optimizer of that name gets
+    `-1`, and parameter groups add `/pg1`, `/pg2` or their `name`. A step's value is the rate of that step. The values are
+    also in trainer.callback_metrics, for a checkpoint's name or a monitor.
 
     Raises:
-        ValueError: the interval is unknown; from fit, without a logger, or for groups of an optimizer with the same name.
+        ValueError: the interval is unknown, or in fit there is no logger, or for groups of an optimizer with the same name.
 
     >>> monitor = tw.LearningRateMonitor(logging_interval="epoch")
     >>> trainer = tw.Trainer(callbacks=monitor, max_epochs=2, enable_model_summary=False)
@@ -83,7 +83,7 @@ class LearningRateMonitor(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._epoch_begun = int(state["epoch_begun"])
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -93,22 +93,22 @@ class LearningRateMonitor(Callback):
             )
         self._begin()
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self.lrs |= {name: [] for _, names, _ in self._named(trainer) for name in names if name not in self.lrs}
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         is_new = trainer.state.batch == 0 and trainer.current_epoch != self._epoch_begun  # otherwise its row is written
         self._epoch_begun = trainer.current_epoch
         if self.logging_interval != "step" and is_new:
             self._write(trainer, self._values(trainer, "epoch"), trainer.state.batches_that_stepped)
 
-    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
         step, every = trainer.state.batches_that_stepped + 1, trainer.log_every_n_steps
         if self.logging_interval != "epoch" and every and step % every == 0:
             # The scheduler steps before on_train_batch_end.
             self._pending, self._pending_at = self._values(trainer, "step"), step
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._pending and trainer.state.batches_that_stepped == self._pending_at:
             self._write(trainer, self._pending, trainer.state.logged_step)
             self._pending = {}
@@ -141,7 +141,7 @@ class LearningRateMonitor(Callback):
         return values
 
     def _named(self, trainer: TrainerProtocol) -> Iterator[tuple[Optimizer, list[str], str | None]]:
-        """Yield each optimizer with the names of its groups and its scheduler's interval; None without a scheduler."""
+        """Yield every optimizer with the names of its groups and its scheduler's interval, or None without a scheduler."""
         configs = trainer.lr_scheduler_configs
         uses: list[tuple[Optimizer, str | None, str | None]] = []
         for config in configs:

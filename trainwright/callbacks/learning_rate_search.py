@@ -1,4 +1,4 @@
-"""The search for a learning rate: a trial run at growing rates, and what it suggests.
+"""The search for a learning rate: a trial run at growing rates, and its suggestion.
 
 The method is the learning-rate range test of L. N. Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017.
 """
@@ -7,38 +7,28 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.callbacks.base import Callback
+from trainwright.callbacks.trainer_protocol import TrialTrainer
 from trainwright.data.combined_loader import is_read_once, leaves
 from trainwright.data.seeding import isolate_rng
+from trainwright.hyperparameters import kept_hyper_parameters
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.value_kinds import computed_tensors
 
 if TYPE_CHECKING:
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 MODES = ("exponential", "linear")
 SMOOTHING = 0.98
 NEVER = 2**62
 """A frequency at which no scheduler steps."""
-
-
-class TrialTrainer(Protocol):
-    """The Trainer of a trial, as far as a search uses it."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes of the job."""
-
-    @property
-    def fit(self) -> Callable[..., None]:
-        """Train a module."""
 
 
 MakeTrial = Callable[..., TrialTrainer]
@@ -48,8 +38,8 @@ MakeTrial = Callable[..., TrialTrainer]
 class LearningRateSearch:
     """The losses of a trial run by learning rate.
 
-    `results["lr"]` and `results["loss"]` are lists with an entry for each optimizer step; the losses are smoothed, and the mean
-    over all ranks. One that is NaN or infinite is left out of the smoothing.
+    `results["lr"]` and `results["loss"]` are lists with an entry for every optimizer step. The losses are smoothed, and the
+    mean over all ranks. A loss that is NaN or infinite is not smoothed.
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
@@ -72,11 +62,11 @@ class LearningRateSearch:
         return float(self.lr_min * (self.lr_max / self.lr_min) ** fraction)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the loss falls fastest; None, with a warning, if there are too few points.
+        """Return the rate at which the loss falls fastest, or None with a warning if there are too few points.
 
         Args:
-            skip_begin: points to leave out at the beginning.
-            skip_end: points to leave out at the end, where the loss may already rise.
+            skip_begin: points to skip at the beginning.
+            skip_end: points to skip at the end, where the loss may already rise.
         """
         index = self._steepest(skip_begin, skip_end)
         if index is None:
@@ -113,7 +103,7 @@ class LearningRateSearch:
         Args:
             suggest: mark the suggested rate.
             show: show the figure in a window, or below a notebook's cell.
-            ax: the matplotlib Axes to draw on; None for a new figure.
+            ax: the matplotlib Axes to draw on, or None for a new figure.
         """
         import matplotlib.pyplot
 
@@ -130,7 +120,7 @@ class LearningRateSearch:
         return ax.figure
 
     def run(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any], threshold: float | None) -> None:
-        """Train a copy of the module at growing rates; the module and the generators stay as they are. Collective."""
+        """Train a copy of the module at growing rates. The module and the generators stay as they are. Collective."""
         loaders = data.get("train_dataloaders")
         if any(is_read_once(each) for _, each in leaves({"": loaders})):
             raise ValueError(
@@ -183,7 +173,7 @@ def _uncopyable(module: nn.Module, memo: dict[int, Tensor]) -> Iterator[str]:
 
 
 def _without_steps(returned: Any) -> Any:
-    """Return what configure_optimizers returned, with schedulers that are never due."""
+    """Return the result of configure_optimizers, with schedulers that are never due."""
     if isinstance(returned, Mapping):
         scheduler = returned.get("lr_scheduler")
         return returned if scheduler is None else {**returned, "lr_scheduler": _never_due(scheduler)}
@@ -198,27 +188,27 @@ def _never_due(scheduler: Any) -> dict[str, Any]:
 
 
 class Sweep(Callback):
-    """Sets the rate of each step of a trial run, and notes the losses."""
+    """Sets the rate of every step of a trial run, and notes the losses."""
 
     def __init__(self, search: LearningRateSearch, threshold: float | None) -> None:
         self.search, self.threshold = search, threshold
         self._step, self._count, self._mean, self._best = -1, 0, 0.0, math.inf
         self._losses: list[float] = []
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"The search for a learning rate needs one optimizer, and configure_optimizers returned "
                 f"{len(trainer.optimizers)}; set their rates by hand."
             )
 
-    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             for group in trainer.optimizers[0].param_groups:
                 group["lr"] = self.search.rate(self._step)
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         # Exchanged, because the losses end the trial, which has to be at the same step on every rank.
         own = None if loss is None or trainer.is_dummy_batch else float(loss)
@@ -231,7 +221,7 @@ class Sweep(Callback):
         if not self._losses and not module.automatic_optimization:
             raise ValueError(
                 f"The search for a learning rate follows the loss, and training_step of {type(module).__name__} returned none "
-                "for its step; return it from training_step, also under manual optimization."
+                "for its step, and return it from training_step, also under manual optimization."
             )
         loss, self._losses = self._losses[-1] if self._losses else math.nan, []
         smoothed = self._smoothed(loss) if math.isfinite(loss) else loss
@@ -242,7 +232,95 @@ class Sweep(Callback):
         self._best = min(self._best, smoothed) if math.isfinite(smoothed) else self._best
 
     def _smoothed(self, loss: float) -> float:
-        """Take a loss into the running mean, and return it without what the mean's first value, 0, makes of it."""
+        """Take a loss into the running mean, and return the mean without the bias of its first value, 0."""
         self._count += 1
         self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
         return self._mean / (1 - SMOOTHING**self._count)
+
+
+def refuse_within_run(callback: object, method: str) -> NoReturn:
+    """Raise RuntimeError for a search that a hook calls, as Lightning's finders allow."""
+    raise RuntimeError(
+        f"{type(callback).__name__}.{method} was called within a run. Here it searches only before a fit, with copies of the "
+        f"module. To search again at some epoch, end the fit there (max_epochs=), call tw.Tuner(trainer).{method}(module), and "
+        "fit again."
+    )
+
+
+class TunedSetting:
+    """A setting that one or more objects hold, such as `module.lr` and `module.hparams.lr`. `set` changes all of them.
+
+    `restore` gives each its first value back.
+
+    Args:
+        names: the names to look for, of which the first that exists counts. "optimizer.lr" is the attribute of an attribute.
+        owners: the module, and the data module if there is one.
+        search: the name of the search, for the error.
+
+    Raises:
+        AttributeError: none of the owners has it, or it cannot be set.
+    """
+
+    def __init__(self, names: Sequence[str], owners: Sequence[Any], search: str) -> None:
+        for name in names:
+            self.name, self._holders = name, list(_holders_of(name, owners))
+            if self._holders:
+                self._first = [_value_of(*each) for each in self._holders]
+                self._check(search)
+                return
+        where = " or ".join(type(each).__name__ for each in owners)
+        raise AttributeError(
+            f"{search} sets {' or '.join(names)}, and {where} has no such attribute, nor its hyper-parameters; assign it in "
+            "__init__ and use it there, or name a different attribute."
+        )
+
+    @property
+    def value(self) -> Any:
+        return _value_of(*self._holders[0])
+
+    def set(self, value: Any) -> None:
+        """Set it wherever it is held."""
+        for holder, key in self._holders:
+            _assign(holder, key, value)
+
+    def restore(self) -> None:
+        """Restore the first values of all objects."""
+        for (holder, key), value in zip(self._holders, self._first, strict=True):
+            _assign(holder, key, value)
+
+    def _check(self, search: str) -> None:
+        """Assign the current value, so that a read-only attribute fails before the search (AttributeError)."""
+        try:
+            self.restore()
+        except AttributeError as error:
+            raise AttributeError(
+                f"{search} sets {self.name}, which cannot be set ({error}); give the property a setter, or name a different "
+                "attribute."
+            ) from error
+
+
+def _value_of(holder: Any, key: str) -> Any:
+    return holder[key] if isinstance(holder, MutableMapping) else getattr(holder, key)
+
+
+def _assign(holder: Any, key: str, value: Any) -> None:
+    if isinstance(holder, MutableMapping):
+        holder[key] = value
+    else:
+        setattr(holder, key, value)
+
+
+def _holders_of(name: str, owners: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+    *path, last = name.removeprefix("hparams.").split(".")
+    for owner in owners:
+        # All, because save_hyperparameters keeps copies, which the loader hook and the loggers may read.
+        for start in (
+            kept_hyper_parameters(owner) if name.startswith("hparams.") else (owner, *kept_hyper_parameters(owner))
+        ):
+            holder = start
+            for part in path:
+                holder = holder.get(part) if isinstance(holder, MutableMapping) else getattr(holder, part, None)
+            if (isinstance(holder, MutableMapping) and last in holder) or (
+                holder is not None and not isinstance(holder, MutableMapping) and hasattr(holder, last)
+            ):
+                yield holder, last

@@ -1,4 +1,4 @@
-"""LiveProgressBar: the base of bars that are live in a terminal or a notebook, and plain lines elsewhere; on rank 0 only."""
+"""LiveProgressBar: the base of live bars in a terminal or a notebook, with plain lines elsewhere, on rank 0 only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainwright.callbacks.progress_bar import ProgressBar, rounded
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 NEVER = math.inf
 
 
-class Bar(Protocol):
+class ScreenBar(Protocol):
     """A bar on the screen."""
 
     def restart(self, title: str, total: int | None, count: int) -> None:
-        """Show another epoch or loader, at this number of batches; the total may be unknown."""
+        """Show another epoch or loader, at this number of batches. The total may be unknown."""
 
     def show(self, metrics: dict[str, Any]) -> None:
         """Have these metrics next to the bar from its next update on."""
@@ -30,18 +31,18 @@ class Bar(Protocol):
         """Show this number of batches."""
 
     def refresh(self) -> None:
-        """Update what is on the screen."""
+        """Update the screen."""
 
     def close(self) -> None:
-        """End it; it stays on the screen if it was made to."""
+        """End it. It stays on the screen if it was made to."""
 
 
 class LiveProgressBar(ProgressBar):
-    """Shows one bar for the training and one for an evaluation; a subclass makes them.
+    """Shows one bar for the training and one for an evaluation. A subclass makes them.
 
     Args:
-        refresh_rate: minimum number of batches between two updates; 0 shows nothing.
-        leave: keep each epoch's bar; False uses one bar for the whole training.
+        refresh_rate: minimum number of batches between two updates. 0 shows nothing.
+        leave: keep every epoch's bar. False uses one bar for the whole training.
         refresh_seconds: minimum time between two updates. Metrics are only read from the device then.
         line_seconds: where bars are not live, minimum time between two plain lines within an epoch.
     """
@@ -55,12 +56,12 @@ class LiveProgressBar(ProgressBar):
         self._is_shown = self._is_live = False
         self._training, self._evaluation = LoopDisplay(), LoopDisplay()
         self._loaders: list[tuple[str, int | None]] = []
-        """The title and the number of batches of each loader of an evaluation."""
+        """The title and the number of batches of every loader of an evaluation."""
         self._loader = self._evaluated = 0
         self._stage = "train"
         """The loop whose bar is made: "train", "sanity", "validation", "test" or "predict"."""
 
-    # -- what a subclass defines -----------------------------------------------------------------------------------------
+    # -- defined by a subclass -----------------------------------------------------------------------------------------
 
     def _can_be_live(self) -> bool:
         """Return whether bars can be shown where this process writes."""
@@ -70,8 +71,8 @@ class LiveProgressBar(ProgressBar):
         """Return the stream of the plain lines that are written where bars cannot be shown."""
         return sys.stderr
 
-    def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> Bar:
-        """Show a new bar, `below` another if there is one; `leave` keeps it on the screen once it is closed."""
+    def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> ScreenBar:
+        """Show a new bar, `below` another if there is one. `leave` keeps it on the screen once it is closed."""
         raise NotImplementedError
 
     # -- ProgressBar -------------------------------------------------------------------------------------------------------
@@ -90,31 +91,31 @@ class LiveProgressBar(ProgressBar):
         """Return whether a bar is on the screen."""
         return self._training.bar is not None or self._evaluation.bar is not None
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         self._is_shown = self.is_enabled
         self._is_live = self._is_shown and self._can_be_live()
         self._close()
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._close()
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin_epoch(trainer)  # so that a subclass finds its bar here
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin_epoch(trainer)
 
-    def _begin_epoch(self, trainer: Trainer) -> None:
+    def _begin_epoch(self, trainer: TrainerProtocol) -> None:
         title, total = f"{self.train_description} {trainer.current_epoch}", _known(self.total_train_batches)
         self._stage = "train"
         self._begin(self._training, title, total, trainer.state.batch, leave=True)
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._training.is_due(batch_idx + 1):
             self._show_training(trainer, module, batch_idx + 1)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_shown:
             return
         self._show_training(trainer, module, trainer.state.batch)
@@ -123,7 +124,7 @@ class LiveProgressBar(ProgressBar):
             if self.leave:
                 self._training.close()
 
-    def _show_training(self, trainer: Trainer, module: Module, batches: int) -> None:
+    def _show_training(self, trainer: TrainerProtocol, module: Module, batches: int) -> None:
         if self._training.bar is not None:
             self._training.bar.show(self.get_metrics(trainer, module))
             self._training.move_to(batches)
@@ -132,7 +133,7 @@ class LiveProgressBar(ProgressBar):
             text = "".join(f", {name} {value}" for name, value in metrics.items() if name != "v_num")
             self._training.write_line(batches, text, self._lines_file())
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._stage = "sanity" if trainer.sanity_checking else "validation"
         if trainer.sanity_checking:
             self._begin_evaluation(self.sanity_check_description, trainer.num_sanity_val_batches, leave=False)
@@ -143,28 +144,34 @@ class LiveProgressBar(ProgressBar):
         leave = self._training.bar is None
         self._begin_evaluation(self.validation_description, trainer.num_val_batches, leave=leave)
 
-    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+    def on_test_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._stage = "test"
         self._begin_evaluation(self.test_description, trainer.num_test_batches, leave=True)
 
-    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._stage = "predict"
         self._begin_evaluation(self.predict_description, trainer.num_predict_batches, leave=True)
 
     def on_validation_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: AnyTrainer,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if self._is_shown:
             self._advance(batch_idx + 1, dataloader_idx)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._finish()
         if self._training.bar is not None and not trainer.sanity_checking:
             self._training.bar.show(self.get_metrics(trainer, module))
 
-    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+    def on_test_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._finish()
 
     on_predict_end = on_test_end
@@ -209,10 +216,10 @@ class LiveProgressBar(ProgressBar):
 
 
 class LoopDisplay:
-    """What is shown of one loop: a bar in a terminal, plain lines elsewhere."""
+    """The display of one loop: a bar in a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
-        self.bar: Bar | None = None
+        self.bar: ScreenBar | None = None
         self._title = ""
         self._total: int | None = None
         self._shown = self._every_batches = 0
@@ -223,12 +230,12 @@ class LoopDisplay:
         return {**self.__dict__, "bar": None}
 
     def schedule(self, seconds: float, every_batches: int) -> None:
-        """Start the clock; updates are at least that far apart from here on."""
+        """Start the clock. Updates are at least that far apart from here on."""
         self._started, self._seconds, self._every_batches = time.monotonic(), seconds, every_batches
         self._due = self._started + seconds
 
     def restart(self, title: str, total: int | None, count: int = 0) -> None:
-        """Show another epoch or loader; a bar that is open is used again."""
+        """Show another epoch or loader. A bar that is open is used again."""
         shown = self._title, self._total, self._shown
         self._title, self._total, self._shown = title, total, count
         if self.bar is not None and shown != (title, total, count):
@@ -253,7 +260,7 @@ class LoopDisplay:
         print(line, file=file, flush=True)
 
     def close(self) -> None:
-        """Close the bar; nothing is due until the next `schedule`."""
+        """Close the bar. Nothing is due until the next `schedule`."""
         self._due = NEVER
         if self.bar is not None:
             self.bar.close()

@@ -33,65 +33,67 @@ from trainwright.callbacks.checkpoint_files import (
     remove_replaced,
     tell_loggers,
 )
-from trainwright.callbacks.checkpoint_names import Naming, check_template, name_values
 from trainwright.callbacks.checkpoint_policy import (
     KEY_SETTINGS,
     Kept,
+    LatestSave,
     MonitoredScore,
+    Naming,
     Ranking,
     Save,
-    SaveMoments,
     check_choices,
+    check_template,
     checked_intervals,
+    chosen_mode,
+    name_values,
     scalar,
 )
-from trainwright.callbacks.chosen_mode import chosen_mode
-from trainwright.callers import say
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.rank_zero import rank_zero_warn, say
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 
 class ModelCheckpoint(Checkpoint):
-    """Saves during fit, by default at each epoch's end after its validation, and keeps the best.
+    """Saves during fit, by default at every epoch's end after its validation, and keeps the best.
 
     Args:
-        dirpath: where to save: a path (made absolute here) or an fsspec URL; by default `checkpoints` in the logger's run
+        dirpath: where to save: a path (made absolute here) or an fsspec URL, by default `checkpoints` in the logger's run
             folder. For a logger of a service that is `PROJECT/RUN_ID` under default_root_dir.
         filename: a template of the name, with {epoch}, {step} and metrics, such as "{epoch}-{val_acc:.3f}".
-        monitor: the metric that decides; None keeps the newest.
-        verbose: print the path of each save.
-        save_last: True or "link": also keep the newest, whatever its metric, and let the link `last.ckpt` lead to it; where
-            symbolic links do not exist, that is a directory with a pointer. Every ckpt_path takes it. If the newest is not
+        monitor: the metric that decides. None keeps the newest.
+        verbose: print the path of every save.
+        save_last: True or "link": also keep the newest, whatever its metric, and point the link `last.ckpt` to it. Without
+            symbolic links, that is a directory with a pointer. Every ckpt_path takes it. If the newest is not
             among the best, it is named `epoch=..-step=..`, not by `filename`. A fit saves an unsaved end as `end-step=..`.
-        save_top_k: how many to keep: -1 for all, 0 for none; without monitor -1, 0 or 1.
-        save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, where an OnExceptionCheckpoint can;
-            elsewhere print why not. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..`
+        save_top_k: how many to keep: -1 for all, 0 for none. Without monitor it is -1, 0 or 1.
+        save_on_exception: save `exception-epoch=..-step=..` when an exception ends the run, where an OnExceptionCheckpoint can.
+            Elsewhere print why not. A first Ctrl-C or another signal raises nothing in the run: it is saved as `stop-step=..`
             without this.
-        save_weights_only: leave out optimizers and counters; no run can resume from such a checkpoint. If a killed run wrote
-            one after the checkpoint it is resumed from, it is kept in addition to those of the resumed run.
-        mode: "min" or "max": which value of the metric is better; by default "min", with a warning for names such as "acc".
+        save_weights_only: omit optimizers and counters. No run can resume from such a checkpoint. If a killed run wrote one
+            after the checkpoint it is resumed from, it is kept in addition to the checkpoints of the resumed run.
+        mode: "min" or "max": which value of the metric is better, by default "min", with a warning for names such as "acc".
         auto_insert_metric_name: write {epoch} as "epoch=3" rather than "3".
-        every_n_train_steps: optimizer steps between two saves, which follow a batch; 0 turns them off.
+        every_n_train_steps: optimizer steps between two saves, which follow a batch. 0 turns them off.
         train_time_interval: time between two saves: a timedelta, "DD:HH:MM:SS" or a dict of timedelta's arguments.
-        every_n_epochs: save every n-th epoch; 0 turns it off. Give at most one of the three intervals.
-        save_on_train_epoch_end: True saves at an epoch's end only; False after validations only; None after each validation
-            if the fit has any, else at the epoch's end. The save for a validation at an epoch's end waits for that end.
-        enable_version_counter: a name that is taken gets -v1, -v2, unless it is that of a kept checkpoint which this save
-            replaces; False replaces any checkpoint of that name that is not kept. Both happen once the new one is complete (on
+        every_n_epochs: save every n-th epoch. 0 turns it off. Give at most one of the three intervals.
+        save_on_train_epoch_end: True saves at an epoch's end only, False after validations only. None saves after validations
+            if the fit has any, otherwise at the epoch's end. The save for a validation at an epoch's end waits for that end.
+        enable_version_counter: a name that is taken gets -v1, -v2, unless it is the name of a kept checkpoint which this save
+            replaces. False replaces any checkpoint of that name that is not kept. Both happen once the new one is complete (on
             a file system that can rename, and never to the resume source).
-        async_save: block the loop only until everything is copied to host memory; a thread writes and commits. The next save
+        async_save: block the loop only until everything is copied to host memory. A thread writes and commits. The next save
             and the end of the run wait for it and raise its error. Replaced checkpoints are removed once it has committed.
 
     Rank 0 decides for all ranks, by its own metrics and files. Nothing is saved with fast_dev_run, and no weights that are not
     finite on some rank (NaN or infinity in a trained parameter or a norm's running statistics): a warning says so. A checkpoint
-    whose metric is not finite never counts among the best; until one is finite, the newest is kept. The newest checkpoint and
-    the resume source are never deleted before another one exists. A fit from scratch leaves the files of an earlier fit alone.
+    whose metric is not finite never counts among the best. Until one is finite, the newest is kept. The newest checkpoint and
+    the resume source are never deleted before another one exists. A fit from scratch keeps the files of an earlier fit.
     A metric scores only the weights it was computed with: a save by steps or time after a validation counts among the best once
     the next validation has scored its weights, and is then made again. A save that is due while gradients wait is made after
     their optimizer step.
@@ -109,12 +111,13 @@ class ModelCheckpoint(Checkpoint):
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
-    """Between the epoch and the step of the default filename; this and the next three may be overridden in a subclass."""
+    """Between the epoch and the step of the default filename. This and the next three may be overridden in a subclass."""
     CHECKPOINT_NAME_LAST = "last"
     """A template of the link's name."""
     CHECKPOINT_EQUALS_CHAR = "="
     FILE_EXTENSION = ".ckpt"
 
+    priority = -20  # its checkpoints contain the states of the other callbacks
     reads_outputs, counts_rounds = False, True
 
     @refuses_unknown
@@ -153,7 +156,6 @@ class ModelCheckpoint(Checkpoint):
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
         self._is_fitting = self._has_warned_of_weights = False
         self._score, self._ranking = MonitoredScore(monitor), Ranking(monitor, self.mode, save_top_k)
-        self._watches_batches = self.every_n_train_steps > 0 or self.train_time_interval is not None
         self._begin()
 
     def _begin(self) -> None:
@@ -161,13 +163,14 @@ class ModelCheckpoint(Checkpoint):
         self._unrenamed: tuple[str, str, float | None] = ("", "", None)
         """Where the resume source was written, its final path and its score, if it was saved before it was renamed."""
         self._loaded: dict[str, Any] | None = None
-        self._has_validated = self._is_deferred = self._awaits_score = False
+        self._has_validated = self._is_validated = self._awaits_score = self._is_deferred = self._is_due = False
+        self._step, self._latest = -1, LatestSave()
         self._failed: FailedRun | None = None
-        """The callback that saves the run if it fails; set with save_on_exception once the run has begun."""
+        """The callback that saves the run if it fails, set with save_on_exception once the run has begun."""
         self._sync_point: Any = None
         self._pending: PendingSave | None = None
         """The save that may not have committed yet, or has not been concluded."""
-        self._moments, self._saved_at = SaveMoments(), time.monotonic()
+        self._saved_at = time.monotonic()
 
     def _keep(self, kept: Kept) -> None:
         """Keep these checkpoints, and show them in the public attributes."""
@@ -175,10 +178,10 @@ class ModelCheckpoint(Checkpoint):
         paths, worst = self._ranking.best_first(kept["scores"]), scalar(self._ranking.worst)
         ranked = paths if self.monitor is not None else []
         self.best_k_models = {path: scalar(score) for path, score in kept["scores"].items() if ranked}
-        """The kept checkpoints and their scores, as tensors without dimensions; empty where nothing is monitored."""
+        """The kept checkpoints and their scores, as tensors without dimensions, empty where nothing is monitored."""
         kth = ranked[-1] if len(ranked) >= max(self.save_top_k, 1) else ""
         self.best_model_path, self.kth_best_model_path = paths[0] if paths else "", kth
-        """The best one, and the one that the next better replaces: "" while there are fewer than save_top_k."""
+        """The best checkpoint, and the worst kept one, which is "" while there are fewer than save_top_k."""
         self.best_model_score: Tensor | None = self.best_k_models[paths[0]] if ranked else None
         self.kth_value: Tensor = self.best_k_models[kth] if kth else worst
         self.last_model_path = kept["last"]
@@ -203,21 +206,24 @@ class ModelCheckpoint(Checkpoint):
             "best_model_score": kept["scores"][self.best_model_path] if is_monitored else None,
             "last_model_path": kept["last"],
             "place": kept["written_to"],
-            "is_put_off": self._is_deferred,
+            "is_put_off": self._is_deferred or self._is_due,
             "awaits_score": self._awaits_score,
             "replaced": kept["replaced"],
-            "moments": self._moments.state_dict(),
+            "is_validated": self._is_validated,
+            **self._latest.state_dict(),
             "current_score": kept["current_score"],
             "link": kept["link"],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the kept checkpoints, as far as they exist in this run's folder; with a dirpath also the best in others."""
+        """Load the kept checkpoints, as far as they exist in this run's folder, and with a dirpath also the best in others."""
+        state = {**state, **state.get("moments", {})}  # older checkpoints have some values there
         self._loaded = state
         kept = loaded(state, self.dirpath or "", ranks_others=bool(self.monitor and self.given_dirpath))
         self._keep(kept)
         self._is_deferred, self._awaits_score = bool(state.get("is_put_off")), bool(state.get("awaits_score"))
-        self._moments.load_state_dict(state.get("moments", {"step": state.get("step_seen", -1)}), bool(kept["last"]))
+        self._is_validated = bool(state.get("is_validated"))
+        self._latest.load_state_dict(state, is_here=bool(kept["last"]))
         last, written_to = state["last_model_path"], kept["written_to"]
         self._unrenamed = (written_to, last, state["best_k_models"].get(last)) if written_to != last else ("", "", None)
 
@@ -225,7 +231,7 @@ class ModelCheckpoint(Checkpoint):
         # These belong to this process's run.
         return {**super().__getstate__(), "_sync_point": None, "_pending": None, "_failed": None}
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit" and not trainer.fast_dev_run
         if stage == "fit":
             self._begin()
@@ -236,108 +242,99 @@ class ModelCheckpoint(Checkpoint):
             if trainer.is_global_zero:
                 sweep_temporaries(folder)  # left by killed writers
 
-    def folder_in(self, trainer: Trainer) -> str:
+    def folder_in(self, trainer: AnyTrainer) -> str:
         """Return the folder that this run saves in, once its loggers have theirs."""
         return self.given_dirpath or default_folder(trainer)
 
     @property
     def given_dirpath(self) -> str | None:
-        """Return the user's folder; None for the default one."""
+        """Return the user's folder, or None for the default one."""
         return None if self.dirpath == self._default_dirpath else self.dirpath
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._saved_at = time.monotonic()
         if self.save_on_exception and self._is_fitting:
             self._failed = FailedRun("save_on_exception", trainer, module)
         load = partial(ModelCheckpoint.load_state_dict, self)
         follow_move(self._loaded, self.state_key, self.dirpath or "", load, trainer)
-        self._moments.begin(trainer)
-        if self._watches_batches:
-            self._moments.note_step(trainer)
-        self._keep(kept_again(self._kept, self._unrenamed, self._moments.steps, trainer))
+        self._step = trainer.global_step
+        self._keep(kept_again(self._kept, self._unrenamed, self._latest.steps, trainer))
         if self.train_time_interval is not None and self._is_fitting:
             self._sync_point = trainer.engine.connection.sync_point(self.state_key)
 
-    def _make_up(self, trainer: Trainer) -> None:
-        """Make the save that was due when an earlier callback wrote the checkpoint that the run resumes from."""
+    def on_resume_end(self, trainer: AnyTrainer, module: Module) -> None:
+        """Make the save that was due when another callback wrote the checkpoint that the run resumes from."""
         self._has_validated = self._has_validated or trainer.state.validations > 0
-        if not self._is_fitting:
-            return
-        if self._moments.misses_end(trainer):
-            self._end(trainer)
-        elif self._moments.misses_validation(trainer):
-            self._follow_validation(trainer, is_within=True)
-        elif self._is_deferred or self._moments.misses_step(trainer, self.every_n_train_steps):
-            self._awaits_score = self._score.is_pending(trainer)
+        self._is_due = self._is_fitting and self._is_deferred
+        self.on_save_point(trainer, module)
+
+    def on_save_point(self, trainer: AnyTrainer, module: Module) -> None:
+        """Make the save that an earlier hook has found due. Collective."""
+        if self._is_due:
             self._save(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._pending is not None and self._pending.waits:
-            self._pending.remove_dropped(trainer)  # what all ranks have to do waits for the next save
-        if self._is_deferred and not trainer.state.progress.is_within_window:
-            self._save(trainer)
-        if self._watches_batches and self._moments.note_step(trainer) and self._is_fitting and self._is_due(trainer):
-            self._awaits_score = self._score.is_pending(trainer)
-            self._is_deferred = trainer.state.progress.is_within_window
-            if not self._is_deferred:
-                self._save(trainer)
+            self._pending.remove_dropped(trainer)  # the work of all ranks waits for the next save
+        if not self._is_fitting or (self.every_n_train_steps == 0 and self.train_time_interval is None):
+            return
+        previous, self._step = self._step, trainer.global_step
+        if self._step != previous and self._reaches_interval(trainer, previous):
+            self._is_deferred, self._awaits_score = True, self._score.is_pending(trainer)
+        self._is_due = self._is_deferred and not trainer.state.progress.is_within_window
 
-    def _is_due(self, trainer: Trainer) -> bool:
-        """Return whether to save after this optimizer step, the same on every rank."""
+    def _reaches_interval(self, trainer: TrainerProtocol, previous: int) -> bool:
+        """Return whether to save after the optimizer steps since a previous one, the same on every rank."""
         if self._sync_point is None:
-            return self._moments.has_passed(self.every_n_train_steps)
+            return self._step // self.every_n_train_steps > previous // self.every_n_train_steps
         if trainer.is_global_zero and time.monotonic() - self._saved_at >= (self.train_time_interval or 0.0):
             self._saved_at = time.monotonic()
             self._sync_point.request()
         return bool(self._sync_point.is_reached(trainer.global_step))  # the clocks of the ranks differ
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking:
             return
         self._has_validated = True
-        self._follow_validation(trainer, is_within=trainer.state.progress.is_mid_epoch_validation)
-
-    def _follow_validation(self, trainer: Trainer, is_within: bool) -> None:
-        """Save after a validation within an epoch; after one at its end, the epoch's end saves."""
-        self._moments.note_validation(trainer, is_within)
+        self._is_validated = not trainer.state.progress.is_mid_epoch_validation
         is_scored, self._awaits_score = self._awaits_score and not self._score.is_pending(trainer), False
-        if not is_within:
+        if self._is_validated:  # the epoch's end saves
             self._is_deferred = self._is_deferred or is_scored
-        elif is_scored or (not self.save_on_train_epoch_end and self._is_chosen(trainer)):
-            self._save(trainer)
+        else:
+            self._is_due = is_scored or (not self.save_on_train_epoch_end and self._is_chosen(trainer))
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        if self._is_fitting:
-            self._end(trainer)
-
-    def _end(self, trainer: Trainer) -> None:
-        """Save at the end of an epoch, or of a run that stops within it."""
-        is_validated, is_whole = self._moments.note_end(trainer), trainer.state.epoch_ended
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
+        if not self._is_fitting or not trainer.state.epoch_ended:
+            return
+        is_validated, self._is_validated = self._is_validated, False
         ends = not trainer.enable_validation if self.save_on_train_epoch_end is None else self.save_on_train_epoch_end
-        if self._is_deferred or (self._is_chosen(trainer) and (is_validated or ends or not is_whole)):
-            # A run that stops within an epoch may have been saved here by a validation, with this very score.
-            self._save(trainer, is_left=not is_whole)
-        elif self.save_last and not is_whole and not self._moments.is_saved(trainer):
+        self._is_due = self._is_deferred or (self._is_chosen(trainer) and (is_validated or ends))
+
+    def on_train_epoch_stop(self, trainer: AnyTrainer, module: Module) -> None:
+        self._is_validated = False
+        is_due = self._is_deferred or self._is_chosen(trainer)
+        if self._is_fitting and (is_due or (self.save_last and not self._latest.is_current(trainer))):
+            # Not at the next save point, since a run that resumes from here trains on without on_train_epoch_end.
             self._save(trainer, is_left=True)
 
-    def _is_chosen(self, trainer: Trainer) -> bool:
+    def _is_chosen(self, trainer: TrainerProtocol) -> bool:
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._conclude(trainer)
-        if self.save_last and trainer.state.total_batches and not self._moments.is_saved(trainer):
+        if self.save_last and trainer.state.total_batches and not self._latest.is_current(trainer):
             self.save_stop(trainer, "end", self.save_weights_only)
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._sync_point = self._failed = None
 
-    def _save(self, trainer: Trainer, is_left: bool = False) -> None:
+    def _save(self, trainer: TrainerProtocol, is_left: bool = False) -> None:
         """Save if rank 0 finds it worthwhile. Collective.
 
         If the epoch `is_left`, a state that is already saved with the same score is not saved again, and a metric of the
         file's name that comes from the epoch's end may be missing.
         """
-        self._is_deferred = False
+        self._is_deferred = self._is_due = False
         if not self.keeps_any:
             return
         self._conclude(trainer)
@@ -346,9 +343,9 @@ class ModelCheckpoint(Checkpoint):
             return
         save = Save(*plan)
         before = self._kept
-        # What is saved includes this save: a resumed run finds its own checkpoint among the kept ones.
+        # The saved state includes this save: a resumed run finds its own checkpoint among the kept ones.
         self._keep(self._ranking.kept_after(before, save, self.dirpath or ""))
-        self._moments.note_save(trainer, (save.path, save.written_to), self._kept["scores"])
+        self._latest.record(trainer, (save.path, save.written_to), self._kept["scores"])
         is_begun = self._write(trainer, before, self.save_weights_only, blocking=not self.async_save)
         if is_begun:
             where = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
@@ -359,8 +356,8 @@ class ModelCheckpoint(Checkpoint):
         if not self.async_save:
             self._conclude(trainer)
 
-    def _refuses_weights(self, trainer: Trainer) -> bool:
-        """Return whether the weights are not finite on some rank; warn once until they are again. Collective."""
+    def _refuses_weights(self, trainer: TrainerProtocol) -> bool:
+        """Return whether the weights are not finite on some rank, and warn once until they are again. Collective."""
         fault, last = trainer.engine.finiteness.fault(), self._kept["last"]
         if fault and not self._has_warned_of_weights:
             stays = f"{last} stays as the newest one" if last else "No checkpoint exists to resume from"
@@ -372,15 +369,15 @@ class ModelCheckpoint(Checkpoint):
         self._has_warned_of_weights = bool(fault)
         return bool(fault)
 
-    def _write(self, trainer: Trainer, before: Kept, weights_only: bool = False, blocking: bool = True) -> bool:
-        """Write the newest checkpoint; if that fails, keep what was kept before. Collective."""
+    def _write(self, trainer: TrainerProtocol, before: Kept, weights_only: bool = False, blocking: bool = True) -> bool:
+        """Write the newest checkpoint. If that fails, keep the previous checkpoints. Collective."""
         try:
             return trainer.save_checkpoint(self._kept["written_to"], weights_only, blocking=blocking)
         except BaseException:
             self._keep(before)
             raise
 
-    def _conclude(self, trainer: Trainer) -> None:
+    def _conclude(self, trainer: TrainerProtocol) -> None:
         """Wait for the pending save and conclude it. Collective."""
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -390,10 +387,10 @@ class ModelCheckpoint(Checkpoint):
     def _keep_replaced(self, paths: list[str]) -> None:
         self._kept["replaced"] = paths
 
-    def _plan(self, trainer: Trainer, is_left: bool) -> Save | None:
-        """Return the save to make, None for no save; ValueError if a metric that is needed was not logged. On rank 0."""
+    def _plan(self, trainer: TrainerProtocol, is_left: bool) -> Save | None:
+        """Return the save to make, or None for no save. A missing metric is a ValueError. On rank 0."""
         score, scores = self._score.read(trainer, self._has_validated), self._kept["scores"]
-        if is_left and self._moments.is_saved(trainer) and repr(score) == repr(self._kept["current_score"]):
+        if is_left and self._latest.is_current(trainer) and repr(score) == repr(self._kept["current_score"]):
             return None  # by their text, since NaN, an unknown score, is not equal to itself
         is_best = self._ranking.accepts(score, scores)
         is_stopgap = not is_best and self.save_top_k != 0 and not scores
@@ -415,24 +412,24 @@ class ModelCheckpoint(Checkpoint):
         )
         return Save(path, written_to, score, is_best, dropped, self._link(trainer, is_left, path, written_to))
 
-    def _link(self, trainer: Trainer, is_left: bool, *saved: str) -> str:
-        """Return the path of the link to a checkpoint; "" without save_last. On rank 0."""
+    def _link(self, trainer: TrainerProtocol, is_left: bool, *saved: str) -> str:
+        """Return the path of the link to a checkpoint, or "" without save_last. On rank 0."""
         template = self.CHECKPOINT_NAME_LAST
         name_link = partial(self._naming.path, template, name_values(trainer, self.monitor, template, is_left))
         return free_link(name_link, saved) if self.save_last else ""
 
-    def save_stop(self, trainer: Trainer, name: str = "stop", weights_only: bool = False) -> str:
+    def save_stop(self, trainer: AnyTrainer, name: str = "stop", weights_only: bool = False) -> str:
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
 
         On a stop the first ModelCheckpoint that keeps checkpoints is called, and saves everything, even with
-        `save_weights_only`. Return the path, or the path of a checkpoint of this very position; "" if nothing is saved
+        `save_weights_only`. Return the path, or the path of a checkpoint of this very position, or "" if nothing is saved
         (weights that are not finite).
         """
         if not self._is_fitting or not self.keeps_any:
             return ""
         try:
             self._conclude(trainer)
-        except CheckpointError as error:  # the same on every rank; the save below may still succeed
+        except CheckpointError as error:  # the same on every rank, and the save below may still succeed
             if trainer.is_global_zero:
                 say(f"trainwright: {error}")
         find = partial(path_of_stop, trainer, self._kept, f"{self.dirpath}/{name}", self.FILE_EXTENSION)
@@ -452,7 +449,7 @@ class ModelCheckpoint(Checkpoint):
         tell_loggers(self, trainer)
         return str(path)
 
-    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude_alone(trainer)
@@ -460,14 +457,14 @@ class ModelCheckpoint(Checkpoint):
             stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
             self._failed.save(stem, self.FILE_EXTENSION, self.save_weights_only)
 
-    def file_exists(self, filepath: str, trainer: Trainer) -> bool:
-        """Return whether a checkpoint, or anything else, is at this path; called on rank 0."""
+    def file_exists(self, filepath: str, trainer: TrainerProtocol) -> bool:
+        """Return whether a checkpoint, or anything else, is at this path. Called on rank 0."""
         return is_taken(filepath)
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """Return the path that a template (by default this callback's) gives; ValueError if a metric of it was not logged."""
+        """Return the path of a template, by default this callback's. A missing metric is a ValueError."""
         return self._naming.path(filename or self.filename, metrics, ver)
 
     @property

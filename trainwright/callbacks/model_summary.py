@@ -13,13 +13,15 @@ from torch.nn.parameter import is_lazy
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.compiled_names import clean_name
+from trainwright.callbacks.rich_progress_bar import require_rich
 from trainwright.data.seeding import isolate_rng
 from trainwright.data.transfer import to_device
+from trainwright.tensor_names import clean_name
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 Sizes = dict[str, tuple[str, str]]
 """Input and output sizes by the child's name."""
@@ -29,7 +31,7 @@ class ModelSummary(Callback):
     """Prints a table of the module's children on rank 0: name, type, parameters, and whether it is in training mode.
 
     If the module has an `example_input_array` (a tensor, a tuple of arguments or a dict of them), one forward of it fills in
-    the input and output sizes; buffers, modes and generators are restored afterwards.
+    the input and output sizes. Buffers, modes and generators are restored afterwards.
 
     Args:
         max_depth: levels of children to show: -1 for all, 0 for the totals only.
@@ -54,20 +56,20 @@ class ModelSummary(Callback):
             )
         self.max_depth = max_depth
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         # On every rank: the forward of a sharded module is collective.
         def run(*args: Any, **kwargs: Any) -> Any:
             return trainer.strategy.run(module, "forward", args, kwargs)
 
         self._print(trainer, summary_of(module, self.max_depth, run))
 
-    def _print(self, trainer: Trainer, summary: Summary) -> None:
+    def _print(self, trainer: TrainerProtocol, summary: Summary) -> None:
         """Print on rank 0."""
         trainer.print(summary)
 
 
 class Summary(NamedTuple):
-    """What a summary shows."""
+    """The contents of a summary."""
 
     header: list[str]
     rows: list[list[str]]
@@ -83,12 +85,12 @@ ALIGNED = ["<", "<", ">", "<", "<", "<"]
 
 
 def summarize(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | None = None) -> str:
-    """Return the table as text. `run` calls the module's forward; by default the module itself."""
+    """Return the table as text. `run` calls the module's forward, by default the module itself."""
     return str(summary_of(module, max_depth, run))
 
 
 def summary_of(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | None = None) -> Summary:
-    """Return the summary. `run` calls the module's forward; by default the module itself."""
+    """Return the summary. `run` calls the module's forward, by default the module itself."""
     children = children_to(module, max_depth)
     sizes, note = _measure(module, children, run or module)
     header = ["Name", "Type", "Parameters", "Mode"] + (["In", "Out"] if sizes else [])
@@ -112,7 +114,7 @@ def summary_of(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | 
 
 
 def children_to(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
-    """Return the children of a module down to a depth by their names; -1 for all."""
+    """Return the children of a module down to a depth (-1 for all) by their names."""
     depth = math.inf if max_depth == -1 else max_depth
     shown = ((clean_name(name), child) for name, child in module.named_modules() if clean_name(name.rpartition(".")[2]))
     return {name: child for name, child in shown if name.count(".") < depth}
@@ -137,7 +139,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable[..., Any]) -> tuple[Sizes, str]:
-    """Run the module on its example_input_array; return the sizes, or a note on what failed."""
+    """Run the module on its example_input_array. Return the sizes, or a note on the failure."""
     example = getattr(module, "example_input_array", None)
     if example is None or not children:
         return {}, ""
@@ -207,3 +209,85 @@ def _size(value: Any) -> str:
         sizes = [_size(each) for each in value]
         return sizes[0] if len(sizes) == 1 else f"({', '.join(sizes)})"
     return "?"
+
+
+class LayerSummary:
+    """The children of a module, as Lightning's `utilities.model_summary.ModelSummary`.
+
+    Args:
+        model: the module.
+        max_depth: levels of children: -1 for all, 0 for the totals only.
+    """
+
+    def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
+        self._model, self._max_depth = model, max_depth
+        self._children = children_to(model, max_depth)
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Return the children's names."""
+        return list(self._children)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Return the children's classes."""
+        return [type(each).__name__ for each in self._children.values()]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """Return the children's numbers of parameters."""
+        return [count_parameters(each.parameters()) for each in self._children.values()]
+
+    @property
+    def total_parameters(self) -> int:
+        """Return the module's number of parameters."""
+        return count_parameters(self._model.parameters())
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Return the number of trained parameters."""
+        return count_parameters(each for each in self._model.parameters() if each.requires_grad)
+
+    def __str__(self) -> str:
+        return summarize(self._model, self._max_depth)
+
+
+UNLIMITED = 10_000
+"""The columns of a file, so that a table has the width that it needs."""
+
+
+class RichModelSummary(ModelSummary):
+    """Prints the table of ModelSummary with rich.
+
+    Args:
+        max_depth: levels of children to show: -1 for all, 0 for the totals only.
+
+    Raises:
+        ImportError: rich is not installed.
+
+    >>> trainer = tw.Trainer(callbacks=tw.RichModelSummary(max_depth=2), max_epochs=1)
+    """
+
+    @refuses_unknown
+    def __init__(self, max_depth: int = 1) -> None:
+        require_rich("RichModelSummary")
+        super().__init__(max_depth)
+
+    def _print(self, trainer: TrainerProtocol, summary: Summary) -> None:
+        if not trainer.is_global_zero:
+            return
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(header_style="bold")
+        for title, align in zip(summary.header, ALIGNED, strict=False):
+            table.add_column(title, justify="right" if align == ">" else "left", overflow="fold")
+        for row in summary.rows:
+            table.add_row(*map(Text, row))  # not markup, even in brackets
+        console = Console()
+        if not console.is_terminal and not console.is_jupyter:
+            console = Console(width=UNLIMITED)
+        if summary.rows:
+            console.print(table)
+        console.print(*summary.totals, sep="\n", markup=False, highlight=False, soft_wrap=True)

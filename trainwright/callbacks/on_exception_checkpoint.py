@@ -12,7 +12,7 @@ from trainwright.paths import absolute
 
 if TYPE_CHECKING:
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 
 class OnExceptionCheckpoint(Checkpoint):
@@ -20,7 +20,7 @@ class OnExceptionCheckpoint(Checkpoint):
 
     It can on one process and under ddp: while a batch is loaded, and in a training batch unless an optimizer has stepped in it
     or an accumulation window is open. The state before the batch is saved, and a resumed run trains the batch again. The RNG
-    state, what the batch has logged and buffers that it has changed are not restored; a line on standard error names them.
+    state, the logged values of the batch and its changes of buffers are not restored. A line on standard error names them.
     On one process it also can in a validation within an epoch, and in the hooks of an epoch's start. Elsewhere that line says
     why not, and names the last complete checkpoint. A checkpoint of the same name is replaced once the new one is complete;
     anything else stays, and the new one gets -v1. A first Ctrl-C raises nothing in the run: ModelCheckpoint saves it.
@@ -62,13 +62,13 @@ class OnExceptionCheckpoint(Checkpoint):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_failed": None}
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._failed = None if trainer.fast_dev_run else FailedRun("OnExceptionCheckpoint", trainer, module)
 
-    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
         if self._failed is not None:
             stem = f"{self.dirpath}/{self.filename}"
             self._saved = self._failed.save(stem, self.FILE_EXTENSION, replaces=True) or self._saved
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._failed = None

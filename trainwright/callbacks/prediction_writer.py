@@ -3,7 +3,7 @@
     predictions.json                   written last, by rank 0: the list of files, and how predictions are nested
     part-1f0c9a2b-00001-00003.safetensors   run, rank and number: the samples' keys and rows
 
-A sample's key is its index in the dataset; without indices it is its position in the stream of batches.
+A sample's key is its index in the dataset. Without indices it is its position in the stream of batches.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from trainwright.checkpoint.filesystem import note_new, resolve
 from trainwright.data.transfer import to_device
 from trainwright.distributed import collectives
 from trainwright.errors import a_type_of
-from trainwright.import_paths import refusing
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 INTERVALS = ("batch", "epoch", "batch_and_epoch")
 HOST = torch.device("cpu")
@@ -46,7 +45,7 @@ class BasePredictionWriter(Callback):
 
     Predict with return_predictions=False, so that the predictions are not collected too.
 
-    Each rank gets its own batches; together they are the whole dataset, each sample once.
+    Every rank gets different batches. Together they are the whole dataset, with every sample once.
 
     Args:
         write_interval: "batch", "epoch" (this rank's predictions are kept on the host until then) or "batch_and_epoch".
@@ -75,7 +74,7 @@ class BasePredictionWriter(Callback):
 
     def write_on_batch_end(
         self,
-        trainer: Trainer,
+        trainer: AnyTrainer,
         module: Module,
         prediction: Any,
         batch_indices: list[Any] | None,
@@ -83,28 +82,34 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Called after each batch on its rank; if it communicates, also on a rank without batches left, with a dummy batch.
+        """Called after every batch on its rank. If it communicates, also on a rank without batches, with a dummy batch.
 
-        `batch_indices` are the dataset indices of the batch's samples; None if the loader has none: an iterable dataset, a list
+        `batch_indices` are the dataset indices of the samples, or None if the loader has none: an iterable dataset, a list
         of batches, several loaders combined, a step that takes dataloader_iter.
         """
         raise NotImplementedError(f"{type(self).__name__} has no write_on_batch_end, but write_interval needs it.")
 
     def write_on_epoch_end(
-        self, trainer: Trainer, module: Module, predictions: list[Any], batch_indices: list[list[Any]]
+        self, trainer: AnyTrainer, module: Module, predictions: list[Any], batch_indices: list[list[Any]]
     ) -> None:
         """Called once, with this rank's predictions: a list of batches, with several loaders a list of such lists.
 
-        `batch_indices` has a list for each loader, with an entry for each batch.
+        `batch_indices` has a list for every loader, with an entry for every batch.
         """
         raise NotImplementedError(f"{type(self).__name__} has no write_on_epoch_end, but write_interval needs it.")
 
-    def on_predict_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         loaders = len(trainer.num_predict_batches)
         self._predictions, self._indices = [[] for _ in range(loaders)], [[] for _ in range(loaders)]
 
     def on_predict_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: AnyTrainer,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         # A dummy batch is written only if writing communicates: other ranks would wait.
         indices, is_own = trainer.batch_indices, not trainer.is_dummy_batch
@@ -117,7 +122,7 @@ class BasePredictionWriter(Callback):
             self._predictions[dataloader_idx].append(to_device(outputs, HOST))
             self._indices[dataloader_idx].append(indices)
 
-    def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         predictions, indices, self._predictions, self._indices = self._predictions, self._indices, [], []
         if self.write_interval != "batch":
             self.write_on_epoch_end(trainer, module, predictions[0] if len(predictions) == 1 else predictions, indices)
@@ -130,24 +135,24 @@ class Stream:
     nest: Any = None
     """How the tensors of a prediction are nested, as plain data."""
     form: Any = None
-    """The shape of a row and the dtype of each tensor that waits."""
+    """The shape of a row and the dtype of every tensor that waits."""
     waiting: dict[str, list[Tensor]] = field(default_factory=dict)
     waiting_bytes: int = 0
     files: list[str] = field(default_factory=list)
 
 
 class TensorPredictionWriter(BasePredictionWriter):
-    """Writes predictions as they are computed, so that no process holds them all; `load_predictions` reads them.
+    """Writes predictions as they are computed, so that no process stores them all. `load_predictions` reads them.
 
     With fast_dev_run the predictions are checked, and nothing is written.
-    predict_step returns a tensor with a row for each sample, or a nest (dict, list, tuple) of such tensors.
+    predict_step returns a tensor with a row for every sample, or a nest (dict, list, tuple) of such tensors.
 
     Args:
         dirpath: a folder that all ranks share, or an fsspec URL. It must not hold the predictions of another run.
         file_megabytes: the approximate size of a file, in MiB.
 
     Raises:
-        ValueError: file_megabytes is not positive; from predict, a tensor does not have a row for each sample.
+        ValueError: file_megabytes is not positive, or in predict a tensor does not have a row for every sample.
         TypeError: from predict, if predict_step returns more than tensors, or nests them differently.
         FileExistsError: from predict, on every rank, if dirpath holds the predictions of another run.
 
@@ -167,8 +172,8 @@ class TensorPredictionWriter(BasePredictionWriter):
         self._run = ""
         self._streams: list[Stream] = []
 
-    def on_predict_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        """Create the folder; raise FileExistsError on every rank if it holds predictions already. Collective."""
+    def on_predict_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
+        """Create the folder, and raise FileExistsError on every rank if it holds predictions already. Collective."""
         files, path = resolve(self.dirpath)
         is_taken = False
         if trainer.is_global_zero and not trainer.fast_dev_run:
@@ -176,18 +181,18 @@ class TensorPredictionWriter(BasePredictionWriter):
                 note_new(new)
             files.make_directories(path)
             is_taken = files.exists(f"{path}/{MANIFEST}")
-        # The run's name keeps its files apart from those that a run without an end has left.
+        # The run's name keeps its files apart from the files of a run that did not end.
         self._run, is_taken = trainer.engine.ranks.broadcast([uuid.uuid4().hex[:8], is_taken], "the start of predict")
         if is_taken:
             raise FileExistsError(
-                f"{self.dirpath} holds the predictions of another run, which are not overwritten; choose another dirpath, or "
+                f"{self.dirpath} holds the predictions of another run, which are not overwritten. Choose another dirpath, or "
                 "move them away."
             )
         self._streams = [Stream() for _ in trainer.num_predict_batches]
 
     def write_on_batch_end(
         self,
-        trainer: Trainer,
+        trainer: AnyTrainer,
         module: Module,
         prediction: Any,
         batch_indices: list[Any] | None,
@@ -214,7 +219,7 @@ class TensorPredictionWriter(BasePredictionWriter):
                     "TensorPredictionWriter takes tensors with a row for each sample."
                 )
         form = {name: (each.shape[1:], each.dtype) for name, each in rows.items()}
-        if form != stream.form:  # a file holds one tensor of each name
+        if form != stream.form:  # a file holds one tensor of every name
             self._write(trainer, stream)
             stream.form = form
         rows[KEYS] = self._keys(trainer, batch_indices, batch_idx, samples)
@@ -245,7 +250,7 @@ class TensorPredictionWriter(BasePredictionWriter):
         stream.files.append(name)
         stream.waiting, stream.waiting_bytes = {}, 0
 
-    def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         """Write the remaining rows, then on rank 0 the manifest. Collective."""
         for stream in self._streams:
             self._write(trainer, stream)
@@ -269,13 +274,13 @@ class TensorPredictionWriter(BasePredictionWriter):
 
 
 def load_predictions(dirpath: str | os.PathLike[str]) -> Any:
-    """Return what a TensorPredictionWriter wrote: each sample once, in the order of the dataset.
+    """Return the predictions of a TensorPredictionWriter: every sample once, in the order of the dataset.
 
-    The tensors are nested as predict_step returned them, with a row for each sample of the dataset; for several loaders it is a
+    The tensors are nested as predict_step returned them, with a row for every sample. For several loaders it is a
     list. Any process may call it, whatever the number of ranks that wrote.
 
     Raises:
-        FileNotFoundError: no predictions, or those of a run that has not ended.
+        FileNotFoundError: there are no predictions, or their run has not ended.
         ValueError: the samples' rows have different shapes, so they cannot form one tensor.
 
     >>> trainer = tw.Trainer(callbacks=tw.TensorPredictionWriter("scores"))
@@ -313,12 +318,8 @@ def _read(dirpath: str, nest: Any, names: list[str]) -> Any:
             f"{dirpath} has samples with predictions of different shapes ({shapes[0]} among them), which cannot form one "
             f"tensor; pad them in predict_step, or read the files that {MANIFEST} lists one by one."
         )
-    # Stable, so that of a sample that comes twice always the same prediction stays.
+    # Stable, so that the same prediction of a repeated sample always stays.
     keys, order = torch.sort(torch.cat(parts.pop(KEYS)), stable=True)
     is_new = torch.ones_like(keys, dtype=torch.bool)
     is_new[1:] = keys[1:] != keys[:-1]  # a user's sampler may yield a sample twice
     return decode(nest, {key.removeprefix("rows/"): torch.cat(each)[order[is_new]] for key, each in parts.items()})
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
-from trainwright.callers import above_bars
+from trainwright.module_hooks import AnyTrainer
+from trainwright.rank_zero import above_bars
 
 if TYPE_CHECKING:
-    from trainwright.callbacks.trainer_protocol import Batches
+    from trainwright.callbacks.trainer_protocol import Batches, TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
 
 
 class ProgressBar(Callback):
@@ -27,7 +27,7 @@ class ProgressBar(Callback):
     ...             print(f"{(batch_idx + 1) / self.total_train_batches:.0%}", end="\\r")
     """
 
-    runs_last = True  # so that the epoch's own metrics are shown at its end
+    priority = -10  # the reduced metrics of an epoch are shown at its end
     counts_rounds = True
 
     sanity_check_description = "Sanity check"
@@ -61,13 +61,14 @@ class ProgressBar(Callback):
         self._is_wanted = True
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> TrainerProtocol:
         """Return the Trainer of the run, in its hooks."""
-        return self._module().trainer
+        trainer: TrainerProtocol = self._module().trainer
+        return trainer
 
     @property
     def total_train_batches(self) -> Batches:
-        """Return the training batches of an epoch, or those until max_steps without a limit of epochs; math.inf if unknown."""
+        """Return the training batches of an epoch, or of the run up to max_steps without a limit of epochs."""
         trainer, batches = self.trainer, self.trainer.num_training_batches
         if trainer.max_steps == -1 or trainer.max_epochs != -1:
             return batches
@@ -76,12 +77,12 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches(self) -> Batches:
-        """Return the batches of a validation, of all its loaders; 0 in a fit that does not validate."""
+        """Return the batches of a validation, of all its loaders. It is 0 in a fit that does not validate."""
         return sum(self.trainer.num_val_batches) if self.trainer.enable_validation else 0
 
     @property
     def total_val_batches_current_dataloader(self) -> Batches:
-        """Return the batches of the validation loader that runs, in the sanity check those that it takes."""
+        """Return the batches of the running validation loader, or of its part in the sanity check."""
         trainer = self.trainer
         return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
@@ -108,8 +109,8 @@ class ProgressBar(Callback):
         """Let the next loader of `has_dataloader_changed` be a new one, at the start of an evaluation."""
         self._evaluated_loader = None
 
-    def get_metrics(self, trainer: Trainer, module: Module) -> dict[str, Any]:
-        """Return what is shown next to a bar: the run's version and the metrics. Override it to change that."""
+    def get_metrics(self, trainer: AnyTrainer, module: Module) -> dict[str, Any]:
+        """Return the texts next to a bar: the run's version and the metrics. Override it to change them."""
         version = getattr(trainer.loggers[0], "version", None) if trainer.loggers else None
         items: dict[str, Any] = {} if version in (None, "") else {"v_num": version}
         return {**items, **trainer.progress_bar_metrics}
@@ -119,13 +120,13 @@ class ProgressBar(Callback):
         with above_bars():
             builtins.print(*args, sep=sep, **kwargs)
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if not trainer.is_global_zero:
             self.disable()
 
 
 def rounded(metrics: dict[str, Any], digits: int = 4) -> dict[str, str]:
-    """Return the numbers as short text with this many significant digits; large ones keep all digits before the point."""
+    """Return the numbers as short text with this many significant digits. Large ones keep all digits before the point."""
 
     def short(value: Any) -> str:
         if not isinstance(value, float):

@@ -1,11 +1,11 @@
-"""RichDisplay: bars of rich at the bottom of a terminal, with what is printed and logged above them. It imports rich."""
+"""RichDisplay: bars of rich at the bottom of a terminal, with printed and logged lines above them. It imports rich."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -21,9 +21,6 @@ from rich.progress import (
 from rich.style import Style
 from rich.table import Column
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from trainwright.callbacks.rich_progress_bar import RichProgressBarTheme
 
 WIDEST_BAR, NARROWEST_BAR = 40, 10
 WIDE = 80
@@ -86,21 +83,21 @@ class MetricsColumn(ProgressColumn):
         return Text(task.fields.get("metrics", ""), style=self._style)
 
 
-def default_columns(theme: RichProgressBarTheme, width: int) -> list[ProgressColumn]:
-    """Return the columns of a terminal of this width, without the metrics."""
+def default_columns(styles: dict[str, Any], width: int) -> list[ProgressColumn]:
+    """Return the columns for a terminal of this width, in the styles of a theme, without the metrics."""
     columns: list[ProgressColumn] = [
-        TextColumn("{task.description}", style=theme.description, markup=False, table_column=Column(no_wrap=True)),
+        TextColumn("{task.description}", style=styles["description"], markup=False, table_column=Column(no_wrap=True)),
         BarColumn(
             bar_width=min(WIDEST_BAR, max(NARROWEST_BAR, width // 6)),
-            complete_style=theme.progress_bar,
-            finished_style=theme.progress_bar_finished,
-            pulse_style=theme.progress_bar_pulse,
+            complete_style=styles["progress_bar"],
+            finished_style=styles["progress_bar_finished"],
+            pulse_style=styles["progress_bar_pulse"],
             table_column=Column(no_wrap=True),
         ),
-        CountColumn(theme.batch_progress),
-        TimeColumn(theme.time),
+        CountColumn(styles["batch_progress"]),
+        TimeColumn(styles["time"]),
     ]
-    return [*columns, SpeedColumn(theme.processing_speed)] if width >= WIDE else columns
+    return [*columns, SpeedColumn(styles["processing_speed"])] if width >= WIDE else columns
 
 
 class RichDisplay:
@@ -119,7 +116,7 @@ class RichDisplay:
             MetricsColumn(style),
             console=console,
             auto_refresh=False,  # the callback decides when an update is due, and a process that forks has no thread
-            redirect_stdout=is_terminal and sys.stdout.isatty(),  # otherwise what is printed goes to a file
+            redirect_stdout=is_terminal and sys.stdout.isatty(),  # otherwise prints go to a file
             redirect_stderr=is_terminal,
         )
         self._text = text
@@ -132,7 +129,7 @@ class RichDisplay:
         return bool(self._bars)
 
     def add(self, title: str, total: int | None, count: int, leave: bool) -> RichBar:
-        """Show a bar below the others; `leave` keeps it on the screen once all are closed."""
+        """Show a bar below the others. `leave` keeps it on the screen after all are closed."""
         bar = RichBar(self, self._progress, self._text, leave)
         self._bars.append(bar)
         if len(self._bars) == 1:
@@ -200,7 +197,7 @@ class TerminalLogging:
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def redirect(self, streams: dict[Any, Any]) -> None:
-        """Let handlers that hold one of the streams write to what has taken its position."""
+        """Redirect handlers of the old streams to the new streams."""
         loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
         for handler in {each for logger in loggers for each in getattr(logger, "handlers", ())}:
             if isinstance(handler, logging.StreamHandler):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.live_progress_bar import LiveProgressBar
 from trainwright.callbacks.progress_bar import plain, rounded
-from trainwright.callbacks.trainer_protocol import TrainerProtocol
 from trainwright.errors import a_type_of
 
 if TYPE_CHECKING:
@@ -18,11 +17,12 @@ if TYPE_CHECKING:
     from rich.style import Style
 
     from trainwright.callbacks.rich_display import RichBar, RichDisplay
+    from trainwright.module_hooks import AnyTrainer
 
 
 @dataclass
 class RichProgressBarTheme:
-    """The styles of a RichProgressBar: what rich takes, such as "bold green" or "#6206E0"; "" for the terminal's own."""
+    """The styles of a RichProgressBar, such as "bold green" or "#6206E0", or "" for the terminal's default."""
 
     description: str | Style = ""
     progress_bar: str | Style = "cyan"
@@ -36,7 +36,7 @@ class RichProgressBarTheme:
     metrics_text_delimiter: str = " "
     """Between two metrics."""
     metrics_format: str = ""
-    """The format of floats, such as ".3f"; "" for three significant digits."""
+    """The format of floats, such as ".3f", or "" for three significant digits."""
 
     def styles(self) -> dict[str, Any]:
         """Return the fields that are styles."""
@@ -46,12 +46,12 @@ class RichProgressBarTheme:
 class RichProgressBar(LiveProgressBar):
     """Shows batches, rate, time left and the metrics logged with prog_bar=True, drawn by rich.
 
-    What is printed, warned and logged to the terminal meanwhile is shown above the bars. Without a terminal or a notebook it
+    Prints, warnings and logs to the terminal are shown above the bars. Without a terminal or a notebook it
     writes the plain lines of TQDMProgressBar. Override `configure_columns` to show other columns.
 
     Args:
-        refresh_rate: minimum number of batches between two updates; 0 shows nothing.
-        leave: keep each epoch's bar; False uses one bar for the whole training.
+        refresh_rate: minimum number of batches between two updates. 0 shows nothing.
+        leave: keep the bar of every epoch. False uses one bar for the whole training.
         theme: the styles.
         console_kwargs: arguments of rich's Console, which writes to stderr by default.
         refresh_seconds: minimum time between two updates. Metrics are only read from the device then.
@@ -89,12 +89,12 @@ class RichProgressBar(LiveProgressBar):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_console": None, "_display": None}
 
-    def configure_columns(self, trainer: TrainerProtocol) -> list[ProgressColumn]:
-        """Return the columns, each one of rich's; the metrics follow them. Override it to change them."""
+    def configure_columns(self, trainer: AnyTrainer) -> list[ProgressColumn]:
+        """Return the columns, which are rich's. The metrics follow them. Override it to change them."""
         from trainwright.callbacks.rich_display import default_columns
 
         assert self._console is not None, "it is called during a run"
-        return default_columns(self.theme, self._console.width)
+        return default_columns(self.theme.styles(), self._console.width)
 
     def _can_be_live(self) -> bool:
         console = self._console = make_console(self._console_kwargs)

@@ -17,8 +17,9 @@ from trainwright.errors import TrainwrightError, a_type_of
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 
 class TrainingSpikeException(TrainwrightError):
@@ -36,15 +37,15 @@ class TrainingSpikeException(TrainwrightError):
 class SpikeDetection(Callback):
     """Ends the run, on every rank, when a batch's loss is far worse than the mean of the latest ones.
 
-    It reads the loss of each batch, and on several processes exchanges the decision, so each batch waits for the device.
+    It reads the loss of every batch, and on several processes exchanges the decision, so every batch waits for the device.
 
     Args:
         mode: "min" if a lower loss is better, "max" if a higher one is.
         window: batches of the mean.
         warmup: batches before the first decision.
-        atol: how far the loss may differ from the mean; None for no such limit.
-        rtol: how many times the mean the loss may differ from it; None for no such limit. A spike exceeds all limits.
-        exclude_batches_path: a JSON file to which the index of the batch is added, for a run that leaves it out; None for
+        atol: how far the loss may differ from the mean, or None for no such limit.
+        rtol: how many times the mean the loss may differ from it, or None for no such limit. A spike exceeds all limits.
+        exclude_batches_path: a JSON file to which the index of the batch is added, for a run that skips it, or None for
             `skip_batches.json` in the logger's run folder or default_root_dir.
         finite_only: a NaN or an infinity is a spike too.
 
@@ -89,11 +90,11 @@ class SpikeDetection(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses, self._seen = deque(state["losses"], maxlen=self.window), int(state["seen"])
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage == "fit":
             self._losses, self._seen = deque(maxlen=self.window), 0
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         value = None if loss is None or trainer.is_dummy_batch else float(torch.as_tensor(loss))
         values = [each for each in trainer.engine.ranks.exchange(value, "SpikeDetection") if each is not None]
@@ -124,8 +125,8 @@ class SpikeDetection(Callback):
         limits = [self.atol, None if self.rtol is None else self.rtol * abs(mean)]
         return all(distance > limit for limit in limits if limit is not None)
 
-    def _note(self, trainer: Trainer, batch_idx: int) -> str:
-        """Add the batch to the file; return a sentence for the error if that failed: the spike matters more."""
+    def _note(self, trainer: TrainerProtocol, batch_idx: int) -> str:
+        """Add the batch to the file. Return a sentence for the error if that failed, since the spike matters more."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return ""
         folder = trainer.log_dir or trainer.default_root_dir
@@ -138,7 +139,7 @@ class SpikeDetection(Callback):
 
 
 def _add(path: str, batch_idx: int) -> None:
-    """Add an index to the list in a JSON file, which is complete at all times; ValueError if it holds something else."""
+    """Add an index to the list in a JSON file, which is complete at all times. A file without a list is a ValueError."""
     files, inside = resolve(path)
     noted: Any = []
     if files.exists(inside):

@@ -14,13 +14,13 @@ from torch.optim.swa_utils import SWALR
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.averaging import LOW, AverageFunction, Averaging, Fold, fold_of
-from trainwright.compiled_names import clean_name
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.tensor_names import names_of
+from trainwright.tensor_names import clean_name, names_of
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -37,19 +37,19 @@ class StochasticWeightAveraging(Averaging):
     the training, validations and checkpoints have the weights in training, and the average is stored apart.
     Afterwards `trainer.validate` scores the average and `trainer.save_checkpoint` saves it.
 
-    It works under every strategy, where each rank averages the pieces of the weights that it holds, and resumes bitwise.
+    It works under every strategy, where every rank averages the pieces of the weights that it holds, and resumes bitwise.
 
     Args:
-        swa_lrs: the learning rate to anneal to, or one for each parameter group.
-        swa_epoch_start: the first epoch to average, counted from 1; a float is a fraction of max_epochs, rounded down.
-        annealing_epochs: over how many epochs the learning rates change; 0 for at once.
+        swa_lrs: the learning rate to anneal to, or one for every parameter group.
+        swa_epoch_start: the first epoch to average, counted from 1. A float is a fraction of max_epochs, rounded down.
+        annealing_epochs: over how many epochs the learning rates change, or 0 for at once.
         annealing_strategy: "cos" or "linear".
-        avg_fn: called with an average, the weights and a 0-dim tensor, the number of updates before this one; returns the new
+        avg_fn: called with an average, the weights and a 0-dim tensor, the number of updates before. It returns the new
             average. It has to be elementwise: a rank may hold a 1-D part of a tensor. None for the equal mean.
-        device: where the average is kept; None for where the weights are.
+        device: where the average is kept, or None for where the weights are.
 
     Raises:
-        TypeError, ValueError: an argument is not accepted; in fit, several optimizers or schedulers, manual optimization, or a
+        TypeError, ValueError: an argument is not accepted, or in fit several optimizers, schedulers, manual optimization or a
             fraction of epochs without a limit.
 
     >>> averaging = tw.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
@@ -72,15 +72,15 @@ class StochasticWeightAveraging(Averaging):
         device: torch.device | str | None = "cpu",
     ) -> None:
         rates = swa_lrs if isinstance(swa_lrs, (list, tuple)) else [swa_lrs]
-        if not rates or not all(_is_number(rate) and rate > 0 and math.isfinite(rate) for rate in rates):
+        if not rates or not all(_is_rate(rate) for rate in rates):
             raise ValueError(f"swa_lrs={swa_lrs!r} is not accepted; pass a rate above 0, or a list of them.")
-        is_epoch = isinstance(swa_epoch_start, int) and not isinstance(swa_epoch_start, bool) and swa_epoch_start >= 1
-        if not is_epoch and not (isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1):
+        is_fraction = isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1
+        if not is_fraction and not _is_integer(swa_epoch_start, least=1):
             raise ValueError(
                 f"swa_epoch_start={swa_epoch_start!r} is not accepted; pass the number of an epoch, from 1, or a fraction of "
                 "the epochs (a float from 0 to 1)."
             )
-        if isinstance(annealing_epochs, bool) or not isinstance(annealing_epochs, int) or annealing_epochs < 0:
+        if not _is_integer(annealing_epochs, least=0):
             raise ValueError(f"annealing_epochs={annealing_epochs!r} is not accepted; pass an integer of at least 0.")
         if annealing_strategy not in ("cos", "linear"):
             raise ValueError(f"annealing_strategy={annealing_strategy!r} is unknown; choose from cos, linear.")
@@ -98,13 +98,13 @@ class StochasticWeightAveraging(Averaging):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_swa_scheduler": None}  # it holds the optimizer
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         if stage == "fit":
             self._swa_scheduler, self._latest_update_epoch = None, -1
             self._start = self._first_epoch(trainer)
 
-    def _first_epoch(self, trainer: Trainer) -> int:
+    def _first_epoch(self, trainer: TrainerProtocol) -> int:
         """Return the number, from 0, of the first epoch to average."""
         start = self._swa_epoch_start
         if isinstance(start, float):
@@ -116,7 +116,7 @@ class StochasticWeightAveraging(Averaging):
             start = int((trainer.max_epochs or 0) * start + 1e-9)  # 100 * 0.29 is a little below 29
         return max(start - 1, 0)
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         super().on_fit_start(trainer, module)
         name = type(self).__name__
         if not module.automatic_optimization:
@@ -127,7 +127,7 @@ class StochasticWeightAveraging(Averaging):
         if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
             raise ValueError(
                 f"{name} needs one optimizer and at most one scheduler, but configure_optimizers returned "
-                f"{len(trainer.optimizers)} and {len(trainer.lr_scheduler_configs)}; leave the others out, or use "
+                f"{len(trainer.optimizers)} and {len(trainer.lr_scheduler_configs)}. Leave the others out, or use "
                 "WeightAveraging."
             )
         groups = len(trainer.optimizers[0].param_groups)
@@ -137,14 +137,14 @@ class StochasticWeightAveraging(Averaging):
                 "one for each group."
             )
 
-    def _make_scheduler(self, optimizer: Optimizer) -> Any:
+    def configure_lr_scheduler(self, trainer: AnyTrainer, module: Module, optimizer: Optimizer) -> Any:
         # Until the first average the module's scheduler stays.
         if self._swa_scheduler is None and self.n_averaged:
             rates: Any = self._swa_lrs if len(self._swa_lrs) > 1 else self._swa_lrs[0]
             self._swa_scheduler = SWALR(optimizer, rates, self._annealing_epochs, self._annealing_strategy)
         return self._swa_scheduler
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         super().on_train_epoch_start(trainer, module)
         epoch = trainer.current_epoch
         if epoch < self._start or epoch <= self._latest_update_epoch:
@@ -152,7 +152,7 @@ class StochasticWeightAveraging(Averaging):
         self._update(trainer, module)
         self._latest_update_epoch = epoch
 
-    def _after_training(self, trainer: Trainer, module: Module, pass_over: Callable[[], bool]) -> None:
+    def on_before_train_end(self, trainer: AnyTrainer, module: Module, run_epoch: Callable[[], bool]) -> None:
         if not self.n_averaged and not trainer.fast_dev_run:
             rank_zero_warn(
                 f"StochasticWeightAveraging averaged nothing: it begins after {self._start} epochs, and the run had "
@@ -167,7 +167,7 @@ class StochasticWeightAveraging(Averaging):
         names_by_tensor = names_of(module)
         names = {names_by_tensor[each] for layer in layers.values() for each in _statistics(layer)}
         if self._show(trainer, module, names) and layers:
-            _renew(layers, pass_over, trainer.engine.reduce)
+            _renew(layers, run_epoch, trainer.engine.reduce)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "latest_update_epoch": self._latest_update_epoch}
@@ -177,13 +177,17 @@ class StochasticWeightAveraging(Averaging):
         self._latest_update_epoch = int(state["latest_update_epoch"])
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_rate(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_integer(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @torch.no_grad()
 def _renew(
-    layers: Mapping[str, _BatchNorm], pass_over: Callable[[], bool], reduce: Callable[[Tensor, str], Tensor]
+    layers: Mapping[str, _BatchNorm], run_epoch: Callable[[], bool], reduce: Callable[[Tensor, str], Tensor]
 ) -> None:
     """Compute the statistics of batch norm again, as the mean over the batches of all ranks. Collective."""
     before = {name: ([each.clone() for each in _statistics(layer)], layer.momentum) for name, layer in layers.items()}
@@ -191,7 +195,7 @@ def _renew(
         for layer in layers.values():
             layer.reset_running_stats()
             layer.momentum = None  # the mean of all batches
-        is_made = pass_over()
+        is_made = run_epoch()
     finally:
         for name, layer in layers.items():
             layer.momentum = before[name][1]
@@ -201,7 +205,7 @@ def _renew(
         total = reduce(count.float(), "sum")
         for value in means:
             wide = value.float() if value.dtype in LOW else value
-            # Weighted by the batches of each rank, which may differ by one.
+            # Weighted by the batches of every rank, which may differ by one.
             value.copy_(reduce(wide * count, "sum") / total)
         count.copy_(total)
         if not total:

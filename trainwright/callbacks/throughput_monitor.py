@@ -15,7 +15,7 @@ from trainwright.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 PEAK_FLOPS = {
     "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12,
@@ -25,7 +25,7 @@ PEAK_FLOPS = {
 
 
 class Moment(NamedTuple):
-    """What was done up to a time, in seconds."""
+    """The work up to a time, in seconds."""
 
     time: float
     waited: float
@@ -38,22 +38,22 @@ class ThroughputMonitor(Callback):
     """Logs, with the step values, how fast training is over the last rows.
 
     The names are `train/device/<rate>` for this process (rank 0's are logged) and `train/<rate>` for all, as if each were as
-    fast; the rates are batches_per_sec, samples_per_sec, items_per_sec (of length_fn, such as tokens) and flops_per_sec.
+    fast. The rates are batches_per_sec, samples_per_sec, items_per_sec (of length_fn, such as tokens) and flops_per_sec.
     `train/device/mfu` is the fraction of the device's peak. `train/data_wait` is the fraction of the time in which training
     waited for the next batch. Validation and checkpoints between batches do not count. A row waits for the device once.
 
     Args:
         batch_size_fn: returns the samples of a batch.
-        length_fn: returns the items of a batch, such as its tokens; None for none.
+        length_fn: returns the items of a batch, such as its tokens, or None for none.
         window_size: rows over which a rate is taken.
-        available_flops: the device's peak in FLOP/s; None for that of known GPUs in 16-bit precision, without which mfu is left
-            out.
-        flops_per_batch: FLOP of a training step; None for the module's `flops_per_batch` (a number or a method), else counted
-            once, in the first step, by torch's FLOP counter; 0 to leave FLOP out.
+        available_flops: the device's peak in FLOP/s, or None for the peak of known GPUs in 16-bit precision. Without a peak
+            there is no mfu.
+        flops_per_batch: FLOP of a training step. None takes the module's `flops_per_batch` (a number or a method), or counts
+            once, in the first step, with torch's FLOP counter. 0 skips FLOP.
 
     Raises:
         TypeError: a function cannot be called.
-        ValueError: window_size is below 2; from fit, without a logger.
+        ValueError: window_size is below 2, or in fit there is no logger.
 
     >>> speed = tw.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
     >>> trainer = tw.Trainer(callbacks=speed, max_epochs=1, log_every_n_steps=2, enable_model_summary=False)
@@ -85,15 +85,15 @@ class ThroughputMonitor(Callback):
         self._batches = self._samples = self._length = 0
         self._waited = self._busy = 0.0
         self._ended_at: float | None = None
-        """When the previous batch ended; None after anything but a batch."""
+        """When the previous batch ended, or None after anything but a batch."""
         self._began_at = 0.0
         self._counter: Any = None
         self._sizes: tuple[int, int] | None = None
-        """The samples and the items of the batch; None until they are known."""
+        """The samples and the items of the batch, or None until they are known."""
         self._latest_row = 0
         self._flops: float | None = self.flops_per_batch
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -103,35 +103,35 @@ class ThroughputMonitor(Callback):
             )
         self._begin()
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         if self._flops is None:
             given = getattr(module, "flops_per_batch", None)
             self._flops = given() if callable(given) else given
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._latest_row = trainer.state.batches_that_stepped
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._stop_counting()
 
-    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
         self._stop_counting()
 
     def state_dict(self) -> dict[str, Any]:
         self._ended_at = None  # a checkpoint is written
         return {}
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._stop_counting(is_whole=False)
         self._ended_at = None
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._stop_counting(is_whole=False)  # another callback has ended the epoch in front of its first batch
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._ended_at = None
 
-    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
         self._began_at = time.perf_counter()
         if self._ended_at is not None:
             self._waited += self._began_at - self._ended_at
@@ -144,7 +144,7 @@ class ThroughputMonitor(Callback):
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         was_counting = self._counter is not None
         self._stop_counting()
         if not trainer.is_dummy_batch:

@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callers import say
 from trainwright.duration import to_seconds
-from trainwright.import_paths import refusing
+from trainwright.rank_zero import say
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 STAGES = ("train", "validate", "test", "predict", "sanity_check")
 
 
 class Timer(Callback):
-    """Measures each stage and, with a duration, stops training when the time is up.
+    """Measures every stage and, with a duration, stops training when the time is up.
 
     Args:
-        duration: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments; None only measures.
+        duration: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments. None only measures.
         interval: "step" stops all ranks after the same optimizer step, "epoch" at the end of an epoch.
         verbose: print on rank 0 that the time is up.
 
@@ -61,15 +60,15 @@ class Timer(Callback):
         self._is_over = False
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when a stage started, by time.monotonic(); None if it has not."""
+        """Return when a stage started, by time.monotonic(), or None if it has not."""
         return _of(stage, self._start)
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when a stage ended, by time.monotonic(); None if it has not."""
+        """Return when a stage ended, by time.monotonic(), or None if it has not."""
         return _of(stage, self._end)
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds that a stage has taken so far; for training, also those before a resume."""
+        """Return the seconds that a stage has taken so far, in training also before a resume."""
         start, end = self.start_time(stage), self.end_time(stage)
         before = self._offset if stage == "train" else 0.0
         if start is None:
@@ -77,7 +76,7 @@ class Timer(Callback):
         return before + (end if end is not None else time.monotonic()) - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the seconds that are left; None without a duration."""
+        """Return the seconds that are left, or None without a duration."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,60 +85,59 @@ class Timer(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._offset = float(state.get("time_elapsed", {}).get("train", 0.0))
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage == "fit":
             self._offset, self._is_over = 0.0, False
             self._start["train"] = self._end["train"] = None
 
-    @property
-    def _has_asked_to_stop(self) -> bool:
+    def has_requested_stop(self, trainer: AnyTrainer, module: Module) -> bool:
         return self._is_over
 
-    def _on_restored(self, trainer: TrainerProtocol) -> None:
+    def on_resume_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._decide(trainer)  # the run may have used up its time before
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin("train")
         if not self._is_over:
             self._decide(trainer)  # its state may have been loaded without a checkpoint of the run
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._interval == "step" and not self._is_over and self._is_used_up():
             # Not should_stop: the clocks of the ranks differ, and all stop at one step.
             trainer.stop_soon()
             self._note_end(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         if self._interval == "epoch":
             self._decide(trainer)
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._end["train"] = time.monotonic()
 
-    def on_sanity_check_start(self, trainer: Trainer, module: Module) -> None:
+    def on_sanity_check_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin("sanity_check")
 
-    def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
+    def on_sanity_check_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._end["sanity_check"] = time.monotonic()
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         if not trainer.sanity_checking:
             self._begin("validate")
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not trainer.sanity_checking:
             self._end["validate"] = time.monotonic()
 
-    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+    def on_test_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin("test")
 
-    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+    def on_test_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._end["test"] = time.monotonic()
 
-    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._begin("predict")
 
-    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._end["predict"] = time.monotonic()
 
     def _begin(self, stage: str) -> None:
@@ -165,7 +163,3 @@ def _of(stage: str, times: dict[str, float | None]) -> float | None:
     if stage not in STAGES:
         raise ValueError(f"stage={stage!r} is unknown; choose from {', '.join(STAGES)}.")
     return times[stage]
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

@@ -26,7 +26,7 @@ class TQDMProgressBar(LiveProgressBar):
     Override `init_train_tqdm`, `init_sanity_tqdm`, `init_validation_tqdm`, `init_test_tqdm` or `init_predict_tqdm` for another
     bar: each is called when its bar is to be shown in a terminal or a notebook, and returns a tqdm. The callback sets its
     description, total, count and metrics. Hooks of a subclass reach the bars as `train_progress_bar`, `val_progress_bar`,
-    `test_progress_bar` and `predict_progress_bar`; where nothing is shown these are tqdms that show nothing.
+    `test_progress_bar` and `predict_progress_bar`. Where nothing is shown these are tqdms that show nothing.
 
     >>> class Green(tw.TQDMProgressBar):
     ...     def init_train_tqdm(self):
@@ -35,15 +35,15 @@ class TQDMProgressBar(LiveProgressBar):
     ...         return bar
 
     Args:
-        refresh_rate: minimum number of batches between two updates; 0 shows nothing.
+        refresh_rate: minimum number of batches between two updates. 0 shows nothing.
         process_position: pairs of lines above the bars that are left to other processes.
-        leave: keep each epoch's bar; False uses one bar for the whole training.
+        leave: keep the bar of every epoch. False uses one bar for the whole training.
         refresh_seconds: minimum time between two updates. Metrics are only read from the device then.
         line_seconds: outside of a terminal, minimum time between two plain lines within an epoch.
     """
 
     BAR_FORMAT: str | None = None
-    """The format of the bars, as tqdm takes it; None for tqdm's own, which leaves a long line's bar its width."""
+    """The format of the bars, as tqdm takes it, or None for tqdm's default, which keeps the width of a long line's bar."""
 
     @refuses_unknown
     def __init__(
@@ -61,28 +61,28 @@ class TQDMProgressBar(LiveProgressBar):
         self._options: dict[str, Any] = {}
         """The arguments of the next bar."""
         self._tqdms: dict[str, std.tqdm[Any]] = {}
-        """The latest bar of each loop, by the first word of its property."""
+        """The latest bar of every loop, by the first word of its property."""
         self._unshown: dict[str, dict[str, Any]] = {}
         """The arguments of the bars that are not shown."""
 
     @property
     def train_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the training; TypeError before it has begun. In a sanity check it shows nothing."""
+        """Return the bar of the training, or raise TypeError before it has begun. In a sanity check it shows nothing."""
         return self._tqdm_of("train")
 
     @property
     def val_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the latest validation or sanity check; TypeError before the first."""
+        """Return the bar of the latest validation or sanity check, or raise TypeError before the first."""
         return self._tqdm_of("val")
 
     @property
     def test_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the latest test; TypeError before the first."""
+        """Return the bar of the latest test, or raise TypeError before the first."""
         return self._tqdm_of("test")
 
     @property
     def predict_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the latest prediction; TypeError before the first."""
+        """Return the bar of the latest prediction, or raise TypeError before the first."""
         return self._tqdm_of("predict")
 
     def _tqdm_of(self, loop: str) -> std.tqdm[Any]:
@@ -173,7 +173,7 @@ class UnshownTqdm(std.tqdm):  # type: ignore[type-arg]  # the class takes no par
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, disable=True)
-        self.desc = options.get("desc", "")  # which tqdm leaves out here
+        self.desc = options.get("desc", "")  # which tqdm omits here
 
 
 class TQDMBar:

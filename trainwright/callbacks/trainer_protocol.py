@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainwright.strategies import Strategy
 
 Batches = int | float
-"""A number of batches; math.inf if it is unknown until the loader ends."""
+"""A number of batches, or math.inf if it is unknown until the loader ends."""
 
 
 class Counters(Protocol):
@@ -36,7 +36,7 @@ class Counters(Protocol):
 
     @property
     def logged_step(self) -> int:
-        """The x value of the loggers' rows: in a fit the steps before that of the latest batch."""
+        """The x value of the loggers' rows: during fit, the number of steps before the latest batch."""
 
     @property
     def total_batches(self) -> int:
@@ -47,27 +47,23 @@ class Counters(Protocol):
         """Validations of the run."""
 
     @property
-    def validated_at(self) -> int:
-        """`total_batches` at the latest validation."""
-
-    @property
     def epoch_ended(self) -> bool:
         """True in on_train_epoch_end of a whole epoch, False if the run stops within it."""
 
     @property
     def progress(self) -> RunProgress:
-        """What the run is doing."""
+        """The current phase of the run."""
 
     def is_where(self, saved: dict[str, Any]) -> bool:
         """Return whether a run resumed from a checkpoint with these counters would continue from here."""
 
 
 class RunProgress(Protocol):
-    """What the run is doing."""
+    """The current phase of the run."""
 
     @property
     def obstacle(self) -> str:
-        """Why the failed run cannot be resumed exactly from here; "" if it can."""
+        """Why the failed run cannot be resumed exactly from here, or "" if it can."""
 
     @property
     def is_in_batch(self) -> bool:
@@ -87,20 +83,20 @@ class RunProgress(Protocol):
 
 
 class Metrics(Protocol):
-    """What a callback may do with the metrics of a run."""
+    """The members of a run's metrics that a callback may use."""
 
     def monitored(self, name: str, asker: str) -> float:
-        """Return a metric that `asker` follows; ValueError naming the logged ones if it was not logged."""
+        """Return a metric that `asker` follows. A ValueError names the logged metrics if it is missing."""
 
     def record(self, values: Mapping[str, float]) -> None:
-        """Add values to callback_metrics; they must be the same on every rank."""
+        """Add values to callback_metrics. They must be the same on every rank."""
 
     def is_outdated(self, name: str) -> bool:
-        """Return whether a metric is a validation's of earlier weights, or at an epoch's end that of an earlier epoch."""
+        """Return whether a metric is stale: from earlier weights or an earlier epoch."""
 
 
 class SavingEngine(Protocol):
-    """What a callback may use of the Engine."""
+    """The members of the Engine that a callback may use."""
 
     @property
     def seed(self) -> int:
@@ -108,11 +104,11 @@ class SavingEngine(Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """What the ranks agree on small values with, such as a decision of rank 0."""
+        """The agreement of the ranks on small values, such as a decision of rank 0."""
 
     @property
     def connection(self) -> Connection:
-        """The connection to the job; `sync_point(name)` is where all ranks meet at the same step."""
+        """The connection to the job. All ranks meet at the same step of a `sync_point(name)`."""
 
     @property
     def writer(self) -> CheckpointWriter:
@@ -129,16 +125,28 @@ class SavingEngine(Protocol):
         """Wait for the save in flight and raise its error. Collective."""
 
 
-class TrainerProtocol(Protocol):
-    """What hooks get as `trainer`. A callback that uses nothing else keeps working when the Trainer's internals change.
+class TrialTrainer(Protocol):
+    """The Trainer of a trial run, as far as a callback uses it."""
 
-    Annotate the parameter with this class or with `tw.Trainer`, which has all of it: hooks of `Callback` accept both.
+    @property
+    def world_size(self) -> int:
+        """The number of processes of the job."""
+
+    @property
+    def fit(self) -> Callable[..., None]:
+        """Train a module."""
+
+
+class TrainerProtocol(Protocol):
+    """The `trainer` of a hook. A callback that uses nothing else keeps working when the Trainer's internals change.
+
+    Annotate the parameter with this class or with `tw.Trainer`, which has all of its members: `Callback` accepts both.
     """
 
     should_stop: bool
-    """Set it to True to end the run; see `Trainer.should_stop`."""
+    """Set it to True to end the run (see `Trainer.should_stop`)."""
     accumulate_grad_batches: int
-    """Batches of one optimizer step; may be changed at the start of an epoch."""
+    """Batches of one optimizer step. It may be changed at the start of an epoch."""
 
     @property
     def global_rank(self) -> int:
@@ -162,15 +170,15 @@ class TrainerProtocol(Protocol):
 
     @property
     def loggers(self) -> Sequence[Logger]:
-        """The loggers; write to them on rank 0 only."""
+        """The loggers. Write to them on rank 0 only."""
 
     @property
     def profiler(self) -> Profiler:
-        """The profiler; one that measures nothing by default."""
+        """The profiler, which by default measures nothing."""
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """What configure_optimizers returned."""
+        """The optimizers of configure_optimizers."""
 
     @property
     def lr_scheduler_configs(self) -> Sequence[SchedulerConfig]:
@@ -178,19 +186,19 @@ class TrainerProtocol(Protocol):
 
     @property
     def max_epochs(self) -> int | None:
-        """The number of epochs to train; -1 for no limit."""
+        """The number of epochs to train, or -1 for no limit."""
 
     @property
     def max_steps(self) -> int:
-        """The number of optimizer steps to make; -1 for no limit."""
+        """The number of optimizer steps to make, or -1 for no limit."""
 
     @property
     def fast_dev_run(self) -> bool | int:
-        """The batches of a trial run, which writes nothing; False in a real run."""
+        """The batches of a trial run, which writes nothing. False in a real run."""
 
     @property
     def log_every_n_steps(self) -> int:
-        """Steps between two rows of step values; 0 for none."""
+        """Steps between two rows of step values, or 0 for none."""
 
     @property
     def current_epoch(self) -> int:
@@ -214,7 +222,7 @@ class TrainerProtocol(Protocol):
 
     @property
     def batch_indices(self) -> list[Any] | None:
-        """In predict, the dataset's indices of the batch's samples; None if the loader has none."""
+        """In predict, the dataset's indices of the batch's samples, or None if the loader has none."""
 
     @property
     def num_training_batches(self) -> Batches:
@@ -222,19 +230,19 @@ class TrainerProtocol(Protocol):
 
     @property
     def num_val_batches(self) -> list[Batches]:
-        """Batches of each validation loader."""
+        """Batches of every validation loader."""
 
     @property
     def num_sanity_val_batches(self) -> list[Batches]:
-        """Batches of each validation loader in the sanity check."""
+        """Batches of every validation loader in the sanity check."""
 
     @property
     def num_test_batches(self) -> list[Batches]:
-        """Batches of each test loader."""
+        """Batches of every test loader."""
 
     @property
     def num_predict_batches(self) -> list[Batches]:
-        """Batches of each prediction loader."""
+        """Batches of every prediction loader."""
 
     @property
     def global_step(self) -> int:
@@ -262,7 +270,7 @@ class TrainerProtocol(Protocol):
 
     @property
     def log_dir(self) -> str | None:
-        """The first logger's folder of this run; None if it has none."""
+        """The first logger's folder of this run, or None if it has none."""
 
     @property
     def train_dataloader(self) -> Any:
@@ -279,10 +287,13 @@ class TrainerProtocol(Protocol):
     def save_checkpoint(
         self, filepath: str, weights_only: bool = False, *, blocking: bool = True, overwrite: bool = False
     ) -> bool:
-        """Write a checkpoint. Collective; see `Trainer.save_checkpoint`."""
+        """Write a checkpoint. Collective (see `Trainer.save_checkpoint`)."""
+
+    def trial(self, **changes: Any) -> TrialTrainer:
+        """Return a Trainer with the same arguments for a trial run (see `Trainer.trial`)."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, above a progress bar."""
 
     def stop_soon(self) -> None:
-        """Stop all ranks at the same optimizer step; call it on any rank and from any thread."""
+        """Stop all ranks at the same optimizer step. Call it on any rank and from any thread."""

@@ -1,4 +1,4 @@
-"""WeightAveraging and EMAWeightAveraging: averaged weights for validation, for what is saved, and at the end."""
+"""WeightAveraging and EMAWeightAveraging: averaged weights for validation, in checkpoints, and at the end."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.averaging import AverageFunction, Averaging, Fold, fold_of
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
-    from trainwright.trainer.trainer import Trainer
+    from trainwright.module_hooks import AnyTrainer
 
 
 class WeightAveraging(Averaging):
     """Averages the weights during training, by default with equal weights, as torch's AveragedModel does.
 
-    The module holds the averages during each validation of fit, and once the training has ended. They are the model of a
-    checkpoint too, so that ModelCheckpoint's best weights are those that were scored; a resumed run continues from the weights
+    The module holds the averages during every validation of fit, and once the training has ended. They are the model of a
+    checkpoint too, so that ModelCheckpoint's best weights are the scored weights. A resumed run continues from the weights
     in training, bitwise. Before the first update, all of these are the weights in training.
 
-    It works under every strategy: each rank averages the pieces of the weights that it holds, and a run resumes under another
+    It works under every strategy: every rank averages the pieces of the weights that it holds, and a run resumes under another
     strategy or number of processes. Averages of float16 and bfloat16 weights are in float32. Parameters that are frozen
-    are left out until they train. Buffers of integers keep their latest value, and so do elements of a buffer
+    have no average until they train. Buffers of integers keep their latest value, and so do elements of a buffer
     that have no finite mean (a mask of -inf).
 
     Override `should_update` to choose the steps or epochs after which the average is updated.
 
     Args:
-        device: where the averages are kept; None for where the weights are. "cpu" saves memory of a GPU, and each update
+        device: where the averages are kept, or None for where the weights are. "cpu" saves memory of a GPU, and every update
             copies the weights there.
         use_buffers: average the floating-point buffers of the state_dict too, such as running statistics. If False,
             evaluations use the latest ones.
-        avg_fn: called with an average, the weights and a 0-dim tensor, the number of updates before this one; returns the new
+        avg_fn: called with an average, the weights and a 0-dim tensor, the number of updates before. It returns the new
             average. It has to be elementwise: a rank may hold a 1-D part of a tensor.
-        multi_avg_fn: the same for lists of tensors on one device and of one dtype; changes the averages.
+        multi_avg_fn: the same for lists of tensors on one device and of one dtype. It changes the averages.
 
     Raises:
-        ValueError: both functions are given; in fit, another callback averages too.
+        ValueError: both functions are given, or in fit another callback averages too.
         TypeError: a function cannot be called.
 
     >>> class FromSecondEpoch(tw.WeightAveraging):
@@ -78,58 +79,58 @@ class WeightAveraging(Averaging):
         return "WeightAveraging"
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to update the average now; by default after each optimizer step.
+        """Return whether to update the average now, by default after every optimizer step.
 
         Args:
-            step_idx: the number of an optimizer step of the latest batch, from 0; None at an epoch's end. If a batch makes
+            step_idx: the number of an optimizer step of the latest batch, from 0, or None at an epoch's end. If a batch makes
                 several steps, this is called for each, and one update follows.
-            epoch_idx: the number of the epoch that ends, from 0, before the validation of its end; None after a step.
+            epoch_idx: the number of the epoch that ends, from 0, before the validation of its end, or None after a step.
         """
         return step_idx is not None
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         super().setup(trainer, module, stage)
         if stage == "fit":
             self._latest_step, self._latest_update_epoch = 0, -1
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._follow_step(trainer, module)
 
-    def _follow_step(self, trainer: Trainer, module: Module) -> None:
+    def _follow_step(self, trainer: TrainerProtocol, module: Module) -> None:
         steps = range(self._latest_step, trainer.global_step)  # several, if a batch steps several optimizers
         self._latest_step = trainer.global_step
         due = [self.should_update(step_idx=each) for each in steps]  # each is decided on
         if any(due):
             self._update(trainer, module)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not trainer.state.progress.is_leaving:  # a run that resumes within the epoch ends it
             self._follow_epoch(trainer, module)
 
-    def _follow_epoch(self, trainer: Trainer, module: Module) -> None:
+    def _follow_epoch(self, trainer: TrainerProtocol, module: Module) -> None:
         epoch = trainer.current_epoch
         if epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
             self._update(trainer, module)
             self._latest_update_epoch = epoch
 
-    def _make_up(self, trainer: Trainer) -> None:
+    def on_resume_end(self, trainer: AnyTrainer, module: Module) -> None:
         """Make the update that was due when an earlier callback wrote the checkpoint that the run resumes from."""
-        self._follow_step(trainer, self._module())
+        self._follow_step(trainer, module)
 
-    def _on_restored(self, trainer: Trainer) -> None:
-        super()._on_restored(trainer)
+    def on_resume_start(self, trainer: AnyTrainer, module: Module) -> None:
+        super().on_resume_start(trainer, module)
         if not self._is_loaded:
             self._latest_step = trainer.global_step
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_training:
             return
         if not trainer.sanity_checking and not trainer.state.progress.is_mid_epoch_validation:
             with torch.inference_mode(False):  # later updates change the averages
-                self._follow_epoch(trainer, module)  # so that what is scored is what the epoch's checkpoint holds
+                self._follow_epoch(trainer, module)  # so that the epoch's checkpoint contains the scored weights
         self._show(trainer, module)
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         if self._is_training and self.n_averaged:
             self.pieces.put_back(trainer.strategy, module)
 
@@ -149,15 +150,15 @@ class EMAWeightAveraging(WeightAveraging):
     It begins with the weights of the first update. For the rest see WeightAveraging.
 
     Args:
-        device, use_buffers: those of WeightAveraging.
+        device, use_buffers: as in WeightAveraging.
         decay: from 0 to 1.
-        update_every_n_steps: update after each optimizer step whose number, from 0, is a multiple of this; 0 for none.
-        update_starting_at_step: the number of the first such step, from 0; None for the first of the run.
-        update_starting_at_epoch: update also at the end of each epoch from this number, from 0, on; None for none. To update
-            after epochs alone, pass update_every_n_steps=0.
+        update_every_n_steps: update after every optimizer step whose number, from 0, is a multiple of this, or 0 for none.
+        update_starting_at_step: the number of the first such step, from 0, or None for the first of the run.
+        update_starting_at_epoch: update also at the end of every epoch from this number, from 0, on, or None for none. For
+            updates only after epochs, pass update_every_n_steps=0.
 
     Raises:
-        ValueError: decay, a step or an epoch is out of its range; no update would be made.
+        ValueError: decay, a step or an epoch is out of its range, or no update would be made.
 
     >>> averaging = tw.EMAWeightAveraging(decay=0.99, update_starting_at_step=4)
     >>> best = tw.ModelCheckpoint("runs/averaged", monitor="val_loss")
@@ -187,7 +188,7 @@ class EMAWeightAveraging(WeightAveraging):
                 raise ValueError(f"{name}={value!r} is negative; pass an integer of at least 0.")
         if update_every_n_steps == 0 and update_starting_at_epoch is None:
             raise ValueError(
-                "update_every_n_steps=0 makes no update; pass 1 or more, or update_starting_at_epoch to update after epochs."
+                "update_every_n_steps=0 makes no update. Pass 1 or more, or update_starting_at_epoch to update after epochs."
             )
         super().__init__(device, use_buffers)
         self.decay = decay

@@ -1,10 +1,10 @@
-"""Typed plain data: Python values to JSON and back; tensors are kept apart.
+"""Typed plain data: converts Python values to JSON and back. Tensors are stored separately.
 
-JSON's own types are written unchanged. Anything else is an object with one key that starts with `$` and names its type. The
-types are the tables in this file, so decoding imports nothing and calls nothing that the data names.
+JSON's types are written unchanged. Any other value is an object with one key that starts with `$` and names its type. This
+file's tables list all types. So decoding imports nothing and calls nothing that the data names.
 
-Some values come back as a plainer type: a defaultdict with a factory that is not in this file as a dict, a Parameter as a
-tensor, and every path as a pathlib.Path.
+Some values are restored as a plainer type. A defaultdict whose factory is not in this file becomes a dict, a Parameter
+becomes a tensor, and every path becomes a pathlib.Path.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ import torch
 from trainwright.checkpoint.tensors import RankPart
 from trainwright.errors import CheckpointError, a_type_of, with_article
 
+__all__ = ["decode", "encode"]
+
 MAX_DEPTH = 64
 ACCEPTED = (
     "None, bool, int, float, str, bytes, list, tuple, dict, set, frozenset, tensors, numpy arrays and scalars, "
     "torch.Size, torch.dtype, torch.device, pathlib.Path and datetime.timedelta"
 )
 REMEDY = (
-    "Let the state_dict or hook that returned it return plain data instead (numbers, a dict, its own state_dict()), or "
-    "leave it out."
+    "Change the state_dict or hook that returned it: return plain data instead (numbers, a dict, the object's state_dict()), "
+    "or remove it."
 )
 _TORCH_DTYPES = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
@@ -45,13 +47,13 @@ _JSON_INTEGERS = 1 << 63
 
 
 def encode(value: Any, name: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the value as plain JSON-able data, and its tensors by name; TypeError says what in it is not accepted."""
+    """Return the value as plain JSON-able data, and its tensors by name. TypeError names a value that is not accepted."""
     encoder = _Encoder()
     return encoder.encode(value, name, 0), encoder.tensors
 
 
 def encode_stored(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Encode a value for a checkpoint; CheckpointError says what in it a checkpoint cannot store."""
+    """Encode a value for a checkpoint. CheckpointError names a value that a checkpoint cannot store."""
     try:
         return encode(value, name)
     except TypeError as error:
@@ -59,7 +61,7 @@ def encode_stored(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def decode(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that `encode` was called with; CheckpointError if the data was not written by `encode`."""
+    """Return the value that `encode` encoded. CheckpointError if `encode` did not write the data."""
     try:
         return _Decoder(tensors).decode(plain, 0)
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError, binascii.Error) as error:
@@ -72,12 +74,13 @@ _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"$counter": Counter, "$ord
     f"$default_{factory.__name__}": partial(defaultdict, factory)
     for factory in (int, float, list, dict, set, bool, str, tuple)
 }
-"""The subclasses of dict that are restored as such."""
+"""The subclasses of dict that keep their type."""
 _COLLECTIONS = {"$tuple": tuple, "$size": torch.Size, "$set": set, "$frozenset": frozenset}
+_COLLECTION_TAGS: dict[type[Any], str] = {kind: tag for tag, kind in _COLLECTIONS.items()}
 
 
 def _tag_of(value: dict[Any, Any]) -> str:
-    """Return the tag of a dict's subclass; empty for a plain dict."""
+    """Return the tag of a dict's subclass, or an empty text for a plain dict."""
     if isinstance(value, defaultdict):
         tag = f"$default_{getattr(value.default_factory, '__name__', '')}"
         return tag if tag in _DICTS and value.default_factory is _DICTS[tag].args[0] else ""  # type: ignore[attr-defined]
@@ -96,30 +99,27 @@ class _Encoder:
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
-            # In hex, since Python neither writes nor reads decimal numbers of more than 4,300 digits.
+            # In hex, because Python neither writes nor reads decimal numbers of more than 4,300 digits.
             return value if -_JSON_INTEGERS <= value < _JSON_INTEGERS else {"$int": hex(value)}
         if kind is float:
-            # JSON has neither nan nor infinity, and a reader of the file refuses Python's words for them.
+            # JSON has neither nan nor infinity, and readers reject Python's words for them.
             return value if math.isfinite(value) else {"$float": repr(value)}
         if kind is list:
             return self._items(value, path, depth)
         if kind is dict:
             return self._dict(value, path, depth)
         if kind in (OrderedDict, defaultdict, Counter):
-            encoded = self._dict(value, path, depth)
-            tag = _tag_of(value)
+            encoded, tag = self._dict(value, path, depth), _tag_of(value)
             return {tag: encoded} if tag else encoded
-        if kind in (tuple, torch.Size):
-            return {"$tuple" if kind is tuple else "$size": self._items(value, path, depth)}
-        if kind in (set, frozenset):
-            members = [self.encode(member, f"{path}{{{index}}}", depth + 1) for index, member in enumerate(value)]
-            # Sorted, since each process iterates a set in a different order, and one state is to give the same bytes.
-            return {f"${kind.__name__}": sorted(members, key=json.dumps)}
+        if kind in _COLLECTION_TAGS:
+            items = self._items(list(value), path, depth)
+            # Sorted, because processes iterate a set in different orders, but equal states must have equal bytes.
+            return {_COLLECTION_TAGS[kind]: sorted(items, key=json.dumps) if kind in (set, frozenset) else items}
         if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            return {"$tensor": self._set_aside(value, path)}
+            return {"$tensor": self._store(value, path)}
         return self._leaf(value, path)
 
-    def _items(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> list[Any]:
+    def _items(self, value: list[Any], path: str, depth: int) -> list[Any]:
         if depth < MAX_DEPTH and _are_plain_integers(value):
             return list(value)
         return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
@@ -138,7 +138,7 @@ class _Encoder:
 
     def _leaf(self, value: Any, path: str) -> Any:
         if isinstance(value, enum.Enum):
-            raise TypeError(f"{path} is the enum member {value!s}; store its .value or .name, and rebuild it on load.")
+            raise TypeError(f"{path} is the enum member {value!s}. Store its .value or .name, and rebuild it on load.")
         if type(value) is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, torch.dtype):
@@ -153,13 +153,13 @@ class _Encoder:
             return self._numpy(value, path)
         if isinstance(value, RankPart):
             raise TypeError(
-                f"{path} is, or was computed of, this rank's part of {value.source.name!r}, which other ranks hold the rest "
-                "of; put it into the state_dict, where each rank's part is stored."
+                f"{path} is (or is derived from) this rank's shard of {value.source.name!r}. Put it into the state_dict, "
+                "where the shards of all ranks are stored."
             )
         kind = type(value)
-        parted = " Of a sharded one that is its full_tensor()." if kind.__qualname__ == "DTensor" else ""
+        hint = " Store its full_tensor()." if kind.__qualname__ == "DTensor" else ""
         named = with_article(f"{kind.__module__}.{kind.__qualname__}")
-        raise TypeError(f"{path} is {named}; expected {ACCEPTED}.{parted}")
+        raise TypeError(f"{path} is {named}; expected {ACCEPTED}.{hint}")
 
     def _numpy(self, value: Any, path: str) -> Any:
         import numpy
@@ -167,17 +167,17 @@ class _Encoder:
         if isinstance(value, numpy.generic) and value.dtype.name in _NUMPY_SCALARS:
             return {"$numpy": [value.dtype.name, self.encode(value.item(), path, 0)]}
         if type(value) is numpy.ndarray and (value.dtype.name in _NUMPY_SCALARS or value.dtype == numpy.complex64):
-            # Torch takes the machine's byte order only, and warns of memory that it may not write to.
+            # torch accepts only the machine's byte order, and warns of memory that is read-only.
             copied = numpy.array(value, dtype=value.dtype.newbyteorder("="), order="C", copy=True)
-            return {"$array": self._set_aside(torch.from_numpy(copied), path)}
+            return {"$array": self._store(torch.from_numpy(copied), path)}
         dtype = getattr(value, "dtype", None)
         raise TypeError(
-            f"{path} is a numpy.{type(value).__name__} of {dtype}; stored are numbers and bool up to 64 bits."
+            f"{path} is a numpy.{type(value).__name__} of {dtype}; a checkpoint stores numbers and bool up to 64 bits."
         )
 
-    def _set_aside(self, tensor: torch.Tensor, path: str) -> str:
+    def _store(self, tensor: torch.Tensor, path: str) -> str:
         key = path
-        # Two paths may have one spelling: {"a.b": tensor} and {"a": {"b": tensor}}.
+        # Two paths may have the same spelling: {"a.b": tensor} and {"a": {"b": tensor}}.
         while key in self.tensors:
             key += "+"
         self.tensors[key] = tensor.detach()
@@ -214,7 +214,7 @@ class _Decoder:
             return {key: self.decode(item, depth + 1) for key, item in plain.items()}
         content = plain[tag]
         if len(plain) > 1:
-            raise CheckpointError(f"the checkpoint's plain data has further keys next to the type {tag!r}.")
+            raise CheckpointError(f"the checkpoint's plain data has other keys next to the type {tag!r}.")
         if tag in self._leaves:
             return self._leaves[tag](content)
         if tag in _COLLECTIONS:
@@ -231,12 +231,12 @@ class _Decoder:
 
         if name not in _NUMPY_SCALARS:
             raise ValueError(f"{name!r} is not a numpy type of the format")
-        # [()] makes a scalar of an array without dimensions.
+        # [()] turns an array without dimensions into a scalar.
         return numpy.array(self.decode(value, MAX_DEPTH - 1), dtype=name)[()]
 
 
 def _are_plain_integers(values: Sequence[Any]) -> bool:
-    """Return whether all items are ints that JSON stores unchanged; one check of a long list replaces a call per item."""
+    """Return whether all items are ints that JSON stores unchanged. One check of a long list replaces a call per item."""
     if {*map(type, values)} != {int}:
         return False
     return bool(min(values) >= -_JSON_INTEGERS and max(values) < _JSON_INTEGERS)

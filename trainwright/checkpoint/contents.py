@@ -1,28 +1,30 @@
-"""Contents: what a run stores in its checkpoint, and in which file.
+"""Contents: the files and the state that a run stores in its checkpoint.
 
     manifest.json               step, epoch, world size, strategy; every tensor's shape, dtype and pieces; every digest
-    state.json                  "optimizers": parameter groups, and what in their state is not a tensor
+    state.json                                                  "optimizers": parameter groups, and the values in their state
+    that are not tensors
                                 "precision": the loss scale        "seed": the seed of the data's order
-                                "strategy": what it needs to resume bitwise
-                                "settings": the optimizers' and schedulers', as text
-                                "extra": values in the modules' state_dicts that are not tensors (from get_extra_state, say)
+                                "strategy": its state for a bitwise resume
+                                "settings": of the optimizers and schedulers, as text
+                                "extra": values in the modules' state_dicts that are not tensors, such as extra states
                                 "position": epoch, batch, step        "lr_schedulers", "callbacks"
-                                "metrics": the latest value of each
-                                "loggers": their run folders, and how much their files held
-    model-RRRRR.safetensors     parameters and buffers by their state_dict names; those of a second model begin with ".1."
-    training-RRRRR.safetensors  where "model" holds averages: the weights and buffers that a resumed run trains on from
-    average-RRRRR.safetensors   averages, where "model" does not hold them, or holds them in a lower precision
+                                "metrics": the latest values
+                                "loggers": their run folders, and the sizes of their files
+    model-RRRRR.safetensors     parameters and buffers by their state_dict names. Names of a second model begin with ".1."
+    training-RRRRR.safetensors  if "model" contains averages: the weights and buffers from which a resumed run continues
+    average-RRRRR.safetensors   averages, if "model" does not contain them, or only in a lower precision
     optimizer-RRRRR.safetensors per-parameter tensors as "optimizer number/parameter/key"
     parameters-RRRRR.safetensors  parameters that are in no model, as "parameter optimizer number.index"
-    rank-RRRRR.json             "rng": the generators of that rank
-                                "metrics": within an epoch, its sums of what was logged, and its torchmetrics states
-                                (the tensors in them are in rank-RRRRR.safetensors)
+    rank-RRRRR.json             "rng": the RNG state of that rank
+                                "metrics": within an epoch, the rank's sums of logged values and its torchmetrics states
+                                (their tensors are in rank-RRRRR.safetensors)
 
 RRRRR is the number of the rank that wrote the file.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,19 +38,21 @@ from torch.utils._pytree import MappingKey, tree_map, tree_map_with_path
 from trainwright.checkpoint.codec import encode_stored
 from trainwright.checkpoint.manifest import rank_section
 from trainwright.checkpoint.shards import check_storable
-from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers
-from trainwright.compiled_names import clean_name, own_name
+from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers, tied_groups
+from trainwright.devices.abilities import has_pinned_memory
+from trainwright.devices.hardware import HOST
+from trainwright.devices.locked_memory import LockedMemory
 from trainwright.errors import CheckpointError, a_type_of
-from trainwright.tensor_names import EXTRA_STATE, is_extra_state
+from trainwright.tensor_names import EXTRA_STATE, clean_name, is_extra_state, own_name
 
 MODEL, TRAINING, AVERAGE = "model", "training", "average"
-"""The sections that hold tensors of the model's names and shapes."""
+"""The sections whose tensors have the model's names and shapes."""
 # A section of one of these names would collide with a file or a table of the plain data.
 _SECTION = re.compile(r"(?!(?:state|rank|manifest)$)[a-z][a-z0-9_]{0,63}", re.ASCII)
 
 
 class Contents(NamedTuple):
-    """What one rank writes: its pieces by section, and encoded plain data with its tensors by file name."""
+    """One rank's part of a checkpoint: its pieces by section, and encoded plain data with its tensors by file name."""
 
     sections: dict[str, list[Piece]]
     plain: dict[str, tuple[Any, list[Piece]]]
@@ -57,7 +61,7 @@ class Contents(NamedTuple):
 def collect(
     sections: Mapping[str, Sequence[Piece]], state: Any, rank_state: Any, rank: int, world_size: int
 ) -> Contents:
-    """Return this rank's part of a checkpoint; see `write_checkpoint` for the arguments. Its tensors are not copied."""
+    """Return this rank's part of a checkpoint, without copies of tensors. See `write_checkpoint` for the arguments."""
     for name in sections:
         if not _SECTION.fullmatch(name):
             raise CheckpointError(f"the section name {name!r} is not accepted: small letters, digits and _ are.")
@@ -69,13 +73,13 @@ def collect(
 
 
 def with_parts(pieces: Sequence[Piece], parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[Piece]]:
-    """Return the sections of a model's pieces with `parts`, tensors by section and name, instead of the current ones.
+    """Return the sections of a model's pieces with the tensors in `parts`, by section and name, instead of the current ones.
 
-    In MODEL they are in the dtypes of the module, and the other pieces stay.
+    In MODEL they get the dtypes of the module, and the other pieces stay.
     """
-    own = parts.get(MODEL, {})
+    values = parts.get(MODEL, {})
     model = [
-        replace(piece, tensor=own[piece.name].to(piece.tensor.dtype)) if piece.name in own else piece
+        replace(piece, tensor=values[piece.name].to(piece.tensor.dtype)) if piece.name in values else piece
         for piece in pieces
     ]
     others = {
@@ -87,15 +91,15 @@ def with_parts(pieces: Sequence[Piece], parts: Mapping[str, Mapping[str, Tensor]
 
 
 def encode_state(value: Any, name: str) -> tuple[Any, list[Piece]]:
-    """Return a state as plain data, and the tensors in it; CheckpointError names what a checkpoint cannot store."""
+    """Return a state as plain data, and its tensors. CheckpointError names a value that a checkpoint cannot store."""
     encoded, tensors = encode_stored(value, name)
     for key, tensor in tensors.items():
         check_storable(key, tensor)
-    return encoded, [Piece(key, tuple(each.shape), 0, each) for key, each in tensors.items()]
+    return encoded, [Piece(key, tuple(tensor.shape), 0, tensor) for key, tensor in tensors.items()]
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:
-    """Return the values in a module's state_dict that are not tensors of the model: extra states, and what layers add."""
+    """Return the values in a module's state_dict that are not tensors, such as extra states."""
     state = module.state_dict(keep_vars=True)
     return {
         clean_name(name): value
@@ -105,7 +109,7 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 
 
 def fitting_extra_states(module: nn.Module, states: Mapping[str, Any], path: str, strict: bool) -> dict[str, Any]:
-    """Return the extra states of a checkpoint that a module takes; CheckpointError if strict and not all match."""
+    """Return the extra states of a checkpoint that a module accepts. CheckpointError if strict and not all match."""
     takers = {clean_name(name) for name in _extra_state_takers(module)}
     takers |= {name for name in extra_states(module) if not is_extra_state(name)}
     problems = [
@@ -115,8 +119,8 @@ def fitting_extra_states(module: nn.Module, states: Mapping[str, Any], path: str
     ]
     if strict and problems:
         raise CheckpointError(
-            f"{path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or set strict_loading = "
-            "False on the module to load what matches."
+            f"{path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or set "
+            "strict_loading = False on the module to load the matching part."
         )
     return {name: value for name, value in states.items() if name in takers}
 
@@ -134,14 +138,14 @@ def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
             module.get_submodule(own_name(module, name).rpartition(".")[0]).set_extra_state(value)
 
 
-def describe_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], left_out: Collection[str]) -> dict[str, Any]:
-    """Return the optimizer's parameter groups (parameters by name) and the values in its state that are not tensors."""
+def describe_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], omitted: Collection[str]) -> dict[str, Any]:
+    """Return the optimizer's parameter groups without the omitted keys, and the values in its state that are not tensors."""
     groups = []
     plain: dict[str, dict[str, Any]] = {}
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     _check_keys(optimizer, shared)
     for group in optimizer.param_groups:
-        stored = {key: value for key, value in group.items() if key not in left_out}
+        stored = {key: value for key, value in group.items() if key not in omitted}
         groups.append({**stored, "params": [names[parameter] for parameter in group["params"]]})
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
@@ -154,18 +158,18 @@ def describe_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], left_o
 
 def _check_keys(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
     for key in state:
-        # A stored name, "parameter/key", is split again at its last slash.
+        # A load splits the stored name, "parameter/key", at its last slash.
         if not isinstance(key, str) or "/" in key:
             raise CheckpointError(
-                f"the state of {type(optimizer).__name__} has the key {key!r}; a checkpoint stores names without a slash. "
-                "Rename it in the optimizer."
+                f"the state of {type(optimizer).__name__} has the key {key!r}, but a checkpoint stores names without a "
+                "slash. Rename it in the optimizer."
             )
 
 
 def check_optimizer(
     number: int, optimizer: Optimizer, names: Mapping[Tensor, str], described: Mapping[str, Any], path: str
 ) -> None:
-    """Refuse the state of an optimizer of another type or with other parameters (CheckpointError)."""
+    """Reject the state of an optimizer of another type or with other parameters (CheckpointError)."""
     stored = [name for group in described["groups"] for name in group["params"]]
     present = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     if len(described["groups"]) != len(optimizer.param_groups) or sorted(stored) != sorted(present):
@@ -174,21 +178,21 @@ def check_optimizer(
             f"{path}: optimizer {number} was saved with {len(described['groups'])} parameter groups of {len(stored)} "
             f"parameters, but this run's has {len(optimizer.param_groups)} groups of {len(present)}"
             + (f" (unlike: {', '.join(odd)})" if odd else "")
-            + ". Build the same optimizer to resume, or load the weights alone."
+            + ". Build the same optimizer to resume, or load only the weights."
         )
     if described["type"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{path}: optimizer {number} was saved by {described['type']}, but this run's is {a_type_of(optimizer)}. "
-            "Build the same optimizer to resume, or load the weights alone."
+            "Build the same optimizer to resume, or load only the weights."
         )
 
 
 def restore_optimizer(
     optimizer: Optimizer, names: Mapping[Tensor, str], described: Mapping[str, Any], model: Mapping[str, TensorEntry]
 ) -> None:
-    """Set the values of the parameter groups and the plain values of the state; tensors are read into the pieces.
+    """Restore the values of the parameter groups and the plain values of the state. Tensors are read into the pieces.
 
-    Tensors among plain values (LBFGS keeps lists of them) go to the parameter's device, as in torch's own load_state_dict.
+    Tensors in plain values (LBFGS has lists of them) go to the parameter's device, as in torch's load_state_dict.
     """
     for group, stored in zip(optimizer.param_groups, described["groups"], strict=True):
         for key, value in stored.items():
@@ -200,15 +204,15 @@ def restore_optimizer(
                 optimizer.state[parameter].update(placed(plain, parameter, was.dtype if was is not None else None))
     if shared := described.get("shared", {}):
         device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-        # It belongs to no parameter, and may hold counts or a generator's state, which belong on the host.
-        optimizer.state.update(tree_map(lambda each: each.to(device) if _is_computed_with(each) else each, shared))
+        # This state belongs to no parameter. Counts and RNG states in it stay on the host.
+        optimizer.state.update(tree_map(lambda leaf: leaf.to(device) if _is_computed_with(leaf) else leaf, shared))
 
 
 def placed(value: Any, parameter: Tensor, was: torch.dtype | None) -> Any:
-    """Return plain state with its tensors on the parameter's device, and in its dtype if they had that (`was`) at the save."""
+    """Return plain state with its tensors on the parameter's device. Tensors of its saved dtype `was` get its present dtype."""
 
     def moved(path: tuple[Any, ...], leaf: Any) -> Any:
-        # A count of steps in half precision would stop growing: bfloat16 counts to 256.
+        # A count of steps in half precision would stop growing, because bfloat16 counts to 256.
         if not isinstance(leaf, Tensor) or path[-1:] == (MappingKey("step"),):
             return leaf
         return leaf.to(parameter.device, parameter.dtype if leaf.dtype == was else leaf.dtype)
@@ -217,7 +221,7 @@ def placed(value: Any, parameter: Tensor, was: torch.dtype | None) -> Any:
 
 
 def _placed_as(value: Any, present: Any) -> Any:
-    """Return a stored value of a group with its tensors on the devices of the current ones (a learning rate, say)."""
+    """Return a stored value of a group, such as a learning rate, with its tensors on the current tensors' devices."""
     if isinstance(value, Tensor) and isinstance(present, Tensor):
         return value.to(present.device)
     if isinstance(value, (list, tuple)) and isinstance(present, (list, tuple)) and len(value) == len(present):
@@ -232,7 +236,7 @@ def _is_computed_with(value: Any) -> bool:
 def with_dtypes_of(
     names: Mapping[Tensor, str], entries: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return entries with state that had its parameter's dtype in the current one, for a resume in a different precision."""
+    """Return entries for a resume in a different precision. State in its parameter's saved dtype gets the current dtype."""
     present = {name: parameter.dtype for parameter, name in names.items()}
 
     def converted(name: str, entry: TensorEntry) -> TensorEntry:
@@ -241,7 +245,64 @@ def with_dtypes_of(
         if was is None or dtype is None or was.dtype == dtype or entry.dtype != was.dtype:
             return entry
         if not entry.shape and (was.shape or key == "step"):
-            return entry  # a count, not a state of the parameter's shape
+            return entry  # a count, which does not have the parameter's shape
         return replace(entry, dtype=dtype)
 
     return {name: converted(name, entry) for name, entry in entries.items()}
+
+
+ALIGNMENT = 64
+
+
+class HostMemory:
+    """A host copy of a rank's pieces, so that training can change the originals while a thread writes.
+
+    The memory stays for the next save, because fresh pages cost more than the copy.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._locked: LockedMemory | None = None
+
+    def release(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if self._locked is not None:
+            self._locked.release()
+            self._locked = None
+
+    def copy(self, parts: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
+        """Return the pieces with copies of their tensors. Tied pieces stay tied. The next call overwrites the copies."""
+        groups = [group for pieces in parts for group in tied_groups(pieces)]
+        for group in groups:
+            check_storable(group[0].name, group[0].tensor)
+        copied: dict[int, Piece] = {}
+        devices = {group[0].tensor.device for group in groups}
+        with torch.inference_mode(False), torch.no_grad():  # a validation may save
+            self._reserve(sum(_room(group[0].tensor) for group in groups), {device.type for device in devices})
+            offset = 0
+            for group in groups:
+                tensor = group[0].tensor
+                room = self._memory[offset : offset + tensor.nbytes]
+                copy = room.view(tensor.dtype).view(tensor.shape) if tensor.numel() else tensor.new_empty(tensor.shape)
+                copy.copy_(tensor, non_blocking=self._locked is not None)  # MPS never waits for other memory
+                offset += _room(tensor)
+                copied.update((id(piece), replace(piece, tensor=copy)) for piece in group)
+        if self._locked is not None:
+            for device in devices - {HOST}:
+                torch.accelerator.synchronize(device)
+        return [[copied[id(piece)] for piece in pieces] for pieces in parts]
+
+    def _reserve(self, size: int, device_types: Collection[str]) -> None:
+        locking = next((kind for kind in sorted(device_types) if has_pinned_memory(kind)), None)
+        if size > self._memory.numel() or (locking is None) != (self._locked is None):
+            self.release()  # first, so that old and new memory never coexist
+            more = size // 16 + (1 << 20)  # metrics grow a little from save to save
+            if locking is None:
+                self._memory = torch.empty(size + more, dtype=torch.uint8)
+            else:
+                self._locked = LockedMemory(size + more, locking)
+                self._memory = self._locked.tensor
+
+
+def _room(tensor: Tensor) -> int:
+    return math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT

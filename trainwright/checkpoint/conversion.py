@@ -1,4 +1,4 @@
-"""Conversion of checkpoints to files that other libraries read, and of their files to checkpoints."""
+"""Conversion of checkpoints to other libraries' files, and of their files to checkpoints."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 from trainwright.tensor_names import is_extra_state
 
+__all__ = ["EXPORT_DTYPES", "export_safetensors", "import_checkpoint"]
+
 CHUNK_ELEMENTS = 1 << 20
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 class Exported(NamedTuple):
-    """What an export wrote and left out."""
+    """The tensors that an export wrote and skipped."""
 
     names: list[str]
     shared: dict[str, str]
-    """Further names of tensors in the file, each with the name that is stored."""
-    left_out: list[str]
+    """Other names of tensors in the file, with the stored names."""
+    skipped: list[str]
     """Names without the requested prefix."""
     extra_states: list[str]
-    """Keys of what the modules' `get_extra_state` returned, which the file cannot store."""
+    """Keys of the modules' extra states (`get_extra_state`), which the file cannot store."""
 
 
 def export_safetensors(
@@ -44,15 +46,15 @@ def export_safetensors(
     prefix: str = "",
     dtype: torch.dtype | None = None,
 ) -> Exported:
-    """Write the tensors of a checkpoint's section as one safetensors file, a few MiB of memory at a time.
+    """Write the tensors of a checkpoint's section as one safetensors file, a few MiB at a time.
 
-    Tied tensors are stored once, under the model's first name for them (in a language model the embedding's); the file's
-    metadata lists the other names, like the safetensors library's own save_model.
+    Tied tensors are stored once, under the model's first name for them, which is the embedding in a language model. The
+    file's metadata lists the other names, like save_model of the safetensors library.
 
     Args:
         path, out: the checkpoint, which is verified first, and the file to write, on a local disk.
         strip_prefix: export only the tensors whose names begin with this, without it.
-        prefix: added before each name.
+        prefix: added before every name.
         dtype: the dtype to convert floating-point tensors to.
 
     Raises:
@@ -65,73 +67,76 @@ def export_safetensors(
     if not taken:
         some = ", ".join(list(entries)[:3]) or "none"
         raise CheckpointError(
-            f"{path} has no {section} tensor whose name begins with {strip_prefix!r}; its names are such as {some}. Give "
+            f"{path} has no {section} tensor whose name begins with {strip_prefix!r}; its names are for example {some}. Pass "
             "another prefix."
         )
-    kept, shared = _untied(taken)  # safetensors files cannot hold one tensor under two names
+    distinct, shared = _untied(taken)  # a safetensors file stores a tensor under one name only
     new_names = {name: prefix + name.removeprefix(strip_prefix) for name in taken}
     shared = {new_names[name]: new_names[other] for name, other in shared.items()}
-    kinds = {name: dtype if dtype and entry.dtype.is_floating_point else entry.dtype for name, entry in kept.items()}
-    ordered = sorted(kept, key=lambda name: -kinds[name].itemsize)  # keeps every tensor aligned, as the library does
+    kinds = {
+        name: dtype if dtype and entry.dtype.is_floating_point else entry.dtype for name, entry in distinct.items()
+    }
+    ordered = sorted(distinct, key=lambda name: -kinds[name].itemsize)  # so every tensor is aligned, as in the library
     if METADATA_KEY in new_names.values():
-        raise CheckpointError(f"a tensor is called {METADATA_KEY!r}, which safetensors reserves; give a --prefix.")
+        raise CheckpointError(f"a tensor is called {METADATA_KEY!r}, which safetensors reserves. Pass a --prefix.")
+    layout = [(new_names[name], kinds[name], distinct[name].shape) for name in ordered]
     with _new_file(files, target) as stream:
-        stream.write(render_header(out, [(new_names[name], kinds[name], kept[name].shape) for name in ordered], shared))
+        stream.write(render_header(out, layout, shared))
         for name in ordered:
-            for chunk in _chunks(checkpoint, section, name, kept[name]):
+            for chunk in _chunks(checkpoint, section, name, distinct[name]):
                 stream.write(host_bytes(chunk.to(kinds[name])))
     state = checkpoint.run_state() if section == "model" else {}
     extra = [name for states in state.get("extra", {}).values() for name in states]
-    return Exported([new_names[name] for name in kept], shared, sorted(entries.keys() - taken.keys()), extra)
+    return Exported([new_names[name] for name in distinct], shared, sorted(entries.keys() - taken.keys()), extra)
 
 
 def export_tensors(
     state: Mapping[str, Any], out: str, *, strip_prefix: str = "", prefix: str = "", dtype: torch.dtype | None = None
 ) -> None:
-    """Write the tensors of a state_dict as `export_safetensors` writes those of a checkpoint."""
+    """Write the tensors of a state_dict in the same format as `export_safetensors`."""
     files, target = _target(out)
-    taken = {
-        key: each for key, each in state.items() if isinstance(each, torch.Tensor) and key.startswith(strip_prefix)
-    }
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    taken = {name: tensor for name, tensor in tensors.items() if name.startswith(strip_prefix)}
     if not taken:
         some = ", ".join(list(state)[:3]) or "none"
         raise CheckpointError(
-            f"no tensor's name begins with {strip_prefix!r}; the names are such as {some}. Give another prefix."
+            f"no tensor's name begins with {strip_prefix!r}; the names are for example {some}. Pass another prefix."
         )
-    kept: dict[str, torch.Tensor] = {}
+    distinct: dict[str, torch.Tensor] = {}
     shared: dict[str, str] = {}
     first: dict[Any, str] = {}
-    for name, each in taken.items():
+    for name, tensor in taken.items():
         # Empty tensors all have the address 0, and are not tied.
-        memory = (each.device, each.data_ptr(), each.shape, each.stride(), each.dtype) if each.numel() else name
+        layout = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        memory = layout if tensor.numel() else name
         new = prefix + name.removeprefix(strip_prefix)
         if memory in first:
             shared[new] = first[memory]
         else:
-            first[memory], kept[new] = new, each.detach()
-    kinds = {name: dtype if dtype and each.is_floating_point() else each.dtype for name, each in kept.items()}
-    ordered = sorted(kept, key=lambda name: -kinds[name].itemsize)
+            first[memory], distinct[new] = new, tensor.detach()
+    kinds = {name: dtype if dtype and tensor.is_floating_point() else tensor.dtype for name, tensor in distinct.items()}
+    ordered = sorted(distinct, key=lambda name: -kinds[name].itemsize)
     with _new_file(files, target) as stream:
-        stream.write(render_header(out, [(name, kinds[name], kept[name].shape) for name in ordered], shared))
+        stream.write(render_header(out, [(name, kinds[name], distinct[name].shape) for name in ordered], shared))
         for name in ordered:
-            stream.write(host_bytes(kept[name].to(kinds[name])))
+            stream.write(host_bytes(distinct[name].to(kinds[name])))
 
 
 def _target(out: str) -> tuple[LocalFiles, str]:
-    """Return where an export writes; CheckpointError for a name that it does not write, or that exists."""
+    """Return the location of an export. CheckpointError if the name is not accepted, or exists."""
     files, target = resolve(out)
     if not isinstance(files, LocalFiles):
-        raise CheckpointError(f"{out} is not on a local disk; give a local path, and copy the file from there.")
+        raise CheckpointError(f"{out} is not on a local disk. Pass a local path, and copy the file from there.")
     if not out.endswith(".safetensors"):
-        raise CheckpointError(f"{out} does not end in .safetensors, which is what an export writes; give such a name.")
+        raise CheckpointError(f"{out} does not end in .safetensors, the format of an export. Pass such a name.")
     _refuse_existing(files, target)
     note_new(target)
     return files, target
 
 
 def _untied(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return each tensor under its first name only, and its further names with the first."""
-    kept: dict[str, TensorEntry] = {}
+    """Return the tensors under their first names only, and their other names with the first names."""
+    distinct: dict[str, TensorEntry] = {}
     shared: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, entry in entries.items():
@@ -140,8 +145,8 @@ def _untied(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry],
             shared[name] = first[stored]
         else:
             first[stored] = name
-            kept[name] = entry
-    return kept, shared
+            distinct[name] = entry
+    return distinct, shared
 
 
 def _chunks(checkpoint: StoredCheckpoint, section: str, name: str, entry: TensorEntry) -> Iterator[torch.Tensor]:
@@ -153,18 +158,20 @@ def _chunks(checkpoint: StoredCheckpoint, section: str, name: str, entry: Tensor
 
 def _refuse_existing(files: LocalFiles, target: str) -> None:
     if files.exists(target):
-        raise CheckpointError(f"{target} exists already; an export never overwrites. Remove it or choose another name.")
+        raise CheckpointError(
+            f"{target} exists already, and an export never overwrites. Remove it or choose another name."
+        )
 
 
 @contextlib.contextmanager
 def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
-    """Yield a file to write into, which gets its name once it is complete and synced."""
+    """Yield a file to write into. It gets its name when it is complete and synced."""
     temporary = temporary_path(target)
     try:
         files.make_directories(os.path.dirname(target))
         with files.create(temporary) as stream:
             yield stream
-        # Again, since another program may have written it meanwhile, and a rename replaces what is there.
+        # Again, because another program may have written the file meanwhile, and a rename would replace it.
         _refuse_existing(files, target)
         files.rename(temporary, target)
         files.sync_directory(os.path.dirname(target))
@@ -176,7 +183,7 @@ def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
 
 
 def import_checkpoint(source: str, path: str) -> Weights:
-    """Write a checkpoint of the weights and hyper-parameters in a file that `read_weights` accepts; return these."""
+    """Write a checkpoint of the weights and hyper-parameters that `read_weights` reads, and return them."""
     from trainwright import __version__
 
     weights = read_weights(source)
@@ -185,12 +192,13 @@ def import_checkpoint(source: str, path: str) -> Weights:
     if odd is not None:
         raise CheckpointError(f"{source}: {odd!r} is {tensors[odd].dtype}, which a checkpoint does not store.")
     if not tensors:
-        raise CheckpointError(f"{source} holds no tensor; give a file with the weights of a model.")
+        raise CheckpointError(f"{source} has no tensor. Pass a file with the weights of a model.")
     extra = {name: value for name, value in weights.state_dict.items() if name not in tensors and is_extra_state(name)}
     state: dict[str, Any] = {"trainwright_version": __version__, "extra": {"0": extra}}
-    for each in ("", "datamodule_"):
-        if values := getattr(weights, f"{each}hyper_parameters"):
-            state |= {f"{each}hyper_parameters": values, f"{each}hparams_name": getattr(weights, f"{each}hparams_name")}
+    for prefix in ("", "datamodule_"):
+        if values := getattr(weights, f"{prefix}hyper_parameters"):
+            names = (f"{prefix}hyper_parameters", f"{prefix}hparams_name")
+            state |= {names[0]: values, names[1]: getattr(weights, names[1])}
     write_checkpoint(
         path,
         sections={"model": [Piece(name, tuple(value.shape), 0, value) for name, value in tensors.items()]},

@@ -1,7 +1,7 @@
-"""A checkpoint's contents as one dict, for hooks that add, remove or change values.
+"""Editing: a checkpoint's contents as one dict, for hooks that add, remove or change values.
 
-Its "state_dict" holds the model's tensors by name: at a save whole tensors, or this rank's parts if the strategy shards them
-(RankPart); at a load whole tensors in host memory.
+Its "state_dict" contains the model's tensors by name. At a save these are whole tensors, or this rank's shards (RankPart) if
+the strategy shards them. At a load they are whole tensors in host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainwright.checkpoint.tensors import Piece, is_range, shown, stored
 from trainwright.errors import CheckpointError
 
 RESERVED = frozenset({"seed", "extra", "precision", "strategy", "optimizers"})
-"""Keys under which the engine keeps its own state."""
+"""Keys of the engine's state."""
 Edit = Callable[[dict[str, Any]], None]
 """Changes a checkpoint's contents in place."""
 
@@ -29,32 +29,32 @@ def edit_for_save(
 ) -> tuple[dict[str, Any], Callable[[], list[Piece]]]:
     """Return the edited state, and a function that returns the edited model's pieces.
 
-    The function may fail on one rank only (CheckpointError), so exchange its result.
+    The function may fail on one rank only (CheckpointError), so the ranks must exchange its result.
     """
     contents = {**header, **state, "state_dict": {piece.name: shown(piece) for piece in pieces}}
     before: dict[str, Tensor] = dict(contents["state_dict"])
     edit(contents)
     if taken := sorted(contents.keys() & RESERVED):
         raise ValueError(
-            f"on_save_checkpoint put {', '.join(taken)} into the checkpoint, which is reserved for the engine's state; choose "
-            "another key."
+            f"on_save_checkpoint put {', '.join(taken)} into the checkpoint, which is reserved for the engine's state; "
+            "choose another key."
         )
     tensors = _taken_tensors(contents, "on_save_checkpoint")
 
-    def left() -> list[Piece]:
+    def edited() -> list[Piece]:
         shown_as = [(piece, before[piece.name]) for piece in pieces]
-        kept = [piece for piece, tensor in shown_as if tensors.get(piece.name) is tensor and is_range(tensor)]
-        # Untouched tensors keep their pieces, and with them their writers and ties; replaced ones become new pieces.
-        known = {piece.name for piece in kept}
-        return [*kept, *(stored(name, value) for name, value in tensors.items() if name not in known)]
+        unchanged = [piece for piece, tensor in shown_as if tensors.get(piece.name) is tensor and is_range(tensor)]
+        # Unchanged tensors keep their pieces, with writers and ties. Replaced tensors become new pieces.
+        names = {piece.name for piece in unchanged}
+        return [*unchanged, *(stored(name, value) for name, value in tensors.items() if name not in names)]
 
-    return {key: value for key, value in contents.items() if key not in header}, left
+    return {key: value for key, value in contents.items() if key not in header}, edited
 
 
 def edit_for_load(
     checkpoint: StoredCheckpoint, state: Mapping[str, Any], header: Mapping[str, int], edit: Edit
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the edited state, and the edited tensors of the model, read whole."""
+    """Return the edited state, and the edited whole tensors of the model."""
     contents = {**header, **state, "state_dict": checkpoint.read_tensors("model")}
     edit(contents)
     tensors = _taken_tensors(contents, "on_load_checkpoint")
@@ -64,7 +64,7 @@ def edit_for_load(
 def _taken_tensors(contents: dict[str, Any], hook: str) -> Mapping[str, Tensor]:
     tensors = contents.pop("state_dict", {})
     if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise TypeError(f"{hook} left a state_dict that is not a dict of tensors; put other values under another key.")
+        raise TypeError(f"{hook} set a state_dict that is not a dict of tensors. Put other values under another key.")
     return tensors
 
 
@@ -76,10 +76,10 @@ def check_model(
     lazy: Iterable[str] = (),
     loosened: str = "set strict_loading = False on the module",
 ) -> list[Piece]:
-    """Return the pieces that a checkpoint with these names and shapes fills; refuse one of another model.
+    """Return the pieces that a checkpoint with these names and shapes fills. Reject a checkpoint of another model.
 
-    With strict False, tensors that only one side has are skipped. `lazy` names tensors of the model that accept any shape, and
-    `loosened` says how the caller's user asks for strict False.
+    With strict=False, tensors that only one side has are skipped. `lazy` lists the model's tensors that accept any shape, and
+    `loosened` tells users how to disable strict loading.
     """
     here: dict[str, Any] = {**{piece.name: tuple(piece.shape) for piece in pieces}, **dict.fromkeys(lazy, "(lazy)")}
     there = {name: tuple(shape) for name, shape in stored.items()}
@@ -96,7 +96,7 @@ def check_model(
         if names
     ]
     if problems:
-        partly = f", or {loosened} to load what matches" if not unlike else ""
+        partly = f", or {loosened} to load the matching part" if not unlike else ""
         raise CheckpointError(
             f"{path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or choose "
             f"another checkpoint{partly}."
@@ -105,21 +105,21 @@ def check_model(
 
 
 def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:
-    """Load a state_dict with the module's own `load_state_dict`; CheckpointError says how another model differs."""
+    """Load a state_dict with the module's `load_state_dict`. CheckpointError describes how another model differs."""
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
-        own = {name: each for name, each in module.state_dict().items() if isinstance(each, Tensor)}
-        stored = {name: tuple(each.shape) for name, each in state.items() if isinstance(each, Tensor)}
-        lazy = [name for name, each in own.items() if is_lazy(each)]
-        pieces = [Piece(name, tuple(each.shape), 0, each) for name, each in own.items() if name not in lazy]
-        # It raises if names or shapes differ; whatever passes here, the module refuses for another reason.
+        tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+        stored = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+        lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
+        pieces = [Piece(name, tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items() if name not in lazy]
+        # This raises an error if names or shapes differ. Otherwise the module rejects the state for another reason.
         check_model(path, stored, pieces, strict, lazy, "pass strict=False")
         raise CheckpointError(f"{path}: the module does not accept it: {error}") from error
 
 
 def fill(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors into the pieces of them, in place."""
+    """Copy whole tensors into their pieces, in place."""
     with torch.no_grad():
         for piece in pieces:
             flat = tensors[piece.name].reshape(-1)

@@ -1,7 +1,8 @@
-"""The file systems a checkpoint can be on: a local one, with fsync and rename, or any other of fsspec.
+"""The file systems of checkpoints: a local file system, with fsync and rename, or any other file system of fsspec.
 
-A local checkpoint is written under a temporary name, which records the writing process, and renamed. Elsewhere, where rename
-may not be atomic, files are written under their final names, and the manifest, written last in one piece, is the commit.
+A local checkpoint is written under a temporary name, which records the writing process, and then renamed. Other file systems
+may have no atomic rename. There the files get their final names, and the manifest, written last and in one piece, is the
+commit.
 """
 
 from __future__ import annotations
@@ -24,23 +25,25 @@ import fsspec.core
 
 from trainwright.distributed.environment import rung_file
 from trainwright.errors import CheckpointError
-from trainwright.process_identity import is_process_alive, machine, process_start_time
+from trainwright.paths import is_process_alive, machine, process_start_time
+
+__all__ = ["NEW_PATHS", "resolve"]
 
 RETRY_DELAYS_SECONDS = (0.5, 2.0)
 _NOT_RETRIED = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 DRAINED_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2
 NEW_PATHS = "new_paths.txt"
-"""The file in a rung's folder that lists what its script has created."""
+"""The file in a rung's folder that lists the paths that its script has created."""
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-# .<name>.tmp-<machine>-<pid>-<start of the process>-<unique>: one mkdir also records the writer.
+# .<name>.tmp-<machine>-<pid>-<start of the process>-<unique>, so that one mkdir also records the writer.
 _TEMPORARY = re.compile(r"\..+\.tmp-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{12}", re.ASCII | re.DOTALL)
 FOREIGN_SECONDS = 86400.0
-"""How long a temporary directory of another machine is kept after the last write: whether its writer lives cannot be seen."""
+"""How long another machine's temporary directory stays after the last write, since its writer may still be alive."""
 
 
 def _find_drain() -> Any:
-    """Return the system call that starts writing a file's dirty pages to disk without waiting, if the system has it."""
+    """Return the system call that starts to write a file's dirty pages to disk without waiting, or None."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
     if call is not None:
         call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -53,7 +56,7 @@ _exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys
 
 
 class _Draining:
-    """A file whose data goes to disk while it is being written, so that the sync at its end has little left to do."""
+    """A file whose data goes to disk while it is written, so that the final sync is short."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -62,19 +65,19 @@ class _Draining:
     def write(self, data: bytes | memoryview) -> int:
         left = memoryview(data)
         while left:
-            # An unbuffered file may take less than it is given.
+            # An unbuffered file may accept only a part of the data.
             count = self._stream.write(left[:DRAINED_BYTES])
             left = left[count:]
             self._waiting += count
-            # Otherwise the kernel keeps the data in memory, and the disk is idle during hashing and copying.
+            # Otherwise the data stays in the kernel's memory, and the disk is idle during hashing and copying.
             if self._waiting >= DRAINED_BYTES and _drain is not None:
                 self._waiting = 0
-                _drain(self._stream.fileno(), 0, 0, _SYNC_FILE_RANGE_WRITE)  # an error here shows up in the sync
+                _drain(self._stream.fileno(), 0, 0, _SYNC_FILE_RANGE_WRITE)  # the final sync reports errors
         return len(data)
 
 
 class LocalFiles:
-    """A local file system, through `os`; paths are those that `resolve` returned, joined by `/`."""
+    """A local file system, through `os`. Paths come from `resolve` and are joined by `/`."""
 
     has_rename = True
 
@@ -82,30 +85,30 @@ class LocalFiles:
         return os.path.lexists(path)
 
     def listing(self, path: str) -> dict[str, int | None]:
-        """Return the names in a directory with the size of each plain file, and None for anything else."""
-        found: dict[str, int | None] = {}
+        """Return the names in a directory with the sizes of plain files, and None for anything else."""
+        sizes: dict[str, int | None] = {}
         with os.scandir(path) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # another process removed it
                     status = entry.stat(follow_symlinks=False)
-                    found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
-        return found
+                    sizes[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
+        return sizes
 
     def tree(self, path: str) -> dict[str, int | None]:
-        """Return the files in a directory and its folders by their paths there; None for anything but a plain file."""
-        found: dict[str, int | None] = {}
+        """Return all files below a directory by their relative paths, with their sizes or None as in `listing`."""
+        sizes: dict[str, int | None] = {}
         for folder, folders, names in os.walk(path):
-            for name in (*names, *(each for each in folders if os.path.islink(f"{folder}/{each}"))):
+            for name in (*names, *(link for link in folders if os.path.islink(f"{folder}/{link}"))):
                 status = os.lstat(f"{folder}/{name}")
                 relative = os.path.relpath(f"{folder}/{name}", path)
-                found[relative] = status.st_size if stat.S_ISREG(status.st_mode) else None
-        return found
+                sizes[relative] = status.st_size if stat.S_ISREG(status.st_mode) else None
+        return sizes
 
     def sync_tree(self, path: str, names: Iterable[str]) -> None:
-        """Make files of a directory durable that were written by others, and their folders."""
+        """Make files that others wrote into a directory durable, and their folders."""
         for name in names:
-            for each in (name, *(str(parent) for parent in PurePosixPath(name).parents)):
-                self.sync_directory(f"{path}/{each}")
+            for part in (name, *(str(parent) for parent in PurePosixPath(name).parents)):
+                self.sync_directory(f"{path}/{part}")
 
     def make_directories(self, path: str) -> None:
         """Create a directory and its missing parents, durably."""
@@ -117,12 +120,12 @@ class LocalFiles:
             self.sync_directory(parent)
 
     def make_new_directory(self, path: str) -> None:
-        """Create a directory in an existing one; it must not exist yet."""
+        """Create a directory, which must not exist yet, in an existing directory."""
         os.mkdir(path)
 
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[BinaryIO]:
-        """Open a new file, whose `write` writes all of the data; on leaving the context it is synced and closed."""
+        """Open a new file, whose `write` writes all of the data. At the end of the context it is synced and closed."""
         with open(path, "xb", buffering=0) as stream:
             yield cast(BinaryIO, _Draining(cast(BinaryIO, stream)))
             os.fsync(stream.fileno())
@@ -147,11 +150,11 @@ class LocalFiles:
             os.close(descriptor)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a directory or file; the caller has checked that the target is free."""
+        """Rename a directory or file. The caller has checked that the target is free."""
         os.rename(source, target)
 
     def exchange(self, left: str, right: str) -> bool:
-        """Exchange the names of two directories in one step; return False if the system or the file system cannot."""
+        """Exchange the names of two directories in one step. Return False if the system or the file system cannot."""
         names = os.fsencode(left), os.fsencode(right)
         if _exchange is None:
             return False
@@ -163,7 +166,7 @@ class LocalFiles:
         raise OSError(code, os.strerror(code), left, None, right)
 
     def link(self, source: str, target: str) -> None:
-        """Give a file, or a symbolic link itself, a second name; the folders of the name are created."""
+        """Add a second name for a file or a symbolic link, and create the name's folders."""
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.link(source, target, follow_symlinks=False)
 
@@ -180,7 +183,7 @@ class LocalFiles:
 
 
 def _open_plain(path: str, flags: int) -> int:
-    """Open a plain file: no link, and no pipe, whose open would wait for a writer."""
+    """Open a plain file. A link is rejected, and so is a pipe, whose open would wait for a writer."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -189,7 +192,7 @@ def _open_plain(path: str, flags: int) -> int:
 
 
 class RemoteFiles:
-    """Any other fsspec file system (an object store, memory), used like LocalFiles; a file exists once it is closed."""
+    """Any other fsspec file system (an object store, memory), used like LocalFiles. A file exists after it is closed."""
 
     has_rename = False
 
@@ -197,22 +200,22 @@ class RemoteFiles:
         self._fs = filesystem
 
     def exists(self, path: str) -> bool:
-        # Otherwise fsspec may answer with a listing from before another process's write.
+        # Otherwise fsspec may return a listing from before another process's write.
         self._fs.invalidate_cache()
         return bool(self._fs.exists(path))
 
     def listing(self, path: str) -> dict[str, int | None]:
         self._fs.invalidate_cache()
-        found: dict[str, int | None] = {}
+        sizes: dict[str, int | None] = {}
         for item in self._fs.ls(path, detail=True):
             name = item["name"].rstrip("/").rsplit("/", 1)[-1]
-            found[name] = int(item["size"]) if item["type"] == "file" and not item.get("islink") else None
-        return found
+            sizes[name] = int(item["size"]) if item["type"] == "file" and not item.get("islink") else None
+        return sizes
 
     def tree(self, path: str) -> dict[str, int | None]:
         self._fs.invalidate_cache()
-        found = self._fs.find(path, detail=True)
-        return {name[len(path) :].lstrip("/"): int(each["size"]) for name, each in found.items()}
+        items = self._fs.find(path, detail=True).items()
+        return {name[len(path) :].lstrip("/"): int(item["size"]) for name, item in items}
 
     def sync_tree(self, path: str, names: Iterable[str]) -> None:
         pass
@@ -272,7 +275,7 @@ def resolve(path: str) -> tuple[Files, str]:
 
 
 def describe(error: BaseException, path: str) -> str:
-    """Return what went wrong with a file that was to be written and, where the cause is known, what to do."""
+    """Return a description of a failed write and, if the cause is known, a remedy."""
     if isinstance(error, CheckpointError):
         return str(error)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -283,14 +286,15 @@ def describe(error: BaseException, path: str) -> str:
     if error.errno == errno.EFBIG:
         return (
             f"a file may not become that large ({text}{_free(path)}). Raise this process's limit (ulimit -f) or write "
-            "checkpoints to a file system that takes larger files"
+            "checkpoints to a file system that allows larger files"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return (
-            f"the directory cannot be written ({text}). Give one that this user may write to, or change its permissions"
+            f"the directory cannot be written ({text}). Choose a directory that this user may write to, or change its "
+            "permissions"
         )
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return f"the directory cannot be made ({text}). Give a path none of whose parts is a file"
+        return f"the directory cannot be made ({text}). Choose a path without a file as one of its parts"
     return text
 
 
@@ -305,12 +309,12 @@ def temporary_path(path: str) -> str:
     """Return an unused name in the directory of a path, which records the process."""
     parent, name = os.path.split(path)
     pid = os.getpid()
-    # The dot in front keeps it out of every search for checkpoints.
+    # Searches for checkpoints skip names with a leading dot.
     return f"{parent}/.{name}.tmp-{machine()}-{pid}-{process_start_time(pid)}-{uuid.uuid4().hex[:12]}"
 
 
 def note_new(path: str) -> None:
-    """List a local path that is about to be created, so that a ladder moves it away before it runs the script again."""
+    """List a local path that will be created, so that a ladder moves it away before it runs the script again."""
     rung = rung_file()
     if rung is not None and not os.path.lexists(path):
         with open(os.path.join(os.path.dirname(rung), NEW_PATHS), "a", encoding="utf-8") as lines:
@@ -337,7 +341,7 @@ def sweep_temporaries(directory: str) -> list[str]:
 
 
 def _age(directory: str) -> float:
-    """Return the seconds since the latest change in a directory; 0 if unknown."""
+    """Return the seconds since the latest change in a directory, or 0 if unknown."""
     try:
         with os.scandir(directory) as entries:
             times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]

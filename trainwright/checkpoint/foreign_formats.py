@@ -1,7 +1,7 @@
 """Reads weights and hyper-parameters from our checkpoints, Lightning's, a state_dict, or safetensors.
 
-For one process, onto the CPU. A foreign file may be a pickle: torch's restricted reader accepts tensors and plain data only,
-and anything else is refused, never run.
+One process reads them onto the CPU. A foreign file may be a pickle. torch's restricted reader accepts only tensors and plain
+data, and rejects anything else without running it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
 from trainwright.checkpoint.reader import Verify, check_verify, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES
-from trainwright.compiled_names import clean_name
 from trainwright.distributed.failures import summarize
 from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
-from trainwright.tensor_names import is_extra_state
+from trainwright.tensor_names import clean_name, is_extra_state
 
 LARGEST_PLAIN_TENSOR = 1000
 INDEX_SUFFIX = ".index.json"
@@ -46,18 +45,18 @@ _ENGINES = {
     "latest": "DeepSpeed",
     "mp_rank_00_model_states.pt": "DeepSpeed",
 }
-"""Files that identify another library's sharded checkpoint."""
+"""Files by which another library's sharded checkpoint is recognized."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What is needed to rebuild the model of a checkpoint; None where the file does not say.
+    """The data for rebuilding the model of a checkpoint. Values that the file lacks are None.
 
     Args:
-        state_dict: the model's tensors, whole, on the CPU.
-        hyper_parameter_forms: the forms of those that are not plain data; see plain_forms.py.
-        hparams_name: the argument that they are the content of; "kwargs" if they are the arguments themselves.
-        contents: everything in the file but the tensors, for `on_load_checkpoint`.
+        state_dict: the model's whole tensors on the CPU.
+        hyper_parameter_forms: the forms of hyper-parameters that are not plain data; see plain_forms.py.
+        hparams_name: the argument that contains the hyper-parameters, or "kwargs" if they are the arguments.
+        contents: everything in the file except the tensors, for `on_load_checkpoint`.
     """
 
     state_dict: dict[str, Any]
@@ -74,22 +73,21 @@ class Weights:
 
 
 def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weights:
-    """Read the weights and hyper-parameters at a path or an fsspec URL; `verify` applies to our own checkpoints."""
+    """Read the weights and hyper-parameters at a path or an fsspec URL. `verify` applies to our checkpoints."""
     check_verify(verify)
     name = pointed(os.fspath(path))
     filesystem, inside = fsspec.core.url_to_fs(name)
     filesystem.invalidate_cache()
     try:
         if filesystem.isdir(inside):
-            return _from_directory(
-                name, {each.rstrip("/").rpartition("/")[2] for each in filesystem.ls(inside, False)}, verify
-            )
+            names = {path.rstrip("/").rpartition("/")[2] for path in filesystem.ls(inside, False)}
+            return _from_directory(name, names, verify)
         if not filesystem.exists(inside):
             raise MissingCheckpoint(f"{name} does not exist; expected {ACCEPTED}.")
         if isinstance(filesystem, LocalFileSystem) and not os.path.isfile(inside):
             raise CheckpointError(f"{name} is a pipe or a device, not a file; expected {ACCEPTED}.")
         if inside.endswith(INDEX_SUFFIX):
-            # One byte more than an index may have shows that it is too large, without reading all of it.
+            # One byte above the limit shows that an index is too large, without reading all of it.
             return _from_index(name, filesystem.cat_file(inside, 0, MAX_INDEX_BYTES + 1))
         with filesystem.open(inside, "rb") as stream:
             start = stream.read(9)
@@ -104,13 +102,13 @@ def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weigh
         raise
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {error}") from error
-    raise CheckpointError(f"{name} is not a checkpoint: it begins with {start!r}. Accepted is {ACCEPTED}.")
+    raise CheckpointError(f"{name} is not a checkpoint: it begins with {start!r}; expected {ACCEPTED}.")
 
 
 def _from_index(path: str, data: bytes) -> Weights:
-    """Read the files that an index names, which are in its directory."""
+    """Read the files that an index names in its directory."""
     if len(data) > MAX_INDEX_BYTES:
-        raise CheckpointError(f"{path} is larger than {MAX_INDEX_BYTES >> 20} MiB; an index is a list of names.")
+        raise CheckpointError(f"{path} is larger than {MAX_INDEX_BYTES >> 20} MiB, too large for an index.")
     content = load_json(data, path)
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
@@ -125,7 +123,7 @@ def _from_index(path: str, data: bytes) -> Weights:
     missing = [name for name, file in files.items() if clean_name(name) not in parts[file].state_dict]
     if missing:
         raise CheckpointError(
-            f"{path}: {files[missing[0]]} holds no {missing[0]!r}, though the index lists it there ({len(missing)} in all). "
+            f"{path}: {files[missing[0]]} has no {missing[0]!r}, though the index lists it there ({len(missing)} in all). "
             "Get the files that belong to this index."
         )
     names = {clean_name(name): file for name, file in files.items()}
@@ -133,29 +131,29 @@ def _from_index(path: str, data: bytes) -> Weights:
 
 
 def is_plain(value: Any, largest_tensor: int = LARGEST_PLAIN_TENSOR) -> bool:
-    """Return whether a hyper-parameter may be stored: plain data without tensors of more elements than `largest_tensor`."""
+    """Return whether a hyper-parameter may be stored: plain data without tensors of more than `largest_tensor` elements."""
     try:
         tensors = encode(value)[1].values()
     except TypeError:
         return False
     return all(
-        each.numel() <= largest_tensor
-        and each.dtype in DTYPES.values()
-        and each.layout is torch.strided
-        and not each.is_meta
-        for each in tensors
+        tensor.numel() <= largest_tensor
+        and tensor.dtype in DTYPES.values()
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        for tensor in tensors
     )
 
 
 def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
     if MANIFEST_NAME not in names:
         engine = next((engine for name, engine in _ENGINES.items() if name in names), None)
-        what = f"a sharded checkpoint of {engine}" if engine else f"a directory without a {MANIFEST_NAME}"
-        remedy = " Convert it to one file with that library's own tool first." if engine else ""
-        raise CheckpointError(f"{path} is {what}; expected {ACCEPTED}.{remedy}")
+        kind = f"a sharded checkpoint of {engine}" if engine else f"a directory without a {MANIFEST_NAME}"
+        remedy = " Convert it to one file with that library's tool first." if engine else ""
+        raise CheckpointError(f"{path} is {kind}; expected {ACCEPTED}.{remedy}")
     checkpoint = open_checkpoint(path, verify)
     if "model" not in checkpoint.sections:
-        raise CheckpointError(f"{path} holds no model; its sections are {', '.join(checkpoint.sections) or 'none'}.")
+        raise CheckpointError(f"{path} has no model; its sections are {', '.join(checkpoint.sections) or 'none'}.")
     tensors: dict[str, Any] = {**checkpoint.read_tensors("model")}
     state = checkpoint.run_state()
     for number, states in state.get("extra", {}).items():  # the first module's names have no number
@@ -178,9 +176,9 @@ def _from_torch_file(path: str, source: Any) -> Weights:
     if not isinstance(source, str):
         source.seek(0)
     try:
-        # weights_only refuses every object that could run code while it is unpickled.
+        # weights_only rejects every object that could run code while it is unpickled.
         content = torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:  # on damaged data the reader raises errors of many types
+    except Exception as error:  # damaged data causes errors of many types
         _refuse(path, error)
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         epoch, step = (
@@ -203,7 +201,7 @@ def _from_safetensors(path: str, data: bytes) -> Weights:
     except (SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} looks like a safetensors file and cannot be read: {error}") from error
     header = load_json(data[8 : 8 + int.from_bytes(data[:8], "little")], path)
-    for name, stored in header.get(METADATA_KEY, {}).items():  # by convention, the further names of tied tensors
+    for name, stored in header.get(METADATA_KEY, {}).items():  # by convention, the other names of tied tensors
         if name not in tensors and stored in tensors:
             tensors[name] = tensors[stored]
     return Weights(_clean(tensors), "safetensors")
@@ -216,18 +214,18 @@ def _refuse(path: str, error: Exception) -> NoReturn:
             f"{path} cannot be read as a file of torch.save; it may be damaged or cut short ({summarize(error)})."
         ) from error
     match = _REFUSED.search(text)
-    found = next((group for group in match.groups() if group), None) if match else None
+    kind = next((group for group in match.groups() if group), None) if match else None
     raise CheckpointError(
-        f"{path} holds {found or 'objects'}, and only tensors and plain data are read from a pickle: anything else could run "
-        "code. If you trust the file, save the weights alone in the program that wrote it "
-        "(torch.save(model.state_dict(), ...)), or leave the object out (save_hyperparameters(ignore=...)) and save again."
+        f"{path} contains {kind or 'objects'}, but only tensors and plain data are read from a pickle: anything else could "
+        "run code. If you trust the file, save only the weights in the program that wrote it "
+        "(torch.save(model.state_dict(), ...)), or omit the object (save_hyperparameters(ignore=...)) and save again."
     ) from None
 
 
 def _checked(path: str, content: Any) -> dict[str, Any]:
     """Check that the content is a state_dict, and return it with clean names."""
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} holds {a_type_of(content)}, not a dict of tensors; expected {ACCEPTED}.")
+        raise CheckpointError(f"{path} contains {a_type_of(content)}, not a dict of tensors; expected {ACCEPTED}.")
     wrong = [
         key
         for key, value in content.items()
@@ -236,8 +234,9 @@ def _checked(path: str, content: Any) -> dict[str, Any]:
     if wrong:
         names = ", ".join(map(repr, list(content)[:8]))
         raise CheckpointError(
-            f"{path} holds a dict with {names}, and {wrong[0]!r} is not a tensor: it is not a state_dict and has none under "
-            f'"state_dict". Accepted is {ACCEPTED}.'
+            f"{path} contains a dict with {names}, and {wrong[0]!r} is not a tensor: it is not a state_dict and has none "
+            "under "
+            f'"state_dict"; expected {ACCEPTED}.'
         )
     return _clean(content)
 
@@ -246,19 +245,19 @@ def _clean(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors under their names in an uncompiled module."""
     cleaned = OrderedDict((clean_name(name), value) for name, value in tensors.items())
     metadata = getattr(tensors, "_metadata", None)
-    if isinstance(metadata, Mapping):  # the versions of the modules, which loading reads
+    if isinstance(metadata, Mapping):  # the versions of the modules, which a load reads
         setattr(cleaned, "_metadata", {clean_name(name): value for name, value in metadata.items()})  # noqa: B010
     return cleaned
 
 
 def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for prefix in ("", "datamodule_"):
         values, name = content.get(f"{prefix}hyper_parameters") or {}, content.get(f"{prefix}hparams_name")
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
             raise CheckpointError(f"{path}: its {prefix}hyper_parameters are not a dict of names and values.")
-        found[f"{prefix}hyper_parameters"] = dict(values)
+        result[f"{prefix}hyper_parameters"] = dict(values)
         forms = content.get(f"{prefix}hyper_parameter_forms")
-        found[f"{prefix}hyper_parameter_forms"] = dict(forms) if isinstance(forms, Mapping) else {}
-        found[f"{prefix}hparams_name"] = name if isinstance(name, str) else None
-    return found
+        result[f"{prefix}hyper_parameter_forms"] = dict(forms) if isinstance(forms, Mapping) else {}
+        result[f"{prefix}hparams_name"] = name if isinstance(name, str) else None
+    return result

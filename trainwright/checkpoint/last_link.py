@@ -1,4 +1,4 @@
-"""The link to the newest checkpoint of a folder: a symbolic link, or where those do not exist a directory with a pointer."""
+"""The link to the newest checkpoint of a folder: a symbolic link, or a directory with a pointer if links are impossible."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ POINTER_NAME = "pointer.json"
 
 
 def point_to(link: str, target: str) -> None:
-    """Let `link` lead to the checkpoint `target` in or below its folder, in one step; OSError if it cannot be written."""
+    """Point `link` to the checkpoint `target` in or below its folder, in one step (OSError if it cannot be written)."""
     files, inside = resolve(link)
-    # Relative to the folder, so that the link still leads there once the folder has been moved.
+    # Relative to the folder, so that the link stays valid if the folder is moved.
     name = target.rstrip("/").removeprefix(f"{os.path.dirname(link)}/")
     if not files.has_rename:
         files.make_directories(inside)
@@ -46,21 +46,21 @@ def _pointer(name: str) -> bytes:
 
 
 def pointed(path: str) -> str:
-    """Return the checkpoint that a path leads to; the path itself unless it is such a link.
+    """Return the checkpoint that a link leads to, or the path itself if it is no link.
 
-    A run resumes from that checkpoint, wherever the link leads afterwards.
+    A run resumes from that checkpoint, even if the link changes later.
     """
     name = _target(*resolve(path))
     return f"{path.rstrip('/').rpartition('/')[0] or '.'}/{name}" if name else path
 
 
 def is_last_link(path: str) -> bool:
-    """Return whether a path is such a link, and not a checkpoint or anything else."""
+    """Return whether a path is such a link."""
     return bool(_target(*resolve(path)))
 
 
 def remove_link(path: str) -> None:
-    """Remove such a link; anything else is left alone."""
+    """Remove such a link. Anything else stays."""
     files, inside = resolve(path)
     if not _target(files, inside):
         return
@@ -72,7 +72,7 @@ def remove_link(path: str) -> None:
 
 
 def _target(files: Files, inside: str) -> str:
-    """Return the path that a link leads to from its own folder; "" if it is not a link, or leads out of that folder."""
+    """Return a link's target relative to its folder, or "" if it is not a link, or leads out of that folder."""
     name = ""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if files.has_rename and stat.S_ISLNK(os.lstat(inside).st_mode):

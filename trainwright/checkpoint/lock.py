@@ -1,11 +1,11 @@
-"""The lock of a checkpoint folder: two runs that wrote into one folder would remove each other's checkpoints.
+"""The lock of a checkpoint folder. Without it two runs in one folder would remove each other's checkpoints.
 
-It is a POSIX record lock on the file `.lock` in the folder, whose text names the holder. The kernel releases it when the
-process ends, however it ends; forked loader workers do not inherit it, and it works over NFS. On a file system without locks,
-the file's existence is the lock, and the process that it names is looked up. A remote folder (any fsspec URL that is not a
-local path) has no lock: object stores offer nothing atomic enough to build one on.
+It is a POSIX record lock on the file `.lock` in the folder, whose text names the holder. The kernel releases the lock when
+the process ends in any way. Forked loader workers do not inherit it, and it works over NFS. On a file system without locks
+the file's existence is the lock, valid while the named process lives. A remote folder (any fsspec URL that is not a local
+path) has no lock, because object stores have no suitable atomic operation.
 
-NOTE: a process that closes any descriptor of a file loses its POSIX locks on it, so this process opens the file once.
+NOTE: a process that closes any descriptor of a file loses its POSIX locks on the file. So this process opens the file once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from typing import Any
 
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.errors import CheckpointError
-from trainwright.paths import open_no_link
-from trainwright.process_identity import is_process_alive, machine, process_start_time
+from trainwright.paths import is_process_alive, machine, open_no_link, process_start_time
 
 LOCK_NAME = ".lock"
 ATTEMPTS = 20
 CLAIM_SECONDS = 0.2
-"""How long a claim has to last on a file system without locks: longer than another process takes from look to claim."""
+"""How long a claim must last on a file system without locks: longer than another process takes between look and claim."""
 NAMED_SECONDS = 0.5
-"""How long a refused process waits for the holder to write its name."""
+"""How long a process waits for the holder to write its name."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 # POSIX allows either for a lock that another process holds.
 _IS_HELD = (errno.EACCES, errno.EAGAIN)
@@ -41,12 +40,12 @@ _IS_HELD = (errno.EACCES, errno.EAGAIN)
 
 @dataclass
 class _Holding:
-    """A lock that this process holds."""
+    """A lock of this process."""
 
     path: str
     descriptor: int
     created: list[str]
-    """The directories that were created for it, the innermost first."""
+    """The directories that were created for the lock, the innermost first."""
     pid: int = field(default_factory=os.getpid)
     count: int = 1
 
@@ -57,10 +56,10 @@ _guard = threading.Lock()
 
 
 class FolderLock:
-    """This process's hold on a checkpoint folder; made by `lock_folder`.
+    """This process's lock on a checkpoint folder, made by `lock_folder`.
 
-    `key` is the lock file's device and inode, None for a folder without a lock. `previous_holder` names a process that ended
-    without releasing it.
+    `key` is the lock file's device and inode, or None for a folder without a lock. `previous_holder` names a process that
+    ended without releasing the lock.
     """
 
     def __init__(self, folder: str, key: tuple[int, int] | None, previous_holder: str = "") -> None:
@@ -68,11 +67,11 @@ class FolderLock:
         self._key = key
 
     def release(self) -> None:
-        """Release the folder and remove what was created for the lock; a second call does nothing."""
+        """Release the folder, and remove the files of the lock. A second call does nothing."""
         key, self._key = self._key, None
         with _guard:
             holding = _held.get(key) if key is not None else None
-            if key is None or holding is None or holding.pid != os.getpid():  # a forked child holds nothing
+            if key is None or holding is None or holding.pid != os.getpid():  # a forked child has no lock
                 return
             holding.count -= 1
             if holding.count:
@@ -80,7 +79,7 @@ class FolderLock:
             del _held[key]
             with contextlib.suppress(OSError):  # the folder may have been removed
                 if _key(os.stat(holding.path)) == key:
-                    # While it is locked: a process that has it open sees that it is gone, and opens again.
+                    # While the file is locked, so that another process notices that it is gone, and opens it again.
                     os.unlink(holding.path)
             os.close(holding.descriptor)
             with contextlib.suppress(OSError):  # not empty
@@ -89,9 +88,9 @@ class FolderLock:
 
 
 def lock_folder(folder: str) -> FolderLock:
-    """Lock a folder for this process, creating it if missing. The same process may lock it several times.
+    """Lock a folder for this process, and create it if it is missing. The same process may lock it several times.
 
-    CheckpointError if another process holds it, or nothing can be written there.
+    CheckpointError if another process has locked it, or if it cannot be written.
     """
     files, inside = resolve(folder)
     if not files.has_rename:
@@ -107,8 +106,8 @@ def lock_folder(folder: str) -> FolderLock:
             descriptor, previous = _acquire_in(files, inside, path, folder)
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint folder {folder} cannot be written: {describe(error, path)}. Give ModelCheckpoint a dirpath in "
-                "which files can be created."
+                f"the checkpoint folder {folder} cannot be written: {describe(error, path)}. Give ModelCheckpoint a "
+                "dirpath in which files can be created."
             ) from error
         key = _key(os.fstat(descriptor))
         _held[key] = _Holding(path, descriptor, missing)
@@ -116,7 +115,7 @@ def lock_folder(folder: str) -> FolderLock:
 
 
 def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int, str]:
-    """Lock a folder, and create it again if a process that releases it removes it, since it is empty, in the same moment."""
+    """Lock a folder. If another process releases and removes the empty folder at the same moment, create it again."""
     for _ in range(ATTEMPTS - 1):
         files.make_directories(inside)
         with contextlib.suppress(FileNotFoundError):
@@ -125,7 +124,7 @@ def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int,
 
 
 def _acquire(path: str, folder: str) -> tuple[int, str]:
-    """Return the descriptor of the locked file, and the previous holder if that ended without releasing it; never wait."""
+    """Return the descriptor of the locked file, and a previous holder that ended without releasing it. Never wait."""
     while True:
         descriptor = open_no_link(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
@@ -138,7 +137,7 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
                     raise
                 return _acquire_by_name(path, folder, descriptor)
             with contextlib.suppress(FileNotFoundError):
-                if _key(os.stat(path)) == _key(os.fstat(descriptor)):  # otherwise its holder has just removed it
+                if _key(os.stat(path)) == _key(os.fstat(descriptor)):  # otherwise the holder has just removed the file
                     previous = _read(descriptor)
                     _write(descriptor)
                     return descriptor, _describe(previous) if previous else ""
@@ -149,22 +148,22 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
 
 
 def _acquire_by_name(path: str, folder: str, descriptor: int) -> tuple[int, str]:
-    """Take the lock on a file system without locks: replace the file by a new one, and see whether that one stays."""
+    """Acquire the lock on a file system without locks: replace the file, and check that the new file stays."""
     holder = _read(descriptor)
     if holder and (holder.get("machine") != machine() or is_process_alive(int(holder["pid"]), str(holder["start"]))):
         raise _refusal(folder, path, holder)
-    own = f"{path}-{uuid.uuid4().hex[:12]}"
-    claim = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    temporary = f"{path}-{uuid.uuid4().hex[:12]}"
+    claim = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         _write(claim)
-        os.rename(own, path)
+        os.rename(temporary, path)
         time.sleep(CLAIM_SECONDS)  # if several processes saw no holder, the last to rename wins
         if _key(os.stat(path)) != _key(os.fstat(claim)):
             raise _refusal(folder, path, {})
     except BaseException:
         os.close(claim)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(own)
+            os.unlink(temporary)
         raise
     os.close(descriptor)
     return claim, _describe(holder) if holder else ""
@@ -172,19 +171,19 @@ def _acquire_by_name(path: str, folder: str, descriptor: int) -> tuple[int, str]
 
 def _refusal(folder: str, path: str, holder: dict[str, Any]) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint folder {folder} is in use by another run: {_describe(holder)}. Wait until it ends, stop it, or give "
+        f"the checkpoint folder {folder} is in use by another run: {_describe(holder)}. Wait until it ends, stop it, or pass "
         f"ModelCheckpoint another dirpath. (If you are sure that this process no longer runs, remove {path}.)"
     )
 
 
 def _describe(holder: dict[str, Any]) -> str:
     if not holder:
-        return "one that has just started"
+        return "a run that has just started"
     return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """Return the holder that the file names, empty if none."""
+    """Return the holder that the file names, or an empty dict."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -193,7 +192,7 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 
 def _read_soon(descriptor: int) -> dict[str, Any]:
-    """Return the holder of a locked file, which writes its name right after locking it."""
+    """Return the holder of a locked file. It writes its name right after locking the file."""
     for _ in range(ATTEMPTS):
         if holder := _read(descriptor):
             return holder

@@ -1,11 +1,11 @@
 """The manifest: the file that makes a directory a checkpoint.
 
-It is JSON with a digest of itself, every file's size and digest, and every tensor's shape, dtype and pieces. A digest shows
-damage, not malice, so all values are also validated before use.
+It is JSON with a digest of its text, the sizes and digests of all files, and the shapes, dtypes and pieces of all tensors. A
+digest shows damage, not malice, so all values are also validated before use.
 
-Versions: the first line up to the digest and the keys `format` and `format_version` never change, so that every version can
-name a newer one that it refuses. Readers ignore unknown keys at the top, in the header and in a tensor's entry, so a writer
-may add keys that readers can do without. Any other change raises FORMAT_VERSION.
+The first line up to the digest and the keys `format` and `format_version` never change. So every version can recognize and
+reject a newer version. Readers ignore unknown keys at the top, in the header and in a tensor's entry, so writers may add
+optional keys. Any other change increases FORMAT_VERSION.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from trainwright.checkpoint.shards import FileRecord, unique_keys
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, StoredPiece, TensorEntry, check_coverage
 from trainwright.errors import CheckpointError
 
+__all__ = ["FORMAT_VERSION"]
+
 FORMAT = "trainwright-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -33,9 +35,9 @@ _HEAD = b'{"sha256": "%s", "manifest": '
 _TAIL = b"}\n"
 _HEAD_BYTES = len(_HEAD) - 2 + 64
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", re.ASCII)
-"""The file names that are accepted from a manifest; none is a path of several parts."""
+"""The file names that are accepted from a manifest. They are no paths of several parts."""
 _PART = re.compile(r"(?!\.)[^/\\\x00-\x1f]{1,200}")
-"""A part of the path of an attached file."""
+"""A part of an attached file's path."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -45,33 +47,33 @@ class FormatRefused(CheckpointError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of: the header is plain JSON from the writer (step, epoch, world_size and more)."""
+    """The contents of a checkpoint. The header is plain JSON from the writer (step, epoch, world_size and more)."""
 
     header: dict[str, Any]
     files: dict[str, FileRecord]
     sections: dict[str, dict[str, TensorEntry]]
     attached: dict[str, FileRecord] = field(default_factory=dict)
-    """Files that hooks have written, by their paths within the directory."""
+    """Files that hooks have written, by their paths in the directory."""
 
     @property
     def all_files(self) -> dict[str, FileRecord]:
-        """Return every file but the manifest, the attached ones too."""
+        """Return all files except the manifest, also the attached files."""
         return {**self.files, **self.attached}
 
     @property
     def own_names(self) -> set[str]:
-        """Return what the directory holds if nothing foreign is in it: files, and folders of attached ones."""
+        """Return the names that belong to the checkpoint in its directory: files, and folders of attached files."""
         folders = {str(parent) for name in self.attached for parent in PurePosixPath(name).parents}
         return {MANIFEST_NAME, *self.files, *self.attached, *folders} - {"."}
 
 
 def rank_section(rank: int) -> str:
-    """Return the name under which a rank's own state is stored."""
+    """Return the name under which a rank's state is stored."""
     return f"rank-{rank:05d}"
 
 
 def render(manifest: Manifest) -> bytes:
-    """Return the file's bytes; `parse` detects any flipped bit in them."""
+    """Return the file's bytes, in which `parse` detects any flipped bit."""
     body = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -86,16 +88,18 @@ def render(manifest: Manifest) -> bytes:
 
 
 def dump_json(value: Any, name: str) -> bytes:
-    """Return compact JSON; refuse what would be too long to be read back."""
+    """Return compact JSON, or raise CheckpointError if it would be too long to be read back."""
     data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-    # The manifest's digest and head are added to this, and a reader compares the whole with the limit.
+    # A reader compares the limit with the whole file, including the manifest's digest and head.
     if len(data) > MAX_JSON_BYTES - 256:
-        raise CheckpointError(f"{name} would take {len(data) >> 20} MiB; keep large values in tensors or numpy arrays.")
+        raise CheckpointError(
+            f"{name} would take {len(data) >> 20} MiB. Store large values as tensors or numpy arrays."
+        )
     return data
 
 
 def load_json(data: bytes, name: str) -> Any:
-    """Return the content of a JSON file; raise CheckpointError if it is damaged or nested too deeply."""
+    """Return the content of a JSON file. CheckpointError if it is damaged or nested too deeply."""
     try:
         return json.loads(data.decode(), parse_constant=_refuse_constant, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
@@ -117,26 +121,26 @@ def table_to_json(table: Mapping[str, TensorEntry]) -> dict[str, Any]:
 
 
 def table_from_json(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    """Return the tensors of a section; malformed data raises built-in exceptions."""
+    """Return the tensors of a section. Malformed data raises built-in exceptions."""
     entries = {}
     for name, item in table.items():
         shape = item["shape"]
-        sane = type(shape) is list and len(shape) <= MAX_DIMENSIONS and _are_counts(shape)
-        # The strides of an empty tensor are the products of its other dimensions, so these have to fit too.
-        if not sane or not _are_counts([math.prod(filter(None, shape))]):
+        is_valid = type(shape) is list and len(shape) <= MAX_DIMENSIONS and _are_counts(shape)
+        # The strides of an empty tensor are the products of its other dimensions, so these must fit too.
+        if not is_valid or not _are_counts([math.prod(filter(None, shape))]):
             raise _malformed(name, "shape", shape)
         pieces = tuple(starmap(StoredPiece, item["pieces"]))
         for piece in pieces:
-            sane = isinstance(piece.file, str) and isinstance(piece.key, str)
-            if not sane or not _are_counts(piece[2:]):
+            is_valid = isinstance(piece.file, str) and isinstance(piece.key, str)
+            if not is_valid or not _are_counts(piece[2:]):
                 raise _malformed(name, "piece", piece)
         entries[name] = TensorEntry(tuple(shape), DTYPES[item["dtype"]], pieces)
     return entries
 
 
 def parse(data: bytes) -> Manifest:
-    """Return the manifest from a file's bytes; CheckpointError if damaged, inconsistent, or of another format or version."""
-    # The bytes are compared before they are parsed, so that damaged JSON is never interpreted.
+    """Return the manifest from a file's bytes. CheckpointError if it is damaged, inconsistent or of an unknown format."""
+    # The digest is compared before the bytes are parsed, so that damaged JSON is never interpreted.
     digest = data[_HEAD.index(b"%s") :][:64]
     body = data[_HEAD_BYTES : -len(_TAIL)]
     if data != _HEAD % digest + body + _TAIL or hashlib.sha256(body).hexdigest().encode() != digest:
@@ -145,7 +149,7 @@ def parse(data: bytes) -> Manifest:
         )
     content = load_json(body, MANIFEST_NAME)
     try:
-        # First: in a newer version the rest may mean something else.
+        # First, because in a newer version the rest may have another meaning.
         _check_format(content)
         header = content["header"]
         for field in ("step", "epoch", "world_size"):
@@ -178,7 +182,7 @@ def _check_format(content: Mapping[str, Any]) -> None:
 
 
 def is_attachable(name: str) -> bool:
-    """Return whether this is the path of a file within the directory, as hooks may write it."""
+    """Return whether hooks may write a file at this path in the directory."""
     return name != MANIFEST_NAME and all(_PART.fullmatch(part) for part in name.split("/"))
 
 
@@ -186,7 +190,7 @@ def _parse_record(name: str, record: Any, is_attached: bool = False) -> FileReco
     if not (is_attachable(name) if is_attached else FILE_NAME.fullmatch(name) and name != MANIFEST_NAME):
         raise CheckpointError(
             f"{MANIFEST_NAME} names the file {name[:200]!r}; expected plain file names inside the directory. "
-            "Do not use this checkpoint: it was not written by trainwright."
+            "Do not use this checkpoint, because trainwright did not write it."
         )
     size, digest = record
     if not _are_counts([size]):
@@ -209,15 +213,15 @@ def check_tensors(manifest: Manifest) -> None:
                     )
                 if piece.numel * entry.dtype.itemsize > record.size:
                     raise CheckpointError(f"tensor {name!r} claims {piece.numel} elements of the smaller {piece.file}.")
-            # A reader allocates a whole tensor before it reads: a wrong shape must not claim all memory.
+            # A reader allocates a whole tensor before it reads. A wrong shape must not claim all memory.
             if math.prod(entry.shape) * entry.dtype.itemsize > total:
-                raise CheckpointError(f"tensor {name!r} claims shape {entry.shape}, more than all files hold.")
+                raise CheckpointError(f"tensor {name!r} claims shape {entry.shape}, which is larger than all files.")
 
 
 def _are_counts(values: Sequence[Any]) -> bool:
-    # By exact type, since to isinstance JSON's true is an int.
+    # By exact type, because for isinstance JSON's true is an int.
     return {*map(type, values)} <= {int} and min(values, default=0) >= 0 and max(values, default=0) < 1 << 62
 
 
-def _malformed(name: str, what: str, value: Any) -> ValueError:
-    return ValueError(f"{name[:200]!r} has {what} {str(value)[:200]!r}")
+def _malformed(name: str, key: str, value: Any) -> ValueError:
+    return ValueError(f"{name[:200]!r} has {key} {str(value)[:200]!r}")

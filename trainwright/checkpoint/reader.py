@@ -1,10 +1,12 @@
-"""Reading a checkpoint: it is verified first, and no destination changes before every check has passed."""
+"""Reading a checkpoint. It is verified first, and no destination changes before every check has passed."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
@@ -13,12 +15,14 @@ import torch
 from trainwright.checkpoint.codec import decode
 from trainwright.checkpoint.discovery import listing_of, read_manifest
 from trainwright.checkpoint.filesystem import Files, describe, resolve
-from trainwright.checkpoint.last_link import pointed
+from trainwright.checkpoint.last_link import is_last_link, pointed
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json, rank_section
 from trainwright.checkpoint.shards import CHUNK_BYTES, FileRecord, StoredArray, copy_into, plan_copies, read_header
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
+
+__all__ = ["StoredCheckpoint", "Verdict", "candidates", "examine", "open_checkpoint"]
 
 Verify = Literal["full", "size", "off"]
 # Linux lets a process open 1,024 files by default, and a checkpoint of many ranks may have more.
@@ -27,14 +31,14 @@ REMEDY = "Use another checkpoint, or a good copy of this one."
 
 
 class ReadReport(NamedTuple):
-    """What a read skipped: requested but not stored (`missing`), stored but not requested (`unexpected`)."""
+    """The tensors that a read skipped: not stored (`missing`), or not requested (`unexpected`)."""
 
     missing: list[str]
     unexpected: list[str]
 
 
 class StoredCheckpoint:
-    """A verified checkpoint; made by `open_checkpoint`. `path` is the one that the user gave, `inside` the one in `files`."""
+    """A verified checkpoint, made by `open_checkpoint`. `path` is the user's path, and `inside` the path in `files`."""
 
     def __init__(
         self, files: Files, path: str, inside: str, manifest: Manifest, verify: Verify, extra_files: Sequence[str]
@@ -62,10 +66,10 @@ class StoredCheckpoint:
         return dict(self._manifest.sections[section])
 
     def read_into(self, section: str, pieces: Sequence[Piece], strict: bool = True) -> ReadReport:
-        """Fill the tensors of the pieces in place, reading only what overlaps them, and converting to their dtypes.
+        """Fill the tensors of the pieces in place, and convert to their dtypes. Only overlapping bytes are read.
 
-        Each rank reads its own pieces without communication, whatever the writer's world size and strategy. Everything is
-        checked before the first write. With strict False a destination that is not stored is left unchanged and reported.
+        Every rank reads its pieces without communication, whatever the writer's world size and strategy. Everything is
+        checked before the first write. With strict=False a destination that is not stored stays unchanged and is reported.
         """
         entries = self.tensors(section)
         wanted = {piece.name for piece in pieces}
@@ -76,7 +80,7 @@ class StoredCheckpoint:
                 "Build the model as it was when the checkpoint was written, or read with strict=False."
             )
         self._fill(entries, [piece for piece in pieces if piece.name in entries])
-        # A name that is tied to one that was read is not unexpected.
+        # A second name of a tied tensor that was read is not unexpected.
         read = {(piece.file, piece.key) for name in wanted & entries.keys() for piece in entries[name].pieces}
 
         def is_tied(entry: TensorEntry) -> bool:
@@ -85,7 +89,7 @@ class StoredCheckpoint:
         return ReadReport(missing, sorted(n for n, entry in entries.items() if n not in wanted and not is_tied(entry)))
 
     def read_part(self, section: str, piece: Piece) -> None:
-        """Fill one piece of a stored tensor in place; the cost does not depend on the section's size."""
+        """Fill one piece of a stored tensor in place. The cost does not depend on the section's size."""
         self._fill(self._manifest.sections[section], [piece])
 
     def _fill(self, entries: Mapping[str, TensorEntry], pieces: Sequence[Piece]) -> None:
@@ -95,12 +99,12 @@ class StoredCheckpoint:
             for piece, copies in plans:
                 for copy in copies:
                     shards.check(copy.source, entries[piece.name])
-            # Only now, when all of them are known to be there: a refused read changes nothing.
+            # Only now, after all checks, so that a failed read changes nothing.
             for piece, copies in plans:
                 copy_into(piece, entries[piece.name].dtype, copies, shards.locate)
 
     def check_layout(self) -> None:
-        """Compare every file's own table with the manifest, without reading tensors (CheckpointError)."""
+        """Compare the tables in the files with the manifest, without reading tensors (CheckpointError)."""
         with self._open_shards() as shards:
             for table in self._manifest.sections.values():
                 for entry in table.values():
@@ -116,13 +120,13 @@ class StoredCheckpoint:
             raise CheckpointError(f"{self.path}: {error}") from error
 
     def read_tensors(self, section: str, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """Return whole tensors in host memory by name; all of the section by default."""
+        """Return whole tensors in host memory by name, by default all tensors of the section."""
         entries = self.tensors(section)
         if absent := sorted(set(names or ()) - entries.keys()):
             raise CheckpointError(f"{self.path} has no {section} tensor {absent[0]!r}.")
         wanted = [name for name in entries if names is None or name in names]
         tensors = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype) for name in wanted}
-        self.read_into(section, [Piece(name, entries[name].shape, 0, each) for name, each in tensors.items()])
+        self.read_into(section, [Piece(name, entries[name].shape, 0, tensor) for name, tensor in tensors.items()])
         return tensors
 
     def read_tensor(self, section: str, name: str) -> torch.Tensor:
@@ -134,14 +138,16 @@ class StoredCheckpoint:
         return self._read_plain("state")
 
     def run_state(self) -> dict[str, Any]:
-        """Return the plain state of a run; CheckpointError if it is not a dict, so that no run wrote it."""
+        """Return the plain state of a run. If it is not a dict, no run wrote it (CheckpointError)."""
         state = self.state()
         if not isinstance(state, dict):
-            raise CheckpointError(f"{self.path}: state.json holds {a_type_of(state)}; a run's is a dict. {REMEDY}")
+            raise CheckpointError(
+                f"{self.path}: state.json contains {a_type_of(state)}, not the dict of a run. {REMEDY}"
+            )
         return state
 
     def rank_state(self, rank: int) -> Any | None:
-        """Return the plain state that a rank stored; None if it stored nothing or did not exist."""
+        """Return the plain state that a rank stored, or None if it stored nothing or did not exist."""
         name = rank_section(rank)
         return self._read_plain(name) if f"{name}.json" in self._manifest.files else None
 
@@ -155,7 +161,7 @@ class StoredCheckpoint:
                 data = stream.read()
         except OSError as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
-        # The bytes that are used, which may differ from those of the verification, and "size" has hashed none.
+        # These bytes may differ from the verified bytes, and "size" has hashed no file.
         if self._verify != "off" and hashlib.sha256(data).hexdigest() != record.sha256:
             raise CheckpointError(f"{self.path}: {name} does not match its digest: it is damaged. {REMEDY}")
         tensors = self.read_tensors(section) if section in self._manifest.sections else {}
@@ -189,26 +195,24 @@ class _OpenShards:
             self._opened.popitem()[1].close()
 
     def header(self, file: str) -> dict[str, StoredArray]:
-        """Return a file's table; its header is read and checked once."""
+        """Return a file's table. Its header is read and checked once."""
         if file not in self._headers:
             self._headers[file] = read_header(self._open(file), file, self._manifest.files[file].size)
         return self._headers[file]
 
     def check(self, source: StoredPiece, entry: TensorEntry) -> None:
-        """Refuse a piece that its file does not hold as the manifest says (CheckpointError)."""
+        """Reject a piece that its file does not contain as the manifest says (CheckpointError)."""
         array = self.header(source.file).get(source.key)
         if array is None:
-            raise CheckpointError(
-                f"{source.file} holds no {source.key!r}, though {MANIFEST_NAME} lists a tensor there."
-            )
+            raise CheckpointError(f"{source.file} has no {source.key!r}, though {MANIFEST_NAME} lists a tensor there.")
         if (array.dtype, array.numel) != (entry.dtype, source.numel):
             raise CheckpointError(
-                f"{source.file} holds {array.numel} elements of {array.dtype} as {source.key!r}; {MANIFEST_NAME} says "
-                f"{source.numel} of {entry.dtype}."
+                f"{source.file} has {array.numel} elements of {array.dtype} as {source.key!r}, but {MANIFEST_NAME} lists "
+                f"{source.numel} elements of {entry.dtype}."
             )
 
     def locate(self, file: str, key: str) -> tuple[BinaryIO, StoredArray]:
-        """Return the open file, and where the key's bytes are in it."""
+        """Return the open file, and the location of the key's bytes."""
         return self._open(file), self.header(file)[key]
 
     def _open(self, file: str) -> BinaryIO:
@@ -220,35 +224,35 @@ class _OpenShards:
 
 
 def check_verify(verify: str) -> None:
-    """Refuse an unknown degree of verification (ValueError)."""
+    """Reject an unknown degree of verification (ValueError)."""
     if verify not in get_args(Verify):
         raise ValueError(
-            f"verify={verify!r} is unknown; choose from {', '.join(get_args(Verify))}, or leave it out for full, which "
-            "compares the digest of every file."
+            f"verify={verify!r} is unknown; choose from {', '.join(get_args(Verify))}. The default, full, compares the "
+            "digest of every file."
         )
 
 
 def open_checkpoint(path: str, verify: Verify = "full", *, ranks: Ranks | None = None) -> StoredCheckpoint:
     """Verify a checkpoint and return it, ready to be read.
 
-    With `ranks` the files are distributed: one rank hashes each, and all raise the same error. Collective then.
+    With `ranks` every file is hashed by one of the ranks, and all ranks raise the same error. This is collective.
 
     Args:
         path: the checkpoint's directory, or its URL.
-        verify: "full" hashes every file, "size" compares sizes, "off" only looks whether they are there.
-        ranks: those that open it; None if this process opens it alone.
+        verify: "full" hashes every file, "size" compares sizes, "off" only checks that the files exist.
+        ranks: the ranks that open the checkpoint, or None if only this process opens it.
 
     Raises:
-        CheckpointError: it is not a checkpoint, is damaged, or has a newer format than this version reads.
+        CheckpointError: this is not a checkpoint, or it is damaged, or its format is newer than this version reads.
     """
     check_verify(verify)
-    # Rank 0 follows the link for all, since a save may point it elsewhere between two ranks' looks.
+    # Rank 0 follows the link for all ranks, because a save may change it meanwhile.
     path = ranks.decide(partial(pointed, str(path)), "the opening of a checkpoint") if ranks else pointed(str(path))
     rank, world_size = (ranks.rank, ranks.world_size) if ranks else (0, 1)
     files, inside = resolve(path)
-    found: list[StoredCheckpoint] = []
+    opened: list[StoredCheckpoint] = []
 
-    def examine() -> str:
+    def verified() -> str:
         manifest = read_manifest(files, inside)
         try:
             listed = listing_of(files, inside, manifest)
@@ -257,17 +261,78 @@ def open_checkpoint(path: str, verify: Verify = "full", *, ranks: Ranks | None =
         if fault := next(faults(files, inside, manifest, listed, verify, rank, world_size), None):
             raise CheckpointError(f"{path}: {fault}. {REMEDY}")
         extra = sorted(listed.keys() - manifest.own_names)
-        found.append(StoredCheckpoint(files, str(path), inside, manifest, verify, extra))
+        opened.append(StoredCheckpoint(files, str(path), inside, manifest, verify, extra))
         return hashlib.sha256(repr(sorted(manifest.all_files.items())).encode()).hexdigest()
 
     if ranks is None:
-        examine()
-        return found[0]
-    seen = ranks.run_on_all(examine, "the opening of a checkpoint", describe=partial(describe, path=inside))
-    # A folder that is not shared may hold another checkpoint of the same name on each machine.
+        verified()
+        return opened[0]
+    seen = ranks.run_on_all(verified, "the opening of a checkpoint", describe=partial(describe, path=inside))
+    # A folder that is not shared may contain other checkpoints of the same name on other machines.
     if len(set(seen)) > 1:
         raise CheckpointError(f"the ranks see different checkpoints at {path}; give a path that all of them share.")
-    return found[0]
+    return opened[0]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of checking every byte of a checkpoint."""
+
+    path: str
+    problems: list[str] = field(default_factory=list)
+    """One line per bad file; empty if the checkpoint is complete."""
+    extra_files: list[str] = field(default_factory=list)
+    """Names in the directory that do not belong to the checkpoint."""
+    step: int | None = None
+    """The step, or None if the manifest cannot be read."""
+    num_files: int = 0
+    num_bytes: int = 0
+
+
+def examine(path: str) -> Verdict:
+    """Read all files of a checkpoint, and return every problem, not only the first."""
+    path = pointed(path)
+    files, inside = resolve(path)
+    try:
+        manifest = read_manifest(files, inside)
+    except CheckpointError as error:
+        return Verdict(path, [str(error)])
+    listed = listing_of(files, inside, manifest)
+    problems = list(faults(files, inside, manifest, listed))
+    if not problems:
+        try:
+            checkpoint = open_checkpoint(path, "size")
+            checkpoint.check_layout()
+            checkpoint.run_state()
+            for rank in range(checkpoint.world_size):
+                checkpoint.rank_state(rank)
+        except CheckpointError as error:
+            problems.append(str(error).removeprefix(f"{path}: "))
+    extra = sorted(listed.keys() - manifest.own_names)
+    sizes = [record.size for record in manifest.all_files.values()]
+    return Verdict(path, problems, extra, int(manifest.header["step"]), len(sizes) + 1, sum(sizes))
+
+
+def candidates(path: str) -> list[str]:
+    """Return the path itself, or the directories in it that look like checkpoints by their manifest or name."""
+    files, inside = resolve(path)
+    try:
+        listed = files.listing(inside)
+    except OSError:
+        return [path]
+    if MANIFEST_NAME in listed:
+        return [path]
+    directories = sorted(name for name, size in listed.items() if size is None and not name.startswith("."))
+    looking = [name for name in directories if name.endswith(".ckpt") or _has_manifest(files, f"{inside}/{name}")]
+    paths = [f"{os.fspath(path).rstrip('/')}/{name}" for name in looking]
+    return [checkpoint for checkpoint in paths if not is_last_link(checkpoint)] or [path]
+
+
+def _has_manifest(files: Files, path: str) -> bool:
+    try:
+        return MANIFEST_NAME in files.listing(path)
+    except OSError:
+        return False
 
 
 def faults(
@@ -279,7 +344,7 @@ def faults(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[str]:
-    """Yield what is wrong with each file of a checkpoint; of several ranks each hashes a part of the files."""
+    """Yield the faults of a checkpoint's files. If there are several ranks, each hashes a part of the files."""
     whole = {}
     for name, record in manifest.all_files.items():
         if name not in listed:
@@ -300,7 +365,7 @@ def faults(
 
 def _assigned(records: Mapping[str, FileRecord], rank: int, world_size: int) -> list[str]:
     loads, mine = [0] * world_size, []
-    # Every rank computes all parts, in the same order, so that they need not communicate.
+    # Every rank computes all parts in the same order, so the ranks need not communicate.
     for name in sorted(records, key=lambda name: (-records[name].size, name)):
         chosen = loads.index(min(loads))
         loads[chosen] += records[name].size + 1

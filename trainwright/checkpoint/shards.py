@@ -1,7 +1,7 @@
-"""Safetensors files: written piece by piece and hashed on the way; ranges are read back in place.
+"""Safetensors files. They are written piece by piece and hashed meanwhile, and ranges are read back in place.
 
-Reading by byte ranges works for local and remote files, reads only the overlap of what is stored and what is wanted, and
-raises an error for a truncated file (a memory map would kill the process).
+Byte ranges work for local and remote files, and only the overlap of stored and requested ranges is read. A truncated file
+raises an error, while a memory map would kill the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ THREADED_BYTES = 1 << 20
 """The size from which hashing in another thread pays for its start (about 0.1 ms)."""
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library reads no longer header
 METADATA_KEY = "__metadata__"
-_OR_ELSE = "or leave it out of the state_dict that it comes from (a buffer by persistent=False)."
+_OR_ELSE = "or remove it from its state_dict (a buffer by persistent=False)."
 
 
 class FileRecord(NamedTuple):
@@ -36,7 +36,7 @@ class FileRecord(NamedTuple):
 
 
 class HashingStream:
-    """A binary file being written, with its size and SHA-256 so far."""
+    """A binary file that is being written, with its size and SHA-256 so far."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
@@ -44,7 +44,7 @@ class HashingStream:
         self._digest = hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write all of the data; hash large data in a thread meanwhile, since both take about the same time."""
+        """Write all of the data. Large data is hashed in a thread meanwhile, because both take about the same time."""
         view = memoryview(data)
         thread: threading.Thread | None = None
         if len(view) >= THREADED_BYTES:
@@ -59,7 +59,7 @@ class HashingStream:
             for begin in range(0, len(view), CHUNK_BYTES):
                 self.stream.write(view[begin : begin + CHUNK_BYTES])
         finally:
-            # After an error too: the caller may change the data that the thread still reads.
+            # After an error too, because the caller may change the data that the thread still reads.
             if thread is not None:
                 thread.join()
         self.size += len(view)
@@ -72,8 +72,8 @@ class HashingStream:
 def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> dict[str, TensorEntry]:
     """Write the pieces as one safetensors file and return its entries by tensor name.
 
-    Tied names are stored once, and their entries point at one key. An empty piece of a tensor that is not empty is skipped.
-    At most one tensor at a time is copied to host memory. CheckpointError names a tensor that cannot be stored.
+    Tied names are stored once, and their entries point to one key. An empty piece of a tensor that is not empty is skipped.
+    One tensor at a time is copied to host memory. CheckpointError names a tensor that cannot be stored.
     """
     entries: dict[str, TensorEntry] = {}
     stored: list[tuple[str, Sequence[int], torch.Tensor]] = []
@@ -86,17 +86,17 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
         while key in keys:
             key += "+"
         keys.add(key)
-        kept = is_whole or first.tensor.numel() > 0
-        if kept:  # an empty range stores nothing, but its tensor's shape and dtype have to be in the table
+        has_data = is_whole or first.tensor.numel() > 0
+        if has_data:  # an empty range stores no data, but its tensor's shape and dtype must be in the table
             stored.append((key, first.shape if is_whole else first.tensor.shape, first.tensor))
         for piece in group:
-            own = (StoredPiece(file_name, key, piece.start, piece.tensor.numel()),) if kept else ()
+            ranges = (StoredPiece(file_name, key, piece.start, piece.tensor.numel()),) if has_data else ()
             shape, dtype = tuple(piece.shape), piece.tensor.dtype
             known = entries.get(piece.name, TensorEntry(shape, dtype))
             if (known.shape, known.dtype) != (shape, dtype):
                 raise CheckpointError(f"two pieces of tensor {piece.name!r} differ in the shape or dtype of the whole.")
-            entries[piece.name] = TensorEntry(shape, dtype, known.pieces + own)
-    stored.sort(key=lambda item: -item[2].element_size())  # keeps every tensor aligned, like the library
+            entries[piece.name] = TensorEntry(shape, dtype, known.pieces + ranges)
+    stored.sort(key=lambda item: -item[2].element_size())  # so every tensor is aligned, as in the library
     out.write(render_header(file_name, [(key, tensor.dtype, shape) for key, shape, tensor in stored]))
     for _, _, tensor in stored:
         out.write(host_bytes(tensor))
@@ -104,13 +104,13 @@ def write_shard(out: HashingStream, file_name: str, pieces: Sequence[Piece]) -> 
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose kind or dtype a safetensors file cannot store (CheckpointError)."""
-    own = type(tensor)
-    # A Parameter inherits it; a quantized weight or a DTensor, whose values are elsewhere, defines it.
-    if own.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    """Reject a tensor whose kind or dtype a safetensors file cannot store (CheckpointError)."""
+    kind = type(tensor)
+    # A Parameter inherits it. A quantized weight or a DTensor defines it, because its values are elsewhere.
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise CheckpointError(
-            f"tensor {name!r} is a {own.__module__}.{own.__qualname__}, which stores its values in its own format; a "
-            "checkpoint stores plain tensors. Use a layer or an optimizer that keeps plain ones."
+            f"tensor {name!r} is a {kind.__module__}.{kind.__qualname__}, whose values have a special format, but a "
+            "checkpoint stores plain tensors. Use a layer or an optimizer with plain tensors."
         )
     if tensor.dtype not in DTYPE_NAMES:
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
@@ -118,13 +118,13 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
             f"tensor {name!r} is {tensor.dtype}; a checkpoint stores {accepted}. Convert it, {_OR_ELSE}"
         )
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        layout = "nested" if tensor.is_nested else str(tensor.layout)
         raise CheckpointError(
-            f"tensor {name!r} is {kind} on {tensor.device}; a checkpoint stores dense tensors with data. Make it one "
-            f"(to_dense(), or on a device with memory), {_OR_ELSE}"
+            f"tensor {name!r} is {layout} on {tensor.device}, but a checkpoint stores dense tensors with data. Convert it "
+            f"(to_dense(), or to a device with memory), {_OR_ELSE}"
         )
     if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
-        raise CheckpointError(f"tensor {name!r} has its memory freed; gather it, or give this rank's own range.")
+        raise CheckpointError(f"the memory of tensor {name!r} was freed. Gather the tensor, or pass this rank's range.")
 
 
 def render_header(
@@ -132,24 +132,24 @@ def render_header(
     tensors: Collection[tuple[str, torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """Return the head of a safetensors file for tensors in this order, given by key, dtype and shape."""
+    """Return the head of a safetensors file for tensors (key, dtype and shape) in this order."""
     table: dict[str, Any] = {METADATA_KEY: {**metadata, "format": "pt"}}
     stop = 0
     for key, dtype, shape in tensors:
         begin, stop = stop, stop + math.prod(shape) * dtype.itemsize
         table[key] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, stop]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
-    # Padded as the library pads it: the data behind it then begins at a multiple of 8 bytes.
+    # Padded like the library's headers, so that the data begins at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{file_name} would hold {len(tensors)} tensors, more than a safetensors header can list."
+            f"{file_name} would have {len(tensors)} tensors, more than a safetensors header can list."
         )
     return len(text).to_bytes(8, "little") + text
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the elements in row-major order as bytes; copy only from a device or another layout."""
+    """Return the elements in row-major order as bytes. Only a device or another layout needs a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
     tensor = tensor.detach()
@@ -160,13 +160,13 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as a row of bytes."""
-    # torch calls a one-element tensor contiguous whatever its strides, but such strides forbid a view of a different dtype.
+    # A one-element tensor counts as contiguous with any strides, but such strides forbid a view of a different dtype.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """Where the bytes of one key are in a safetensors file."""
+    """The location of one key's bytes in a safetensors file."""
 
     dtype: torch.dtype
     numel: int
@@ -174,7 +174,7 @@ class StoredArray:
 
 
 def read_header(stream: BinaryIO, name: str, size: int) -> dict[str, StoredArray]:
-    """Read the table of a safetensors file of `size` bytes; CheckpointError for a wrong size or bound, a hole, an overlap."""
+    """Read the table of a safetensors file of `size` bytes. CheckpointError for wrong sizes or bounds, holes and overlaps."""
     length = int.from_bytes(_read_exactly(stream, 8, name), "little")
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise CheckpointError(f"{name}: the header claims {length} bytes in a file of {size}; the file is damaged.")
@@ -184,7 +184,7 @@ def read_header(stream: BinaryIO, name: str, size: int) -> dict[str, StoredArray
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{name}: its safetensors header is not valid ({error}); the file is damaged.") from error
     reached = 0
-    # Then by their ends, because an empty tensor begins where the next one does.
+    # Second by their ends, because an empty tensor begins at the same byte as the next tensor.
     for array, stop in sorted(arrays.values(), key=lambda item: (item[0].offset, item[1])):
         if array.offset != reached or stop - array.offset != array.numel * array.dtype.itemsize:
             raise CheckpointError(
@@ -197,11 +197,11 @@ def read_header(stream: BinaryIO, name: str, size: int) -> dict[str, StoredArray
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; refuse a repeated key, which readers interpret differently."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Return a JSON object as a dict. Reject repeated keys, which readers interpret differently."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
         raise ValueError("a key comes twice in one object")
-    return found
+    return content
 
 
 def _parse_header(table: Mapping[str, Any]) -> dict[str, tuple[StoredArray, int]]:
@@ -233,7 +233,7 @@ def fill(stream: BinaryIO, view: memoryview, name: str) -> None:
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements to read: `numel` of them, from `first` on in `source`, to `to` in the destination."""
+    """A range to read: `numel` elements from `first` on in `source`, to `to` in the destination."""
 
     source: StoredPiece
     first: int
@@ -242,7 +242,7 @@ class Copy:
 
 
 def plan_copies(entries: Mapping[str, TensorEntry], piece: Piece) -> list[Copy]:
-    """Return the stored ranges that fill a destination; CheckpointError if its shape differs or an element is not stored."""
+    """Return the stored ranges that fill a destination. CheckpointError if its shape differs or an element is missing."""
     entry = entries[piece.name]
     if tuple(piece.shape) != entry.shape:
         raise CheckpointError(
@@ -268,13 +268,14 @@ def copy_into(
     copies: Iterable[Copy],
     locate: Callable[[str, str], tuple[BinaryIO, StoredArray]],
 ) -> None:
-    """Fill a destination in place, converting to its dtype; `locate` returns a key's open file, and where its bytes are."""
+    """Fill a destination in place, and convert to its dtype. `locate` returns a key's open file and location."""
     target = piece.tensor.detach()
     if target.numel() == 0:
         return
-    straight = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous() and not target.is_neg()
-    # Read straight into the destination where nothing is to be converted, without a second copy in memory.
-    buffer = target if straight and not target.is_conj() else torch.empty(target.shape, dtype=dtype)
+    is_plain = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
+    # Without a conversion the bytes are read into the destination, with no second copy in memory.
+    is_direct = is_plain and not target.is_neg() and not target.is_conj()
+    buffer = target if is_direct else torch.empty(target.shape, dtype=dtype)
     view = as_bytes(buffer).numpy().data
     for copy in copies:
         stream, array = locate(copy.source.file, copy.source.key)
@@ -291,9 +292,9 @@ def copy_into(
 
 
 def copy_whole(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a tensor of their shape; RuntimeError if an expanded one would get unequal elements."""
+    """Copy values into a tensor of their shape. RuntimeError if elements with the same memory would differ."""
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-        # torch refuses to write into expanded memory, where one element is several of the tensor's.
+        # torch does not write into expanded memory, in which several elements share an address.
         if stride == 0 and size > 1:
             first = values.narrow(dim, 0, 1)
             if not torch.equal(first.expand_as(values), values):

@@ -1,12 +1,12 @@
-"""Writing a checkpoint so that it exists whole or not at all, within the call or in the background.
+"""Writing a checkpoint, which exists completely or not at all, within the call or in the background.
 
-Rank 0 creates a temporary directory next to the target; every rank writes its files there, hashed on the way and synced; rank 0
-writes the manifest last, renames the directory and syncs its parent. After each of the three steps the ranks exchange results:
-every rank reaches each exchange, and a failure on one rank is the same error on all. Without rename (object stores) the files
-are written under their final names, and the manifest, written last, is the commit.
+Rank 0 creates a temporary directory next to the target. Every rank writes its files there, hashed meanwhile and synced. Then
+rank 0 writes the manifest, renames the directory and syncs its parent. The ranks exchange results after these three steps.
+Every rank takes part in every exchange, and a failure on one rank raises the same error on all. Without rename (object
+stores) the files get their final names, and the manifest, written last, is the commit.
 
-In the background the call returns once this rank's part is in host memory, and a thread does the rest without a collective: the
-ranks exchange results over the key-value store, on a channel for these saves only.
+In the background the call returns when this rank's part is in host memory, and a thread does the rest without a collective.
+The ranks exchange results over the key-value store, on a channel for these saves.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from trainwright.checkpoint.contents import Contents, collect
+from trainwright.checkpoint.contents import Contents, HostMemory, collect
 from trainwright.checkpoint.discovery import refuse_irreplaceable, replace_checkpoint
 from trainwright.checkpoint.filesystem import Files, describe, note_new, resolve, temporary_path
-from trainwright.checkpoint.host_copy import HostMemory
 from trainwright.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -41,16 +40,16 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
 SAVE = "the save of a checkpoint"
-"""What the ranks do together here, by name."""
+"""The name of this collective work in error messages."""
 NICENESS = 10
 DROP_SECONDS = 2.0
-"""How long an abandoned save may take to stop using the files and the store."""
+"""How long an abandoned save may still use the files and the store."""
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one engine. Collective: make it and save on every rank, in the same order.
+    """Writes the checkpoints of one engine. Collective: create it and save on every rank, in the same order.
 
-    `has_failed` returns whether this process has failed, so that its peers are leaving.
+    `has_failed` returns whether this process has failed, in which case its peers leave.
     """
 
     def __init__(self, ranks: Ranks, has_failed: Callable[[], bool]) -> None:
@@ -58,7 +57,7 @@ class CheckpointWriter:
         self._has_failed = has_failed
         self._memory = HostMemory()
         self.in_flight: BackgroundSave | None = None
-        """The save in the background, until it is waited for."""
+        """The save in the background, until `finish` has waited for it."""
 
     def save(
         self,
@@ -72,11 +71,11 @@ class CheckpointWriter:
         overwrite: bool = False,
         directory: str | None = None,
     ) -> None:
-        """Write a checkpoint, or start to; CheckpointError on every rank of this save, or of the one in flight. Collective.
+        """Write a checkpoint, or start to write it. Collective.
 
-        `directory` is what `stage` returned for this path.
+        CheckpointError on every rank if this save or the save in flight fails. `directory` comes from `stage` for this path.
         """
-        # The save in flight uses the host memory and the channel that this one needs.
+        # The save in flight uses the same host memory and channel.
         self.finish()
         files, inside = resolve(path)
         path = inside if files.has_rename else path  # the working directory may change before the thread runs
@@ -87,11 +86,11 @@ class CheckpointWriter:
             return
         save = BackgroundSave(path, partial(write, gather=self._copied(gather), ranks=self._thread_ranks))
         save.start()
-        self.in_flight = save  # not before: a thread that cannot start is never done
+        self.in_flight = save  # after the start, because a thread that cannot start is never done
         atexit.register(self._finish_at_exit)
 
     def stage(self, path: str, overwrite: bool) -> str:
-        """Return the directory that the next save of this path writes into, for hooks to write files there. Collective.
+        """Return the directory for the next save of this path, in which hooks may write files. Collective.
 
         Raises:
             CheckpointError: on every rank, if the path cannot be written, or the save in flight has failed.
@@ -104,14 +103,14 @@ class CheckpointWriter:
         return str(directory)
 
     def drop_stage(self, path: str, directory: str) -> None:
-        """Remove what `stage` returned, after a failure; the files of an object store stay, without a manifest."""
+        """Remove the directory of `stage` after a failure. In an object store its files stay, without a manifest."""
         files, _ = resolve(path)
         if files.has_rename and self._ranks.rank == 0:
             with contextlib.suppress(OSError):
                 files.remove_tree(directory)
 
     def finish(self) -> None:
-        """Wait for the save in flight, if any; CheckpointError on every rank if it failed. Collective."""
+        """Wait for a save in flight. CheckpointError on every rank if it failed. Collective."""
         save = self.in_flight
         if save is None:
             return
@@ -125,7 +124,7 @@ class CheckpointWriter:
             raise save.error
 
     def drop(self) -> None:
-        """Abandon the save in flight, since a rank that it needs is gone; earlier checkpoints are unchanged."""
+        """Abandon the save in flight, because one of its ranks is gone. Earlier checkpoints are unchanged."""
         save = self.in_flight
         if save is not None:
             self._clear()
@@ -135,12 +134,12 @@ class CheckpointWriter:
                 self._memory = memory
 
     def release(self) -> None:
-        """Free the host memory that is kept for the next save."""
+        """Free the host memory that is reserved for the next save."""
         if self.in_flight is None:
             self._memory.release()
 
     def _copied(self, gather: Callable[[], Contents]) -> Callable[[], Contents]:
-        """Return a function that returns a copy of the contents, or raises the copy's error in the exchange with all ranks."""
+        """Return a function that returns a copy of the contents. An error of the copy is raised in the ranks' exchange."""
         try:
             sections, plain = gather()
             parts = [*sections.values(), *(tensors for _, tensors in plain.values())]
@@ -155,7 +154,7 @@ class CheckpointWriter:
         atexit.unregister(self._finish_at_exit)
 
     def _finish_at_exit(self) -> None:
-        """Keep the process from ending before its last save has committed, and print a failure."""
+        """Wait at the end of the process until its last save has committed, and print a failure."""
         save = self.in_flight
         if save is None:
             return
@@ -163,8 +162,8 @@ class CheckpointWriter:
             self.drop()
         elif not save.wait(self._ranks.timeout_seconds):
             print(
-                f"trainwright: checkpoint {save.path} was not written: it was not done {self._ranks.timeout_seconds:g} s after "
-                "the end of the program.",
+                f"trainwright: checkpoint {save.path} was not written: it was not done {self._ranks.timeout_seconds:g} s "
+                "after the end of the program.",
                 file=sys.stderr,
             )
         elif save.error is not None:
@@ -172,16 +171,16 @@ class CheckpointWriter:
 
 
 class BackgroundSave(threading.Thread):
-    """One save of a path in its thread; `write` writes and commits it."""
+    """One save of a path in a thread. `write` writes and commits it."""
 
     def __init__(self, path: str, write: Callable[[], None]) -> None:
-        # A daemon: the interpreter waits in `_finish_at_exit` instead, which knows whether the other ranks have failed.
+        # A daemon, because `_finish_at_exit`, which knows whether other ranks have failed, waits for it instead.
         super().__init__(name="trainwright-save", daemon=True)
         self.path = path
         self.error: CheckpointError | None = None
-        """Why it failed, the same on every rank; None unless it has."""
+        """The save's failure, the same on every rank, or None."""
         self._write = write
-        # Not Thread.is_alive: up to Python 3.12, a join interrupted by Ctrl-C marks a running thread as ended.
+        # Not Thread.is_alive, because up to Python 3.12 a join interrupted by Ctrl-C marks a running thread as ended.
         self._has_ended = threading.Event()
 
     @property
@@ -190,7 +189,7 @@ class BackgroundSave(threading.Thread):
         return self._has_ended.is_set() and self.error is None
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it has committed or failed; return whether it did within the given time."""
+        """Wait until the save has committed or failed. Return whether it has within this time."""
         return self._has_ended.wait(seconds)
 
     def run(self) -> None:
@@ -207,7 +206,7 @@ class BackgroundSave(threading.Thread):
 
 
 def _lower_priority() -> None:
-    # Where threads have a priority. Those of a training step wait for each other, so slowing one of them slows down all.
+    # On Linux threads have priorities. The threads of a training step wait for each other, so one slow thread delays all.
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
@@ -227,17 +226,16 @@ def write_checkpoint(
     ranks: Ranks,
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint; when this returns, on any rank, it is durable. Collective: call on every rank.
+    """Write a checkpoint, which is durable when this returns on any rank. Collective: call on every rank.
 
     Args:
-        path: the directory or URL to write, which must not exist unless `overwrite` is set.
-        sections: this rank's pieces by section (model, optimizer, ...).
-        state, header: plain data of the run, and plain JSON for the manifest with `step` and `epoch`; rank 0's are stored.
-        rank_state: plain data of this rank; None stores nothing.
-        overwrite: replace a checkpoint at the path, once the new one is complete.
+        path: the directory or URL to write, which must not exist unless `overwrite` is set. sections: this rank's pieces by
+        section (model, optimizer, ...). state, header: plain data of the run, and plain JSON with `step` and `epoch` for the
+        manifest, both stored from rank 0. rank_state: plain data of this rank. None stores nothing. overwrite: replace a
+        checkpoint at the path when the new checkpoint is complete.
 
     Raises:
-        CheckpointError: on every rank with the same text; earlier checkpoints are unchanged.
+        CheckpointError: on every rank with the same text. Earlier checkpoints are unchanged.
     """
     gather = partial(collect, sections, state, rank_state, ranks.rank, ranks.world_size)
     write_contents(path, gather=gather, header=header, ranks=ranks, overwrite=overwrite)
@@ -252,7 +250,7 @@ def write_contents(
     overwrite: bool,
     staged: str | None = None,
 ) -> None:
-    """Write a checkpoint of what `gather` returns on each rank; else as `write_checkpoint`. Collective."""
+    """Write a checkpoint with the contents that `gather` returns. Otherwise like `write_checkpoint`. Collective."""
     files, target = resolve(path)
     is_first = ranks.rank == 0
     run_on_all = partial(
@@ -263,10 +261,10 @@ def write_contents(
     )
     header = {"world_size": ranks.world_size, **header}
     directory = run_on_all(partial(_begin, files, target, header, overwrite, staged) if is_first else None)[0]
-    own = _RankFiles(files, directory)
+    rank_files = _RankFiles(files, directory)
     try:
-        # NOTE: every rank makes both exchanges, whatever fails on it, or the others would wait for it.
-        tables = run_on_all(lambda: own.write(gather(), ranks.rank), reads=is_first)
+        # NOTE: every rank makes both exchanges even if it fails, or the other ranks would wait.
+        tables = run_on_all(lambda: rank_files.write(gather(), ranks.rank), reads=is_first)
         commit = partial(_commit, files, directory, target, header, tables, overwrite, has_attached=staged is not None)
         run_on_all(commit if is_first else None)
     except Exception as error:
@@ -274,8 +272,8 @@ def write_contents(
             if is_first:
                 with contextlib.suppress(OSError):
                     files.remove_tree(directory)
-        elif isinstance(error, CheckpointError):  # after any other, rank 0 may have committed
-            own.discard()
+        elif isinstance(error, CheckpointError):  # after any other error, rank 0 may have committed
+            rank_files.discard()
         raise
 
 
@@ -289,7 +287,7 @@ class _RankFiles:
         self._table: dict[str, Any] = {"files": {}, "sections": {}}
 
     def write(self, contents: Contents, rank: int) -> dict[str, Any]:
-        """Write them all, and return their entries for the manifest."""
+        """Write all files, and return their entries for the manifest."""
         for section, pieces in contents.sections.items():
             self._write_shard(section, f"{section}-{rank:05d}.safetensors", pieces)
         for name, (value, tensors) in contents.plain.items():
@@ -300,7 +298,7 @@ class _RankFiles:
         return self._table
 
     def discard(self) -> None:
-        """Remove them, as far as possible."""
+        """Remove all files, as far as possible."""
         for name in self._created:
             with contextlib.suppress(Exception):
                 self._files.remove_file(f"{self._directory}/{name}")
@@ -313,7 +311,7 @@ class _RankFiles:
     @contextlib.contextmanager
     def _file(self, name: str) -> Iterator[HashingStream]:
         path = f"{self._directory}/{name}"
-        # Noted first: an object store may have the file despite an error.
+        # First, because an object store may have the file despite an error.
         self._created.append(name)
         try:
             with self._files.create(path) as stream:
@@ -330,21 +328,22 @@ class _RankFiles:
 
 
 def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool, staged: str | None) -> str:
-    """Check the header and the target; return the directory to write into, a new one unless it is staged."""
+    """Check the header and the target, and return the directory to write into, the staged directory or a new one."""
     for field in ("step", "epoch", "world_size"):
         if type(header.get(field)) is not int or header[field] < 0:
             raise CheckpointError(f"the header's {field} is {header.get(field)!r}; expected an integer of at least 0.")
-    # A header that is not JSON is refused now, not once all ranks have written.
+    # A header that is not JSON is rejected now, not after all ranks have written.
     dump_json(dict(header), "the header")
     return _stage(files, target, overwrite) if staged is None else staged
 
 
 def _stage(files: Files, target: str, overwrite: bool) -> str:
-    """Check the target, create the directory to write into and return it."""
+    """Check the target, create the directory to write into, and return it."""
     if files.exists(target if files.has_rename else f"{target}/{MANIFEST_NAME}"):
         if not overwrite:
             raise CheckpointError(
-                f"{target} exists already, and overwrite=False was given; leave that out to replace it, or choose another name."
+                f"{target} exists already, and overwrite=False was given; leave that out to replace it, or choose another "
+                "name."
             )
         refuse_irreplaceable(files, target)
     if not files.has_rename:
@@ -374,12 +373,12 @@ def _commit(
     merged = {name: merge(part[name] for part in parts if name in part) for name in names}
     manifest = Manifest(dict(header), records, merged, _attached(files, directory, records) if has_attached else {})
     check_tensors(manifest)
-    # Each rank has synced its files, but on a network file system rank 0 may see another directory than the others.
+    # All ranks have synced their files, but on a network file system rank 0 may see another directory than the others.
     listed = files.listing(directory)
     for name, record in records.items():
         if listed.get(name) != record.size:
             raise CheckpointError(
-                f"{name} was written with {record.size} bytes and rank 0 finds {listed.get(name, 'no file')}. "
+                f"{name} was written with {record.size} bytes, but rank 0 finds {listed.get(name, 'no file')}. "
                 "Write to a file system that all ranks share."
             )
     data = render(manifest)
@@ -388,11 +387,11 @@ def _commit(
             files.put(f"{target}/{MANIFEST_NAME}", data)
         except Exception:
             with contextlib.suppress(Exception):
-                files.remove_file(f"{target}/{MANIFEST_NAME}")  # it may have arrived despite the error
+                files.remove_file(f"{target}/{MANIFEST_NAME}")  # it may exist despite the error
             raise
         return
     files.put(f"{directory}/{MANIFEST_NAME}", data)
-    # Before the rename: a power loss after it could otherwise leave the final name on a directory without all of its files.
+    # Before the rename, because after a power loss the final name must not be on a directory with missing files.
     files.sync_directory(directory)
     if overwrite and files.exists(target):
         replace_checkpoint(directory, target)
@@ -402,21 +401,21 @@ def _commit(
         files.sync_directory(os.path.dirname(target))
     except Exception:
         with contextlib.suppress(OSError):
-            files.rename(target, directory)  # undone, since it may not be durable
+            files.rename(target, directory)  # undone, because it may not be durable
         raise
 
 
 def _attached(files: Files, directory: str, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Return the files that hooks have written into the directory, durable."""
-    found = {name: size for name, size in files.tree(directory).items() if name not in records}
-    for name, size in found.items():
+    """Return the files that hooks have written into the directory, after making them durable."""
+    attached = {name: size for name, size in files.tree(directory).items() if name not in records}
+    for name, size in attached.items():
         if size is None or not is_attachable(name):
             raise CheckpointError(
                 f"a hook of save_state wrote {name!r}, which cannot be part of a checkpoint: expected plain files (no "
                 "links) whose names do not begin with a dot."
             )
-    files.sync_tree(directory, found)
-    return {name: _record(files, f"{directory}/{name}") for name in found}
+    files.sync_tree(directory, attached)
+    return {name: _record(files, f"{directory}/{name}") for name in attached}
 
 
 def _record(files: Files, path: str) -> FileRecord:

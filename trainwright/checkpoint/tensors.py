@@ -1,8 +1,8 @@
-"""Pieces of tensors: what a rank holds of each tensor, how hooks see it, which rank writes it, and where it is stored.
+"""Pieces of tensors: the ranges on a rank, their form for hooks, their writers, and their place in files.
 
-A piece is one contiguous range of a tensor flattened in row-major order. Every strategy's shard of a tensor is such a range,
-so a checkpoint written under one strategy is read under another by copying the overlaps of two lists of pieces. `shards.py`
-reads and writes the files.
+A piece is one contiguous range of a tensor flattened in row-major order. Every strategy's shard of a tensor is such a range.
+So a checkpoint of one strategy is read under another by copying the overlaps of two lists of pieces. `shards.py` reads and
+writes the files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.errors import CheckpointError
+
+__all__ = ["DTYPE_NAMES", "TensorEntry"]
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -46,10 +48,11 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 
 @dataclass(frozen=True)
 class Piece:
-    """One contiguous range of a tensor, as this rank holds it; a load writes it in place.
+    """One contiguous range of a tensor on this rank. A load writes it in place.
 
-    `shape` is the whole tensor's, and `start` where the range begins in it, flattened; `tensor` is the whole tensor in any
-    layout, or 1-D with the range. `writer` is the rank that writes it, None if `assign_writers` may choose any.
+    `shape` is the shape of the whole tensor, and `start` the first element of the range in the flattened tensor. `tensor` is
+    the whole tensor in any layout, or 1-D with the range. `writer` is the rank that writes it, or None if `assign_writers`
+    may choose.
     """
 
     name: str
@@ -75,7 +78,7 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """True where the range covers the tensor."""
+        """Whether the range covers the tensor."""
         return self.start == 0 and self.tensor.numel() == math.prod(self.shape)
 
 
@@ -90,7 +93,7 @@ class StoredPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a checkpoint: its whole shape, its dtype, and its stored pieces, ordered by start."""
+    """A tensor in a checkpoint: its whole shape, its dtype, and its stored pieces in the order of their starts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -103,7 +106,7 @@ class TensorEntry:
 
 
 def tied_groups(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """Group the pieces that are the same view of the same memory (tied names); most groups hold one piece."""
+    """Group the pieces that are the same view of the same memory (tied names). Most groups have one piece."""
     groups: dict[Hashable, list[Piece]] = {}
     for index, piece in enumerate(pieces):
         groups.setdefault(_identity(piece) or index, []).append(piece)
@@ -112,7 +115,7 @@ def tied_groups(pieces: Iterable[Piece]) -> list[list[Piece]]:
 
 def _identity(piece: Piece) -> Hashable:
     tensor = piece.tensor
-    # Memory that was freed (by FSDP, say) has one address for all tensors, which are not tied.
+    # Freed memory, for example after FSDP, has one address for all tensors, but these are not tied.
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:
         return None
     memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
@@ -120,7 +123,7 @@ def _identity(piece: Piece) -> Hashable:
 
 
 def assign_writers(pieces: Sequence[Piece], rank: int, world_size: int) -> list[Piece]:
-    """Return the pieces that this rank writes, balanced by bytes; every rank computes the same assignment by itself."""
+    """Return the pieces that this rank writes, balanced by bytes. Every rank computes the same assignment."""
     strays = [piece for piece in pieces if piece.writer is not None and not 0 <= piece.writer < world_size]
     if strays:
         raise ValueError(
@@ -128,7 +131,7 @@ def assign_writers(pieces: Sequence[Piece], rank: int, world_size: int) -> list[
         )
     if world_size == 1:
         return list(pieces)
-    # Greedy by size onto the least loaded rank; the names break ties, so that the order of a rank's pieces does not matter.
+    # Greedy by size onto the least loaded rank. Names break ties, so that the order of a rank's pieces does not matter.
     groups = tied_groups([piece for piece in pieces if piece.writer is None])
     ordered = sorted(groups, key=lambda group: (-_bytes(group[0]), min((piece.name, piece.start) for piece in group)))
     loads = [(0, other) for other in range(world_size)]
@@ -148,34 +151,34 @@ def _bytes(piece: Piece) -> int:
 def merge(tables: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
     """Merge the tables of several files for one section, and check that every element is stored exactly once."""
     merged: dict[str, TensorEntry] = {}
-    found: dict[str, list[StoredPiece]] = {}
+    parts: dict[str, list[StoredPiece]] = {}
     for table in tables:
         for name, entry in table.items():
             known = merged.setdefault(name, TensorEntry(entry.shape, entry.dtype))
             if (known.shape, known.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointError(
                     f"the ranks disagree on tensor {name!r}: shape {known.shape} and {known.dtype} on one, shape "
-                    f"{entry.shape} and {entry.dtype} on another. Give its pieces the shape of the whole tensor."
+                    f"{entry.shape} and {entry.dtype} on another. Pass pieces with the shape of the whole tensor."
                 )
-            found.setdefault(name, []).extend(entry.pieces)
+            parts.setdefault(name, []).extend(entry.pieces)
     for name, entry in merged.items():
-        pieces = sorted(found[name], key=attrgetter("start", "numel"))
-        # Each rank that holds an empty tensor stores a piece without elements; one says it all.
+        pieces = sorted(parts[name], key=attrgetter("start", "numel"))
+        # Several ranks may store an empty tensor, of which one piece without elements suffices.
         merged[name] = replace(entry, pieces=tuple(pieces if entry.numel else pieces[:1]))
         check_coverage(name, merged[name])
     return merged
 
 
 def check_coverage(name: str, entry: TensorEntry) -> None:
-    """Raise unless the pieces, ordered by start, cover each element exactly once."""
+    """Raise an error if the pieces, in the order of their starts, do not cover every element exactly once."""
     numel, reached = entry.numel, 0
     for piece in entry.pieces:
         if piece.start > reached:
             break
         if piece.start < reached:
             raise CheckpointError(
-                f"tensor {name!r}: elements from {piece.start} on are stored twice (once in {piece.file}). Each range "
-                "has one writer."
+                f"tensor {name!r}: elements from {piece.start} on are stored twice (once in {piece.file}). A range must have "
+                "one writer."
             )
         reached = piece.start + piece.numel
     if reached != numel:
@@ -183,20 +186,20 @@ def check_coverage(name: str, entry: TensorEntry) -> None:
 
 
 class RankPart(Tensor):
-    """A range of a tensor whose other ranges are on other ranks, as hooks see it at a save; made by `shown`.
+    """A range of a tensor whose other ranges are on other ranks. `shown` makes it for hooks at a save.
 
     An elementwise result is the same range of the whole result, so it can be stored under any name. A result of a different
-    shape (a norm, a slice) corresponds to no range of anything, and cannot be stored.
+    shape (a norm, a slice) corresponds to no range, and cannot be stored.
     """
 
     source: Piece
-    """The piece that it is, or was computed from."""
+    """The piece itself, or the piece from which this tensor was computed."""
     is_range: bool
-    """Whether its elements still correspond one to one to the source's range."""
+    """Whether the elements still correspond one to one to the source's range."""
 
     @classmethod
     def of(cls, tensor: Tensor, source: Piece, is_range: bool) -> RankPart:
-        """Return a tensor, in the same memory, as a part."""
+        """Return a tensor as a part, in the same memory."""
         part = tensor.detach().as_subclass(cls)
         part.source, part.is_range = source, is_range
         return part
@@ -209,12 +212,12 @@ class RankPart(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, RankPart)]
-        # Results are plain tensors then, and no operation in here comes back to this method.
+        parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RankPart)]
+        # So results are plain tensors, and no operation in here calls this method again.
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            ranges = {(each.source.shape, each.source.start) for each in parts}
-            are_ranges = len(ranges) == 1 and all(each.is_range for each in parts)
+            ranges = {(part.source.shape, part.source.start) for part in parts}
+            are_ranges = len(ranges) == 1 and all(part.is_range for part in parts)
 
             def derived(tensor: Tensor) -> Tensor:
                 if isinstance(tensor, RankPart):  # changed in place, or returned unchanged
@@ -231,8 +234,8 @@ class RankPart(Tensor):
 
 
 def shown(piece: Piece) -> Tensor:
-    """Return a piece's tensor for hooks: a whole one, or this rank's part. It is the memory in use."""
-    if piece.is_whole and piece.tensor.shape != piece.shape:  # sharded, but this rank holds all of it
+    """Return a piece's tensor for hooks, the whole tensor or this rank's part. It shares the memory in use."""
+    if piece.is_whole and piece.tensor.shape != piece.shape:  # sharded, but this rank has all of it
         piece = replace(piece, tensor=piece.tensor.view(piece.shape))
     if piece.is_whole and piece.writer in (None, 0):
         return piece.tensor
@@ -245,13 +248,13 @@ def is_range(tensor: Tensor) -> bool:
 
 
 def stored(name: str, value: Tensor) -> Piece:
-    """Return the piece for a tensor that hooks left in a state_dict; CheckpointError if it corresponds to no range."""
+    """Return the piece for a tensor in a state_dict from hooks. CheckpointError if it corresponds to no range."""
     if not isinstance(value, RankPart):
         return Piece(name, tuple(value.shape), 0, value.detach(), 0)
     if not value.is_range:
         raise CheckpointError(
-            f"on_save_checkpoint left {name!r} in the state_dict, computed from this rank's part of {value.source.name!r}; the "
-            "other ranks hold the rest. Use elementwise operations on such tensors (a cast, a factor), or strategy='ddp', "
-            "which keeps them whole."
+            f"on_save_checkpoint left {name!r} in the state_dict, computed from this rank's part of {value.source.name!r}; "
+            "the other ranks hold the rest. Use elementwise operations on such tensors (a cast, a factor), or "
+            "strategy='ddp', which keeps them whole."
         )
     return replace(value.source, name=name, tensor=value.detach().as_subclass(Tensor))

@@ -1,12 +1,10 @@
 """TrainwrightCLI: a training script's command line and config files, made from the signatures of its classes by jsonargparse.
 
-fit, validate, test, predict      command_line.py: the subcommands, and how the objects of a run are made of a config
---optimizer, link_arguments       argument_parser.py: jsonargparse's parser, with what modules, data and optimizers need
-config.yaml                       saved_config.py: where a run's config is kept, and how it is found again
+fit, validate, test, predict      command_line.py: the subcommands, and the objects of a run from a config
+--optimizer, link_arguments       argument_parser.py: jsonargparse's parser, extended for modules, data and optimizers
+config.yaml                       saved_config.py: stores a run's config, and finds it again
 a wrong key                       config_errors.py: its file and line, and the nearest name
 """
-
-from typing import TYPE_CHECKING
 
 try:
     import jsonargparse as _jsonargparse  # noqa: F401 - for a plain error, before the files that need it
@@ -26,7 +24,6 @@ from trainwright.cli.argument_parser import TrainwrightArgumentParser as Lightni
 from trainwright.cli.command_line import ArgsType, TrainwrightCLI
 from trainwright.cli.command_line import TrainwrightCLI as LightningCLI
 from trainwright.cli.saved_config import SaveConfigCallback, stored_config
-from trainwright.import_paths import refusing
 
 __all__ = [
     "ArgsType",
@@ -41,7 +38,3 @@ __all__ = [
     "instantiate_class",
     "stored_config",
 ]
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function  # type: ignore[attr-defined]
@@ -14,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
 from trainwright.callbacks.base import Callback
-from trainwright.cli.config_errors import ConfigSource, explain, misplaced
+from trainwright.cli.config_errors import ConfigSource, explain
 from trainwright.trainer.trainer import Trainer
 
 
@@ -27,24 +29,24 @@ class ReduceLROnPlateau(TorchReduceLROnPlateau):
 
 
 OptimizerCallable = Callable[[Iterable[Parameter]], Optimizer]
-"""The type of an argument that a config gives as an optimizer: call it with the parameters."""
+"""The type of an argument for an optimizer of a config. Call it with the parameters."""
 LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
-"""The type of an argument that a config gives as a scheduler: call it with the optimizer."""
+"""The type of an argument for a scheduler of a config. Call it with the optimizer."""
 HAS_NEW_NAMES = hasattr(ArgumentParser, "instantiate")
-"""jsonargparse 4.49 renamed `instantiate_classes` and `dump(skip_none=)`, and warns of the earlier names."""
+"""jsonargparse 4.49 renamed `instantiate_classes` and `dump(skip_none=)`, and warns about the earlier names."""
 AUTOMATIC = "AUTOMATIC"
-"""The `link_to` of optimizers and schedulers that the CLI's configure_optimizers returns."""
+"""The `link_to` of optimizers and schedulers for the CLI's configure_optimizers."""
 
 
 class Linked(NamedTuple):
-    """An optimizer or a scheduler of the command line, and where it goes."""
+    """An optimizer or a scheduler of the command line, and its target."""
 
     kind: type[Any] | tuple[type[Any], ...]
     link_to: str
 
 
 class ConfigFile(ActionConfigFile):
-    """`--config`, which keeps what it was given for messages about errors in it."""
+    """`--config`, which remembers its value for error messages."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         if isinstance(parser, TrainwrightArgumentParser):
@@ -55,7 +57,7 @@ class ConfigFile(ActionConfigFile):
 
 
 class TrainwrightArgumentParser(ArgumentParser):
-    """jsonargparse's ArgumentParser; the arguments are its, but abbreviated options are refused.
+    """jsonargparse's ArgumentParser, with the same arguments. Abbreviated options are rejected.
 
     Variables of the environment, which are read with `default_env=True`, are named by `env_prefix` and the argument:
     `TW_FIT__TRAINER__MAX_EPOCHS`.
@@ -67,26 +69,27 @@ class TrainwrightArgumentParser(ArgumentParser):
         kwargs.setdefault("dump_header", [f"trainwright=={__version__}"])
         super().__init__(*args, env_prefix=env_prefix, allow_abbrev=allow_abbrev, **kwargs)
         self.callback_keys: list[str] = []
-        """Where the callbacks are that `add_lightning_class_args` has added."""
+        """The keys of the callbacks from `add_lightning_class_args`."""
         self.optimizers: dict[str, Linked] = {}
         self.schedulers: dict[str, Linked] = {}
         self.subcommands: dict[str, TrainwrightArgumentParser] = {}
         """The parsers of the subcommands."""
         self._sources: list[ConfigSource] = []
-        """The configs that were read in this parse."""
+        """The configs of this parse."""
         self._unfinished: list[ConfigSource] = []
-        """The configs still being read: an error is in the latest of them."""
+        """The configs that are still being read. An error is in the latest one."""
         self._titles: dict[str, str] = {}
         self._is_root = True
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
-        """Return the config of a command's arguments; see jsonargparse."""
+        """Return the config of a command's arguments, as jsonargparse does."""
         if self._is_root:
             self._sources.clear()
             self._unfinished.clear()
         parsed: Namespace = super().parse_args(*args, **kwargs)
-        if self._is_root and (wrong := misplaced(self._sources)):
-            super().error(wrong)
+        for name, value in vars(self.get_defaults(skip_validation=True)).items():
+            if isinstance(value, Namespace) and not isinstance(parsed.get(name), Namespace):  # jsonargparse accepts it
+                self.error(f"key '{name}' is {parsed.get(name)!r}; it needs the names and values of its arguments.")
         return parsed
 
     def add_config_argument(self) -> None:
@@ -96,7 +99,7 @@ class TrainwrightArgumentParser(ArgumentParser):
         )
 
     def add_subcommand_parsers(self, parsers: Mapping[str, tuple[TrainwrightArgumentParser, str]]) -> None:
-        """Add subcommands: by name the parser and what it does."""
+        """Add subcommands: their parsers and help texts, by name."""
         actions = self.add_subcommands()
         for name, (parser, text) in parsers.items():
             actions.add_subcommand(name, parser, help=text)
@@ -104,22 +107,23 @@ class TrainwrightArgumentParser(ArgumentParser):
             self.subcommands[name] = parser
 
     def join_sources(self, root: TrainwrightArgumentParser) -> None:
-        """Keep the configs that were read in another parser's lists, since either of the two may find an error."""
+        """Share the lists of configs with another parser, since either parser may find an error."""
         self._sources, self._unfinished, self._titles = root._sources, root._unfinished, root._titles
         self._is_root = False
 
     def name_config(self, text: str, title: str) -> None:
-        """Say how a config that is given as text is called in messages."""
+        """Set the title in messages of a config that is passed as text."""
         self._titles[text] = title
 
     def note_config(self, value: str) -> None:
-        """Note a config that is read, for messages about errors in it."""
-        source = ConfigSource.read(self, value, self._titles.get(value))
+        """Record a config whose reading begins."""
+        title = value if os.path.isfile(value) else self._titles.get(value, "the text of --config")
+        source = ConfigSource(self, value, title)
         self._sources.append(source)
         self._unfinished.append(source)
 
     def note_end_of_config(self) -> None:
-        """Note that the config which was noted last has been read without an error."""
+        """Record that the latest config was read without an error."""
         self._unfinished.pop()
 
     def add_lightning_class_args(
@@ -129,10 +133,10 @@ class TrainwrightArgumentParser(ArgumentParser):
 
         Args:
             lightning_class: a class, such as a Module, a DataModule, a Trainer or a Callback, or a function that is annotated
-                with the class that it returns. The Trainer gets an instance of each Callback.
-            nested_key: what their names begin with.
-            subclass_mode: take any subclass, by `class_path` and `init_args`.
-            required: whether the class has to be given, in subclass_mode.
+                with the class that it returns. The Trainer gets an instance of every Callback.
+            nested_key: the prefix of the names.
+            subclass_mode: accept any subclass, by `class_path` and `init_args`.
+            required: whether subclass_mode requires a class.
         """
         kind = as_class(lightning_class)
         if issubclass(kind, Callback):
@@ -153,10 +157,10 @@ class TrainwrightArgumentParser(ArgumentParser):
         """Add the arguments of an optimizer.
 
         Args:
-            optimizer_class: the class; or a tuple of classes, one of whose subclasses is then chosen by name.
-            nested_key: what their names begin with.
-            link_to: "AUTOMATIC" lets configure_optimizers return it. Else the argument, such as "model.optimizer_init", that
-                gets its class_path and init_args, for `instantiate_class`.
+            optimizer_class: the class, or a tuple of classes, whose subclasses may be chosen by name.
+            nested_key: the prefix of the names.
+            link_to: with "AUTOMATIC" configure_optimizers returns it. Otherwise the argument, such as "model.optimizer_init",
+                that gets its class_path and init_args for `instantiate_class`.
         """
         self._add_linked(self.optimizers, Optimizer, optimizer_class, nested_key, link_to, skip={"params"})
 
@@ -166,15 +170,15 @@ class TrainwrightArgumentParser(ArgumentParser):
         nested_key: str = "lr_scheduler",
         link_to: str = AUTOMATIC,
     ) -> None:
-        """Add the arguments of a learning rate scheduler; see `add_optimizer_args`."""
+        """Add the arguments of a learning rate scheduler, as `add_optimizer_args` does."""
         self._add_linked(self.schedulers, LRScheduler, lr_scheduler_class, nested_key, link_to, skip={"optimizer"})
 
     def _add_linked(
         self, linked: dict[str, Linked], base: type[Any], kind: Any, nested_key: str, link_to: str, skip: set[str]
     ) -> None:
-        for each in kind if isinstance(kind, tuple) else (kind,):
-            if not (inspect.isclass(each) and issubclass(each, base)):
-                raise TypeError(f"{nested_key} was given {each!r}; expected {base.__name__} or a subclass.")
+        for choice in kind if isinstance(kind, tuple) else (kind,):
+            if not (inspect.isclass(choice) and issubclass(choice, base)):
+                raise TypeError(f"{nested_key} got {choice!r}; expected {base.__name__} or a subclass.")
         if isinstance(kind, tuple):
             self.add_subclass_arguments(
                 kind, nested_key, required=False, instantiate=False, fail_untyped=False, skip=skip
@@ -184,32 +188,31 @@ class TrainwrightArgumentParser(ArgumentParser):
         linked[nested_key] = Linked(kind, link_to)
 
     def link_optimizers(self) -> None:
-        """Link the optimizers and schedulers to the arguments that they were added for."""
-        for key, each in {**self.optimizers, **self.schedulers}.items():
-            if each.link_to != AUTOMATIC:
-                kind = each.kind
-                given = None if isinstance(kind, tuple) else lambda init, kind=kind: spec_of(kind, init)
-                self.link_arguments(key, each.link_to, compute_fn=given)
+        """Link the optimizers and schedulers to their target arguments."""
+        for key, linked in {**self.optimizers, **self.schedulers}.items():
+            if linked.link_to != AUTOMATIC:
+                compute = None if isinstance(linked.kind, tuple) else partial(spec_of, linked.kind)
+                self.link_arguments(key, linked.link_to, compute_fn=compute)
 
     def print_usage(self, file: Any = None) -> None:
-        """Print how the program is called, without its hundred options."""
+        """Print the usage of the program, without its hundred options."""
         names = f" {{{','.join(self.subcommands)}}}" if self.subcommands else ""
         print(f"usage: {self.prog.replace(' [options]', '')}{names} [options]", file=file)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End the program with exit code 2 and a message that says where a config is wrong."""
+        """End the program with exit code 2 and a message with the place of the error."""
         arguments = list(self.args if hasattr(self, "args") else ())
-        super().error(explain(message, self._sources, self._unfinished, arguments, self), ex)
+        super().error(explain(message, self._sources, bool(self._unfinished), arguments, self), ex)
 
 
 def as_class(kind: Any) -> type[Any]:
-    """Return a class, or one that makes its instances by calling a function."""
+    """Return a class, or make a class of a function that returns instances."""
     if inspect.isclass(kind):
         return kind
     if not callable(kind):
-        raise TypeError(f"{kind!r} is neither a class nor a function that returns an instance; pass one of these.")
-    made: type[Any] = class_from_function(kind)
-    return made
+        raise TypeError(f"{kind!r} is neither a class nor a function that returns an instance. Pass one of these.")
+    new_class: type[Any] = class_from_function(kind)
+    return new_class
 
 
 def spec_of(kind: type[Any], init_args: Any) -> dict[str, Any]:
@@ -219,20 +222,19 @@ def spec_of(kind: type[Any], init_args: Any) -> dict[str, Any]:
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
-    """Make an object of a config's class_path and init_args, with these arguments before them: a tuple, or a single one."""
+    """Make an object of a class_path and init_args, with a tuple of first arguments, or a single one."""
     module, _, name = init["class_path"].rpartition(".")
-    made = getattr(importlib.import_module(module), name)
-    return made(*(args if isinstance(args, tuple) else (args,)), **init.get("init_args", {}))
+    kind = getattr(importlib.import_module(module), name)
+    return kind(*(args if isinstance(args, tuple) else (args,)), **init.get("init_args", {}))
 
 
 def instantiated(parser: ArgumentParser, config: Namespace) -> Namespace:
     """Return a config with its objects."""
-    make = parser.instantiate if HAS_NEW_NAMES else parser.instantiate_classes
-    made: Namespace = make(config)
-    return made
+    objects: Namespace = (parser.instantiate if HAS_NEW_NAMES else parser.instantiate_classes)(config)
+    return objects
 
 
 def dumped(parser: ArgumentParser, config: Namespace) -> str:
-    """Return a config as YAML, with those arguments that are None."""
-    all_of_it: dict[str, Any] = {"skip_unset" if HAS_NEW_NAMES else "skip_none": False}
-    return str(parser.dump(config, **all_of_it))
+    """Return a config as YAML, including arguments that are None."""
+    options: dict[str, Any] = {"skip_unset" if HAS_NEW_NAMES else "skip_none": False}
+    return str(parser.dump(config, **options))

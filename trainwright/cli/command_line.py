@@ -1,4 +1,4 @@
-"""TrainwrightCLI: from the arguments of a command and its configs to a model, its data, a Trainer, and the call of a run."""
+"""TrainwrightCLI: makes a model, its data and a Trainer of a command's arguments and configs, and calls the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainwright.cli.argument_parser import (
     instantiated,
     spec_of,
 )
-from trainwright.cli.config_errors import constructor_error, refusal
+from trainwright.cli.config_errors import constructor_error
 from trainwright.cli.saved_config import SaveConfigCallback, newest_checkpoint, plain_config, stored_config
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import seed_everything
@@ -36,32 +36,34 @@ from trainwright.strategies import STRATEGIES
 from trainwright.trainer.trainer import Trainer
 
 ArgsType = Sequence[str] | dict[str, Any] | Namespace | None
-"""What a CLI takes as `args`: a list of words, a config, or None for the program's own arguments."""
+"""The type of `args`: a list of words, a config, or None for the arguments of the program."""
+INHERITED = ("default_env", "env_prefix", "parser_mode")
+"""Options of the program's parser that its subcommands' parsers share."""
 SEARCHED = ("last", "auto")
-"""What `--ckpt_path` may be instead of a path, for checkpoints that are searched before the Trainer is made."""
+"""Values of `--ckpt_path` for which a checkpoint is searched before the Trainer is made."""
 
 
 class TrainwrightCLI:
     """A program that trains, validates, tests and predicts, by its command line, config files and environment variables.
 
-    `python train.py fit --config config.yaml --trainer.max_epochs 5`: each argument of the Trainer, the model and the data is
-    one of the program, with the type that its signature gives. A later argument wins over an earlier one, and all of them over
-    the defaults. What `fit` was called with is stored in the run's folder and in its checkpoints; with `--ckpt_path` and
-    without `--config`, what the command leaves out is taken from there.
+    `python train.py fit --config config.yaml --trainer.max_epochs 5`: the arguments of the Trainer, the model and the data are
+    arguments of the program, with the types of their signatures. A later argument wins over an earlier one, and both win over
+    the defaults. The config of `fit` is stored in the run's folder and its checkpoints. With `--ckpt_path` and without
+    `--config`, the other arguments come from the checkpoint's config.
 
     Args:
-        model_class: the Module's class, or a function that returns one; None for any subclass, by `--model NAME`.
-        datamodule_class: the same for a DataModule, as `--data`; with None it may be left out.
-        save_config_callback: the callback that stores the config; None for none.
+        model_class: the Module's class, or a function that returns a Module. With None, `--model NAME` accepts any subclass.
+        datamodule_class: the same for a DataModule, as `--data`, which is optional with None.
+        save_config_callback: the callback that stores the config, or None.
         save_config_kwargs: its arguments, such as `{"overwrite": True}`.
-        trainer_class: the Trainer's class, or a function that returns one.
-        trainer_defaults: defaults of the Trainer's arguments; callbacks among them are added to those of the config.
+        trainer_class: the Trainer's class, or a function that returns a Trainer.
+        trainer_defaults: defaults of the Trainer's arguments. Callbacks are added to the callbacks of the config.
         seed_everything_default: the default of `--seed_everything`: a seed, True for a random one, False for none.
-        parser_kwargs: arguments of the parser, such as `{"default_env": True}`; by subcommand, those of its parser.
+        parser_kwargs: arguments of the parser, such as `{"default_env": True}`, or of a subcommand's parser, by its name.
         parser_class: the parser's class.
-        subclass_mode_model, subclass_mode_data: take subclasses of the given class, by `class_path` and `init_args`.
-        args: what to parse instead of the program's arguments: a list of words, or a config as a dict or a Namespace.
-        run: False makes the objects alone, without subcommands.
+        subclass_mode_model, subclass_mode_data: accept subclasses of the class, by `class_path` and `init_args`.
+        args: words, or a config as a dict or a Namespace, to parse instead of the program's arguments.
+        run: False only makes the objects, without subcommands.
         auto_configure_optimizers: add `--optimizer` and `--lr_scheduler`, whose objects replace configure_optimizers.
     """
 
@@ -103,32 +105,30 @@ class TrainwrightCLI:
         self._notice = ""
         self.parser = self._make_parser(dict(parser_kwargs or {}), run)
         self.config: Namespace = self.parse_arguments(self.parser, args)
-        """What was parsed: with subcommands, below the name of the one that was called."""
+        """The parsed config. With subcommands it is below the name of the called one."""
         self.subcommand = self.config.get("subcommand") if run else None
         self._check_linked()
         self._seed()
         self.before_instantiate_classes()
         self.config_init: Namespace
-        """The same, with the objects that it describes."""
+        """The config with its objects."""
         self.instantiate_classes()
-        if (
-            self._notice and rank_zero_only.rank == 0
-        ):  # once a Trainer is there, as it may have started the job's processes
+        if self._notice and rank_zero_only.rank == 0:  # after the Trainer, which may start the job's processes
             print(self._notice, file=sys.stderr)
         if self.subcommand is not None:
             self._run(self.subcommand)
 
-    # What a subclass may change.
+    # Methods that a subclass may override.
 
     def add_arguments_to_parser(self, parser: TrainwrightArgumentParser) -> None:
-        """Override it to add arguments, link them and set their defaults; called for each subcommand's parser."""
+        """Override it to add arguments, link them and set their defaults. Called for the parser of every subcommand."""
 
     def before_instantiate_classes(self) -> None:
         """Called once the config is parsed."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands: methods of the Trainer, with their arguments that are not the program's."""
+        """Return the subcommands, which are methods of the Trainer, and their arguments that the program hides."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": {"model", "dataloaders", "datamodule"},
@@ -138,7 +138,7 @@ class TrainwrightCLI:
 
     @staticmethod
     def configure_optimizers(module: Module, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return what the module's configure_optimizers returns, with the config's optimizer and scheduler."""
+        """Return the value of the module's configure_optimizers for the config's optimizer and scheduler."""
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, ReduceLROnPlateau):
@@ -166,13 +166,13 @@ class TrainwrightCLI:
         self.trainer = self.instantiate_trainer()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Return a Trainer of the config; `kwargs` replace arguments."""
-        given = self._of(self.config_init, "trainer")
-        arguments = {**self._left_open({} if given is None else dict(vars(given))), **kwargs}
-        own = [self._of(self.config_init, key) for key in self._called_parser.callback_keys]
+        """Return a Trainer of the config. `kwargs` replace its arguments."""
+        config = self._of(self.config_init, "trainer")
+        arguments = {**self._left_open({} if config is None else dict(vars(config))), **kwargs}
+        added = [self._of(self.config_init, key) for key in self._called_parser.callback_keys]
         callbacks = [
             *_listed(arguments.get("callbacks")),
-            *(each for each in own if each is not None),
+            *(callback for callback in added if callback is not None),
             *_listed(self.trainer_defaults.get("callbacks")),
         ]
         if self.save_config_callback is not None and not arguments.get("fast_dev_run"):
@@ -184,7 +184,7 @@ class TrainwrightCLI:
         try:
             return self.trainer_class(**arguments)
         except (TypeError, ValueError) as error:
-            if self.trainer_class is not Trainer:  # the code of a subclass may be what is wrong
+            if self.trainer_class is not Trainer:  # the error may be in the code of a subclass
                 raise
             self._called_parser.error(str(error), error)
 
@@ -192,8 +192,8 @@ class TrainwrightCLI:
 
     def _make_parser(self, options: dict[str, Any], run: bool) -> TrainwrightArgumentParser:
         names = self.subcommands() if run else {}
-        own = {name: dict(options.pop(name)) for name in [*names] if isinstance(options.get(name), Mapping)}
-        for path in STRATEGIES.values():  # so that their short names are known
+        of_commands = {name: dict(options.pop(name)) for name in names if isinstance(options.get(name), Mapping)}
+        for path in STRATEGIES.values():  # which defines their short names
             importlib.import_module(path.partition(":")[0])
         parser = self._new_parser(**options)
         if not run:
@@ -201,20 +201,15 @@ class TrainwrightCLI:
             return parser
         trainer = as_class(self.trainer_class)
         parsers = {}
-        for name, left_out in names.items():
+        inherited = {name: value for name, value in options.items() if name in INHERITED}
+        for name, hidden in names.items():
             method = getattr(trainer, name)
-            text = (
-                (inspect.getdoc(method) or "")
-                .partition("\n")[0]
-                .removesuffix("Collective: call on every rank.")
-                .removesuffix("Collective.")
-                .strip()
-            )
-            each = self._new_parser(**{"description": text, **_inherited(options), **own.get(name, {})})
-            self._add_arguments(each)
-            skipped = {*left_out} & {*inspect.signature(method).parameters}
-            each.add_method_arguments(trainer, name, skip=skipped, fail_untyped=False)
-            parsers[name] = (each, text)
+            text = (inspect.getdoc(method) or "").partition("\n")[0].partition("Collective")[0].strip()
+            command = self._new_parser(**{"description": text, **inherited, **of_commands.get(name, {})})
+            self._add_arguments(command)
+            skipped = {*hidden} & {*inspect.signature(method).parameters}
+            command.add_method_arguments(trainer, name, skip=skipped, fail_untyped=False)
+            parsers[name] = (command, text)
         parser.add_subcommand_parsers(parsers)
         return parser
 
@@ -246,14 +241,14 @@ class TrainwrightCLI:
         parser.link_optimizers()
 
     def _arguments_of(self, name: str) -> set[str]:
-        """Return the arguments of a subcommand that its method takes."""
+        """Return the arguments of a subcommand's method."""
         method = getattr(as_class(self.trainer_class), name)
         return set(inspect.signature(method).parameters) - self.subcommands()[name] - {"self"}
 
     def _arguments_of_others(self, name: str) -> set[str]:
-        """Return the arguments in a stored config that are not for the subcommand `name`: each names its own checkpoint."""
-        taken = {each: self._arguments_of(each) for each in self.subcommands()}
-        of_others = set().union(*(taken[each] for each in taken if each != name)) - taken[name]
+        """Return the arguments in a stored config that are only for other subcommands, and ckpt_path."""
+        taken = {command: self._arguments_of(command) for command in self.subcommands()}
+        of_others = set().union(*(taken[command] for command in taken if command != name)) - taken[name]
         return of_others | {"ckpt_path"} | (taken.get("fit", set()) if name != "fit" else set())
 
     @property
@@ -263,8 +258,8 @@ class TrainwrightCLI:
     # The config.
 
     def _of_command(self, config: Namespace) -> Namespace:
-        found: Namespace = config if self.subcommand is None else config[self.subcommand]
-        return found
+        of_command: Namespace = config if self.subcommand is None else config[self.subcommand]
+        return of_command
 
     def _of(self, config: Namespace, key: str, default: Any = None) -> Any:
         return self._of_command(config).get(key, default)
@@ -276,11 +271,11 @@ class TrainwrightCLI:
             config["seed_everything"] = seed_everything(None if seed is True else seed)
 
     def _left_open(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the Trainer's arguments without those that are defaults, which variables and the launcher may still set."""
+        """Return the Trainer's arguments without defaults, which variables and the launcher may still set."""
         defaults = {
-            name: each.default
+            name: parameter.default
             for kind in (Trainer, self.trainer_class)
-            for name, each in inspect.signature(kind).parameters.items()
+            for name, parameter in inspect.signature(kind).parameters.items()
         }
         return {
             name: value
@@ -289,7 +284,7 @@ class TrainwrightCLI:
         }
 
     def _with_stored_config(self, parser: TrainwrightArgumentParser, words: list[str]) -> list[str]:
-        """Return the arguments after those of a checkpoint's config, if they give the one and no config."""
+        """Return the arguments, after the checkpoint's config if they name a checkpoint and no config."""
         name = words[0] if words else ""
         path = _value_of(words, "--ckpt_path")
         if name not in parser.subcommands or path in (None, "", "null", "best"):
@@ -301,7 +296,7 @@ class TrainwrightCLI:
             path = newest_checkpoint(str(root or "."), takes_weights=name != "fit")
         try:
             text = None if path is None else stored_config(path)
-        except (CheckpointError, OSError):  # the Trainer says what is wrong with it
+        except (CheckpointError, OSError):  # the Trainer will report the error
             text = None
         if text is None:
             return words
@@ -310,8 +305,8 @@ class TrainwrightCLI:
             stored.pop(key, None)
         header = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
         text = f"{header}{yaml.safe_dump(stored, sort_keys=False)}"
-        parser.name_config(text, f"the config in {path} (pass --config with another one to leave it out)")
-        self._notice = f"trainwright: what the command leaves out is taken from the config in {path}"
+        parser.name_config(text, f"the config in {path} (pass --config to use another one)")
+        self._notice = f"trainwright: arguments that are not in the command come from the config in {path}"
         return [name, f"--config={text}", *words[1:]]
 
     # The objects.
@@ -323,30 +318,30 @@ class TrainwrightCLI:
         for keys in (optimizers, schedulers):
             if len(keys) > 1:
                 parser.error(
-                    f"configure_optimizers returns one of each, but {', '.join(f'--{key}' for key in keys)} were given; leave "
-                    "out all but one, or let the program link them to the model (link_to=)."
+                    f"configure_optimizers returns one of each, but got {', '.join(f'--{key}' for key in keys)}. Pass only "
+                    "one, or link them to the model in the program (link_to=)."
                 )
         if schedulers and not optimizers:
             parser.error(
-                f"--{schedulers[0]} was given without an optimizer; give --{next(iter(parser.optimizers), 'optimizer')} too."
+                f"--{schedulers[0]} needs an optimizer. Pass --{next(iter(parser.optimizers), 'optimizer')} too."
             )
 
     def _chosen(self, linked: Mapping[str, Linked]) -> list[str]:
-        """Return the keys of what the config has for configure_optimizers."""
-        return [key for key, each in linked.items() if each.link_to == AUTOMATIC and self._of(self.config, key)]
+        """Return the keys of the config's objects for configure_optimizers."""
+        return [key for key, target in linked.items() if target.link_to == AUTOMATIC and self._of(self.config, key)]
 
     def _instantiated(self) -> Namespace:
-        """Return the config with its objects; a class of this package that refuses its arguments ends the program."""
+        """Return the config with its objects. If a class of this package rejects its arguments, the program ends."""
         try:
             return instantiated(self.parser, self.config)
         except Exception as error:
-            cause = constructor_error(error) or error
-        if refused := refusal(cause):
-            self._called_parser.error(refused, cause)
+            cause, is_ours = constructor_error(error)
+        if is_ours and isinstance(cause, (TypeError, ValueError, ImportError)):
+            self._called_parser.error(str(cause), cause)
         raise cause
 
     def _link_optimizers(self) -> None:
-        """Let the config's optimizer and scheduler replace the module's configure_optimizers."""
+        """Replace the module's configure_optimizers by the config's optimizer and scheduler."""
         parser, specs = self._called_parser, []
         for linked in (parser.optimizers, parser.schedulers):
             for key in self._chosen(linked):
@@ -356,8 +351,8 @@ class TrainwrightCLI:
             return
         if is_overridden("configure_optimizers", self.model, Module):
             rank_zero_warn(
-                f"the config's optimizer replaces the configure_optimizers of {type(self.model).__name__}; leave one of them "
-                "out, or pass auto_configure_optimizers=False to the CLI.",
+                f"the config's optimizer replaces the configure_optimizers of {type(self.model).__name__}. Remove one of them, "
+                "or pass auto_configure_optimizers=False to the CLI.",
                 stacklevel=3,
             )
         replace_hook(self.model, "configure_optimizers", partial(_optimizers_of, self.model, type(self), *specs))
@@ -368,46 +363,38 @@ class TrainwrightCLI:
         arguments |= {"model": self.model}
         if self.datamodule is not None:
             arguments |= {"datamodule": self.datamodule}
-        getattr(self, f"before_{name}", _nothing)()
+        getattr(self, f"before_{name}", lambda: None)()
         before = self.trainer.run
         try:
             getattr(self.trainer, name)(**arguments)
         except CheckpointError as error:
             if arguments.get("ckpt_path") is None or self.trainer.run is not before:
                 raise
-            self._called_parser.error(str(error), error)  # a wrong argument, as nothing has begun
-        getattr(self, f"after_{name}", _nothing)()
+            self._called_parser.error(str(error), error)  # a wrong argument, since no run has begun
+        getattr(self, f"after_{name}", lambda: None)()
 
 
 def _optimizers_of(
     module: Module, cli: type[TrainwrightCLI], optimizer: dict[str, Any], scheduler: dict[str, Any] | None = None
 ) -> Any:
-    """Return what a module's configure_optimizers returns for the optimizer and the scheduler of a config."""
-    made = instantiate_class(([each for each in module.parameters() if each.requires_grad],), optimizer)
+    """Return the value of a module's configure_optimizers for the optimizer and scheduler of a config."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    instance = instantiate_class((parameters,), optimizer)
     if scheduler is None:
-        return cli.configure_optimizers(module, made)
-    return cli.configure_optimizers(module, made, instantiate_class(made, scheduler))
-
-
-def _nothing() -> None:
-    """The hook of a CLI that does not have it."""
+        return cli.configure_optimizers(module, instance)
+    return cli.configure_optimizers(module, instance, instantiate_class(instance, scheduler))
 
 
 def _listed(callbacks: Any) -> list[Callback]:
     return [] if callbacks is None else list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
 
 
-def _inherited(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the program's parser that its subcommands' parsers have too."""
-    return {name: value for name, value in options.items() if name in ("default_env", "env_prefix", "parser_mode")}
-
-
 def _value_of(words: Sequence[str], option: str) -> str | None:
-    """Return the value of an option, the last one if it is given several times; None without."""
-    found = None
+    """Return the last value of an option, or None."""
+    value = None
     for word, following in pairwise([*words, ""]):
         if word == option:
-            found = following
+            value = following
         elif word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value

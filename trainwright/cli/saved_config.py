@@ -1,4 +1,4 @@
-"""SaveConfigCallback: a run's config in its folder and in its checkpoints; and how a checkpoint's config is found again."""
+"""SaveConfigCallback: stores a run's config in its folder and checkpoints. stored_config finds it again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.cli.argument_parser import dumped
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.loggers import CSVLogger
-from trainwright.loggers.files import write_file
-from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.files import CHECKPOINTS, write_file
 from trainwright.module import Module
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.trainer import Trainer
@@ -28,22 +27,21 @@ CONFIG_NAME = "config.yaml"
 STATE_KEY = "SaveConfigCallback"
 CALL = "the save of the config"
 OF_A_CALL = ("ckpt_path", "seed_everything")
-"""What may differ between a run's start and its resumption."""
+"""Keys that may differ between a run's start and its resume."""
 
 
 class SaveConfigCallback(Callback):
-    """Stores a run's config in the run's folder and in its checkpoints; a TrainwrightCLI adds it to its Trainer.
+    """Stores a run's config in the run's folder and its checkpoints. A TrainwrightCLI adds it to its Trainer.
 
-    Rank 0 writes the file once, before anything is trained; a run with fast_dev_run writes none. A file with another config
-    stays as it is: a resumed run, and one without loggers, writes `config-v1.yaml`; a new run in the
-    folder of an earlier one is refused.
+    Rank 0 writes the file once, before training. A run with fast_dev_run writes none. A file with another config stays as it
+    is: a resumed run, or a run without loggers, writes `config-v1.yaml`. A new run in the folder of an earlier run is rejected.
 
     Args:
         parser: the parser of the config.
-        config: what was parsed.
+        config: the parsed config.
         config_filename: the file's name.
         overwrite: replace the file of an earlier run.
-        multifile: accepted, but the config is one file, as checkpoints hold it as one.
+        multifile: ignored with a warning. The config is one file, as in checkpoints.
         save_to_log_dir: False if only your `save_config` writes it.
     """
 
@@ -56,18 +54,11 @@ class SaveConfigCallback(Callback):
         multifile: bool = False,
         save_to_log_dir: bool = True,
     ) -> None:
-        if (
-            not isinstance(config_filename, str)
-            or not config_filename
-            or os.path.basename(config_filename) != config_filename
-        ):
-            raise ValueError(
-                f"config_filename={config_filename!r} is not accepted; give the name of a file, without a folder."
-            )
+        if not isinstance(config_filename, str) or not config_filename or "/" in config_filename:
+            raise ValueError(f"config_filename={config_filename!r} is not accepted; pass a file name without a folder.")
         if multifile:
             rank_zero_warn(
-                "save_config_kwargs has multifile=True, but the config is written as one file; leave it out.",
-                stacklevel=3,
+                "save_config_kwargs has multifile=True, but the config is written as one file. Remove it.", stacklevel=3
             )
         self.parser = parser
         self.config = config
@@ -75,7 +66,7 @@ class SaveConfigCallback(Callback):
         self.overwrite = overwrite
         self.save_to_log_dir = save_to_log_dir
         self.text = dumped(parser, config)
-        """The config as YAML; its first line names the version of trainwright."""
+        """The config as YAML. Its first line names the version of trainwright."""
         self._due = ""
         """The stage whose start writes the config."""
         self._is_saved = False
@@ -93,7 +84,7 @@ class SaveConfigCallback(Callback):
             trainer.engine.ranks.decide(partial(self._refuse_another, trainer), CALL)
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._save(trainer, module, "fit")  # now, since a run that is refused before leaves no folder
+        self._save(trainer, module, "fit")  # not earlier, since a rejected run leaves no folder
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         self._save(trainer, module, "validate")
@@ -105,7 +96,7 @@ class SaveConfigCallback(Callback):
         self._save(trainer, module, "predict")
 
     def save_config(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Called on rank 0 once the file is written; override it to store the config elsewhere, such as in a logger."""
+        """Called on rank 0 after the file is written. Override it to store the config elsewhere, such as in a logger."""
 
     def _save(self, trainer: Trainer, module: Module, stage: str) -> None:
         if stage != self._due:
@@ -117,20 +108,20 @@ class SaveConfigCallback(Callback):
             self.save_config(trainer, module, stage)
 
     def _refuse_another(self, trainer: Trainer) -> None:
-        """Refuse a new run in the folder of an earlier one. Rank 0's."""
+        """Reject a new run in the folder of an earlier one. On rank 0."""
         path = next(self._paths(trainer))
         has_folder = bool(trainer.loggers) and trainer.log_dir is not None
         if self.overwrite or self._due != "fit" or self._resumes(trainer) or not has_folder:
             return
         if (earlier := _read(path)) is not None and not self._is_this(earlier, trainer):
             raise ValueError(
-                f"{path} is the config of another run, whose folder this one would write to. Resume that run with --ckpt_path, "
-                "or give this one another folder (another version or name of the logger). To replace the file, pass "
+                f"{path} is the config of another run, whose folder this run would use. Resume that run with --ckpt_path, or "
+                "choose another folder (another version or name of the logger). To replace the file, pass "
                 'save_config_kwargs={"overwrite": True} to the CLI.'
             )
 
     def _write(self, trainer: Trainer) -> None:
-        """Write the config into the run's folder, unless it is there. Rank 0's."""
+        """Write the config into the run's folder if it is missing. On rank 0."""
         for path in self._paths(trainer):
             earlier = _read(path)
             if earlier is not None and self._is_this(earlier, trainer):
@@ -140,14 +131,14 @@ class SaveConfigCallback(Callback):
                 return
 
     def _resumes(self, trainer: Trainer) -> bool:
-        """Return whether the run continues another one, or would if there were any."""
+        """Return whether the run continues an earlier one, if there is one."""
         return trainer.ckpt_path is not None or self.config.get("ckpt_path") is not None
 
     def _is_this(self, earlier: str, trainer: Trainer) -> bool:
         return _is_same(earlier, self.text, OF_A_CALL if self._resumes(trainer) else ())
 
     def _paths(self, trainer: Trainer) -> Iterator[str]:
-        """Yield where the config may be in the run's folder: its name, then the same with a number."""
+        """Yield the possible paths of the config: its name, then with a number."""
         folder = (trainer.log_dir or trainer.default_root_dir).rstrip("/")
         stem, extension = os.path.splitext(self.config_filename)
         yield f"{folder}/{self.config_filename}"
@@ -156,9 +147,9 @@ class SaveConfigCallback(Callback):
 
 
 def stored_config(checkpoint: str | os.PathLike[str]) -> str | None:
-    """Return the config, as YAML, of the run that has saved a checkpoint; None if it was none of a TrainwrightCLI.
+    """Return the YAML config of the run that saved a checkpoint, or None if it did not use a TrainwrightCLI.
 
-    A checkpoint of the weights only does not hold it, so it is looked for in the run's folder.
+    A checkpoint of only the weights does not contain it, so the run's folder is searched too.
 
     Raises:
         CheckpointError: it is not a checkpoint, or is damaged.
@@ -173,10 +164,10 @@ def stored_config(checkpoint: str | os.PathLike[str]) -> str | None:
 
 
 def newest_checkpoint(root: str, takes_weights: bool) -> str | None:
-    """Return the newest complete checkpoint of the newest run below a root that has any, if its folders are the defaults."""
+    """Return the newest complete checkpoint of the newest run with one below a root, in the default folders."""
     for run in (*CSVLogger(root).run_folders(), root):
-        found = find_checkpoints(f"{run.rstrip('/')}/{CHECKPOINTS}")
-        if paths := [each.path for each in found if takes_weights or not each.weights_only]:
+        entries = find_checkpoints(f"{run.rstrip('/')}/{CHECKPOINTS}")
+        if paths := [entry.path for entry in entries if takes_weights or not entry.weights_only]:
             return paths[-1]
     return None
 
@@ -185,14 +176,14 @@ def plain_config(text: str) -> dict[str, Any]:
     """Return the content of a stored config.
 
     Raises:
-        CheckpointError: it is not one.
+        CheckpointError: the text is not a config.
     """
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise CheckpointError(f"the stored config cannot be read as YAML: {error}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"the stored config holds {a_type_of(values)}; it must hold names and values.")
+        raise CheckpointError(f"the stored config contains {a_type_of(values)}; it must contain names and values.")
     return values
 
 
@@ -208,8 +199,8 @@ def _read(path: str) -> str | None:
 def _is_same(earlier: str, text: str, ignored: Collection[str]) -> bool:
     """Return whether two configs have the same content."""
     try:
-        pair: list[Mapping[str, Any]] = [plain_config(each) for each in (earlier, text)]
+        pair: list[Mapping[str, Any]] = [plain_config(config) for config in (earlier, text)]
     except CheckpointError:
         return False
-    first, second = ({key: value for key, value in each.items() if key not in ignored} for each in pair)
+    first, second = ({key: value for key, value in config.items() if key not in ignored} for config in pair)
     return first == second

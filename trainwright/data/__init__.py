@@ -1,1 +1,1 @@
-"""Data: whose batches are whose (loaders.py, combined.py), seeds (seeding.py), the way to the device (transfer.py)."""
+"""Data: sharding batches over ranks (loaders.py, combined.py), seeding (seeding.py), transfer to the device (transfer.py)."""

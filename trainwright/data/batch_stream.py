@@ -1,12 +1,13 @@
-"""The batch stream: whose batches are whose for a loader without indices (an iterable dataset, a list of batches).
+"""The batch stream: shards a loader without indices (an iterable dataset, a list of batches) over the ranks.
 
-A source with a state (source_state.py) resumes from it. Any other source can only be read from its start, so a resumed run
-reads again what was consumed, and prints that it does. What the source draws while it is read comes from isolated generators
-under a seed of (seed, epoch): the order is a function of the two, and reading again does not move the generators of training.
+A source with a state (source_state.py) resumes from that state. A resumed run reads any other source from its start again,
+and prints a line about it. While the source is read, isolated generators replace this process's generators. They are seeded
+from (seed, epoch), so the order depends on nothing else, and a second reading does not change the random numbers of
+training.
 
 Every rank reads the whole stream and keeps its shard (stream_shard.py), so all ranks know where it ends. The last round is
-neither split nor padded: each rank weighs by the samples of its batch, and a rank without one works on the round's first batch
-with weight zero.
+neither split nor padded. A rank weighs its loss by the samples of its batch, and a rank without a batch works on the
+round's first batch with weight zero.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trainwright.callers import say
 from trainwright.data.combined_loader import is_read_once
 from trainwright.data.seeding import IsolatedGenerators, derive_seed, read_isolated
 from trainwright.data.source_state import SourceState, SourceStates
-from trainwright.data.stateful_reader import END, ReaderState, StateRejected
+from trainwright.data.stateful_iterable import END, ReaderState, StateRejected
 from trainwright.data.stream_shard import Mode, StreamPosition, StreamShard
 from trainwright.data.workers import SeededIterable
 from trainwright.errors import a_type_of
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.rank_zero import rank_zero_warn, say
+
+__all__ = ["sample_counts"]
 
 
 class BatchStream(StreamShard):
     """One rank's shard of an iterable of batches.
 
-    `seed_rank` seeds the workers (0 if all ranks read the same), with what `generator` draws. `draws` is whether reading the
-    source draws from this process's generators.
+    `generator` draws the workers' base seeds, and `seed_rank` is part of their seed (0 if all ranks read the same data).
+    `draws` tells whether reading the source uses this process's random number generators.
     """
 
     def __init__(
@@ -56,9 +58,9 @@ class BatchStream(StreamShard):
         self._generator, self._draws = generator, draws
         self._compare: Callable[[Any], Any] | None = None
         self._from: SourceState | None = None
-        """A state within the pass that the shard starts in, at the start or before it."""
+        """A state in the pass that the shard starts in, at the start or before it."""
         self._why_reread = ""
-        """Why the source has to be read again up to the start."""
+        """Why the source must be read again up to the start."""
 
     def set_epoch(
         self,
@@ -68,17 +70,13 @@ class BatchStream(StreamShard):
         position: StreamPosition | None = None,
         state: SourceState | None = None,
     ) -> None:
-        """See StreamShard; ValueError if the batch size has changed and the position lies within a batch of the new one."""
-        # With an exact state the rest of a batch may be dropped. Without one, batches of the new size would have to be re-read,
-        # and they do not end where the consumed ones ended.
-        is_exact = state is not None and position is not None and state["items"] == position["items"]
-        self._from = state if is_exact else None
+        """See StreamShard; ValueError if the batch size has changed and the position lies within a batch of the new size."""
         super().set_epoch(seed, epoch, start_batch, position)
         if self.states is not None:
             self._resume(self.states, state, position)
 
     def compare_first(self, compare: Callable[[Any], Any]) -> None:
-        """Pass the next batch that is read through a function, which compares it with those of other ranks."""
+        """Pass the next batch that is read through `compare`, which compares it with the other ranks' batches."""
         self._compare = compare
 
     def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
@@ -86,7 +84,7 @@ class BatchStream(StreamShard):
 
     @property
     def exact_source_length(self) -> int | None:
-        # Only a list's length is certain: that of a DataLoader or a dataset need not be true.
+        # Only a list's length is certain: a DataLoader or a dataset may report a wrong length.
         return self.source_length if isinstance(self.source, Sequence) else None
 
     @property
@@ -100,13 +98,13 @@ class BatchStream(StreamShard):
 
     def item_at(self, samples: int, was: int) -> int:
         items, rest = divmod(samples, self.item_size)
-        if rest and self._from is None:
+        if rest:
             raise ValueError(
-                f"{samples // was} batches of {was} samples were consumed, which is not a whole number of batches of "
-                f"{self.item_size}, and {a_type_of(self.source)} without a state is read batch by batch; resume with "
-                f"batch_size={was}, or from a checkpoint of an epoch's end."
+                f"the checkpoint was saved after {samples // was} batches of {was} samples, which is not a whole number of "
+                f"batches of {self.item_size}, and {a_type_of(self.source)} is read batch by batch. Resume with "
+                f"batch_size={was}, or from a checkpoint at an epoch's end."
             )
-        return items + (rest > 0)
+        return items
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
         if isinstance(self.source, Sequence):
@@ -131,8 +129,8 @@ class BatchStream(StreamShard):
             yield batch
         if is_empty:
             raise RuntimeError(
-                f"the {type(source).__name__} has no batches, or none left: an iterator can be read once. Pass a list, a "
-                "DataLoader or an object whose __iter__ starts from the beginning, or read it once (max_epochs=1)."
+                f"the {type(source).__name__} yields no batches: an iterator can be read only once. Pass a list, a "
+                "DataLoader or an object whose __iter__ starts from the beginning, or read the iterator once (max_epochs=1)."
             )
 
     def _print_reread(self, pass_number: int, batches: int, why: str) -> None:
@@ -146,7 +144,7 @@ class BatchStream(StreamShard):
             say(f"trainwright: {text}")
 
     def _opened(self, pass_number: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Return the batches that `begin` reads, a pass or the rest of one, under the pass's seed."""
+        """Return the batches that `begin` reads (a pass or its rest) under the pass's seed."""
         seed = derive_seed(self.pass_seed(pass_number), self.epoch)
         if self._generator is not None:
             self._generator.manual_seed(seed)
@@ -154,7 +152,10 @@ class BatchStream(StreamShard):
             self.source.dataset.set_pass(derive_seed(seed, self.seed_rank), self.epoch)
         isolated = IsolatedGenerators(seed) if self._draws else None
         if self.states is not None:
-            self.states.read_with(isolated)
+            base, _, begun = next(beginning for beginning in reversed(self._begun) if beginning[1] == pass_number)
+            ranks = self.world_size  # this rank counts rounds, and the source counts batches of all ranks
+            plan = [(every * ranks, begun + (batch - base) * ranks) for every, batch in self._plan]
+            self.states.read_with(isolated, plan)
         if isolated is None:
             batches = begin()
         else:
@@ -164,7 +165,7 @@ class BatchStream(StreamShard):
         return batches if compare is None else chain(map(compare, islice(batches, 1)), batches)
 
     def _resume(self, states: SourceStates, state: SourceState | None, position: StreamPosition | None) -> None:
-        """Let the source resume from a state that fits: one within this pass, or at its start what the last epoch left."""
+        """Choose the state that the source resumes from: a state in this pass, or at its start the end of the last epoch."""
         self._from, self._why_reread = None, "has no state saved within this epoch"
         is_at_start = not (self.start_item or self.start_pass)
         if state is not None and not states.fits(state):
@@ -178,79 +179,69 @@ class BatchStream(StreamShard):
             return
         readers: dict[int, ReaderState] = {}
         if state is not None and position is not None and state["passes"] == self.start_pass:
-            if state["items"]:
-                self._from = self._fitted_state(state, position)
-            else:
+            if not state["items"]:
                 readers = state["readers"]
+            elif position["size"] in (0, self.item_size):
+                self._from = state
+            else:  # it counts batches of another size
+                readers = state.get("begun", {})
         if self._from is not None:
             states.begin_within(self._from)
         else:
             states.begin_pass(self.start_pass, readers)
 
-    def _fitted_state(self, state: SourceState, position: StreamPosition) -> SourceState | None:
-        """Return a state with its batches counted in those of now; None if that is not a whole number."""
-        since, size, was = position["items"] - state["items"], self.item_size, position["size"]
-        if not size or not was or size == was:
-            return state
-        # The fingerprint goes: the next batch has a different size now.
-        since, rest = divmod(since * was, size)
-        return None if rest else {**state, "items": self.start_item - since, "following": None}
-
     def _read_from_state(self, states: SourceStates, pass_number: int, start: int) -> Iterator[Any]:
-        """Yield the batches of a pass from `start` on, resuming the source from a state within this pass if there is one."""
-        base, _, begun = next(each for each in reversed(self._begun) if each[1] == pass_number)
-        ranks = self.world_size  # this rank counts rounds, and the source counts batches of all ranks
-        states.plan([(every * ranks, begun + (batch - base) * ranks) for every, batch in self._plan])
+        """Yield the batches of a pass from `start` on, resuming the source from a state in this pass if there is one."""
         state, why = self._from if pass_number == self.start_pass else None, self._why_reread
         if state is not None:
-            batches = states.noting(self._opened(pass_number, lambda: states.open_within(state, self.epoch)))
+            batches = states.recording(self._opened(pass_number, lambda: states.open_within(state, self.epoch)))
             try:
                 first = next(batches, END)
-                is_refused = states.is_other(state, first)
-                # A shuffle buffer whose contents are not in the state yields something else from it than it did before.
-                why = "yields a different batch after load_state_dict() than before (is a shuffle buffer in its state?)"
+                is_rejected = states.is_other(state, first)
+                # A source whose state lacks its shuffle buffer yields other batches from that state.
+                why = "yields a different batch after load_state_dict() than before (does its state include a shuffle buffer?)"
             except StateRejected as error:
-                is_refused, why = True, f"failed to load its state ({_cause(error)})"
-            if not is_refused:
+                is_rejected, why = True, f"failed to load its state ({_cause(error)})"
+            if not is_rejected:
                 yield from islice(chain([] if first is END else [first], batches), start - state["items"], None)
                 return
             states.distrust()
             states.begin_pass(pass_number, state.get("begun", {}))
         self._print_reread(pass_number, start, why)
         batches = self._opened(pass_number, lambda: states.open_pass(pass_number, self.epoch))
-        yield from islice(states.noting(batches), start, None)
+        yield from islice(states.recording(batches), start, None)
 
     def cut_round(self, items: list[Any], number: int) -> Any:
-        """Return this rank's batch of a pass's last round; if it has none, the first rank's, with weight zero."""
+        """Return this rank's batch of a pass's last round, or the first rank's batch, with weight zero, if it has none."""
         if sizes := round_sizes(map(sample_counts, items), self.world_size):
             self.uneven[number] = sizes
         return items[self.rank] if self.rank < len(items) else items[0]
 
 
 def _cause(error: StateRejected) -> str:
-    """Return what went wrong; a worker's error comes after the worker's traceback."""
+    """Return the error's last line; an error in a worker begins with the worker's traceback."""
     return str(error).strip().splitlines()[-1].rpartition("StateRejected: ")[2]
 
 
 def round_sizes(counts: Iterable[list[int]], ranks: int) -> list[int]:
-    """Return the samples that each rank has in a round; an empty list if all have equally many."""
+    """Return the number of samples per rank in a round, or an empty list if all ranks have equally many."""
     counts = list(counts)
-    if len(counts) == ranks and all(each == counts[0] for each in counts):
+    if len(counts) == ranks and all(count == counts[0] for count in counts):
         return []
-    if unclear := [each for each in counts if len(each) != 1]:
+    if unclear := [count for count in counts if len(count) != 1]:
         rank_zero_warn(
-            f"the samples of a batch are unclear (its parts have the lengths {unclear[0]}), so its weight in a last round may "
-            "be wrong. Let collate_fn return tensors or lists that all have one entry for each sample.",
+            f"the number of samples in a batch is unclear: its parts have the lengths {unclear[0]}. So its weight in a "
+            "last round may be wrong. Let collate_fn return tensors or lists with one entry per sample.",
             stacklevel=2,
         )
-    # Each batch has the same weight if its samples are unknown.
-    sizes = [each[0] if each else 0 for each in counts]
+    # Batches whose samples are unknown all have the same weight.
+    sizes = [count[0] if count else 0 for count in counts]
     return (sizes if all(sizes) else [sys.maxsize] * len(counts)) + [0] * (ranks - len(counts))
 
 
 def sample_counts(batch: Any) -> list[int]:
-    """Return the numbers of samples that the parts of a batch show: one number if they agree, none if they are unknown."""
-    # A list of plain values, such as class names, does not count beside columns that agree.
+    """Return the numbers of samples in the parts of a batch: one number if they agree, none if they are unknown."""
+    # A list of plain values, such as class names, does not count next to columns that agree.
     counts = {*_lengths(batch, True, False), *_lengths(batch, False, False)}
     if len(counts) == 1:
         return list(counts)
@@ -259,33 +250,45 @@ def sample_counts(batch: Any) -> list[int]:
 
 
 def _lengths(value: Any, of_columns: bool, of_plain: bool, depth: int = 0) -> Iterator[int]:
-    """Yield the length of each column of a batch, as default_collate makes them, or of each list of samples."""
-    if is_dataclass(value) and not isinstance(value, (type, Mapping)):
-        value = {each.name: getattr(value, each.name) for each in fields(value)}
-    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    """Yield the lengths of a batch's columns, as default_collate makes them, or of its lists of samples."""
     if isinstance(shape := getattr(value, "shape", None), tuple):
         yield from shape[:1]
-    elif isinstance(count := getattr(value, "num_graphs", None), int):  # a batch of PyTorch Geometric
+        return
+    if isinstance(count := getattr(value, "num_graphs", None), int):  # a batch of PyTorch Geometric
         yield count
-    elif isinstance(value, Mapping) or is_list:
-        parts = list(value if is_list else value.values())
-        found = [list(_lengths(part, of_columns, of_plain, depth + 1)) for part in parts]
-        kinds = {_kind(part) for part in parts}
-        kind = kinds.pop() if len(kinds) == 1 else None
-        # Tensors at the top are columns.
-        has_samples = kind not in (None, "list") and (depth > 0 or not isinstance(kind, int))
-        if is_list and (not any(found) or (has_samples and not of_columns)):
-            yield from [len(parts)] if parts and (of_plain or any(found)) else []
-            return
-        yield from chain.from_iterable(found)
-        if of_columns and depth and any(found) and not all(found):
-            yield 0  # tensors with plain values within a batch are a sample, and no columns
+        return
+    parts, is_list = _parts_of(value)
+    lengths = [list(_lengths(part, of_columns, of_plain, depth + 1)) for part in parts]
+    if is_list and not any(lengths):
+        yield from [len(parts)] if parts and of_plain else []
+    elif is_list and not of_columns and _are_samples(parts, depth):
+        yield len(parts)
+    else:
+        yield from chain.from_iterable(lengths)
+        if of_columns and depth and any(lengths) and not all(lengths):
+            yield 0  # tensors next to plain values are one sample, not columns
+
+
+def _parts_of(value: Any) -> tuple[list[Any], bool]:
+    """Return the values in a mapping, a dataclass or a sequence, and whether it is a sequence."""
+    if isinstance(value, Mapping):
+        return list(value.values()), False
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)], False
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    return list(value) if is_list else [], is_list
+
+
+def _are_samples(parts: list[Any], depth: int) -> bool:
+    """Return whether the items of a list all have the structure of a sample; tensors at the top are columns."""
+    kinds = {_kind(part) for part in parts}
+    return len(kinds) == 1 and not kinds & {None, "list"} and (depth > 0 or not isinstance(next(iter(kinds)), int))
 
 
 def _kind(value: Any) -> Any:
     """Return the structure of a sample: an array's dimensions, "list" for values of one kind, None for a plain value."""
     if isinstance(value, (list, tuple)):
-        kinds = [_kind(each) for each in value]
+        kinds = [_kind(item) for item in value]
         return tuple(kinds) if len(set(kinds)) > 1 else "list"
     dimensions = len(getattr(value, "shape", ()))
     return dimensions or ("mapping" if isinstance(value, Mapping) else None)

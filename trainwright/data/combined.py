@@ -1,35 +1,35 @@
-"""Combined: one rank's shard of several loaders, side by side or one after the other."""
+"""Combined: one rank's shard of several loaders, side by side or in sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
+from math import gcd
 from typing import Any
 
 from trainwright.data.combined_loader import CombinedLoader, combined_length, is_collection, is_read_once
 from trainwright.data.index_stream import IndexStream
 from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.loaders import ShardedLoader
-from trainwright.data.proportions import are_proportional, in_proportion
 from trainwright.data.seeding import derive_seed
 from trainwright.data.source_state import SourceState
-from trainwright.data.stateful_reader import END
-from trainwright.data.stream_shard import Mode, StreamPosition
+from trainwright.data.stateful_iterable import END
+from trainwright.data.stream_shard import Mode, StreamPosition, even_sizes
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
 
 class ShardedCombination(StatefulLoader):
-    """One rank's shard of a CombinedLoader; iterating yields the combined batches, under "sequential" those of one loader.
+    """One rank's shard of a CombinedLoader.
 
-    The first loader has the order that it would have alone; each other loader, and each further pass of a shorter one, has
-    another. In an evaluation batch number i of every loader goes to the same rank, so the ranks together have the combined
-    batches of one process. In training a round in which a loader ends is re-split in the same proportions for all loaders
-    (proportions.py).
+    Iterating yields the combined batches. Under "sequential" it yields the batches of one loader after another. The first
+    loader keeps its usual order. Every other loader, and every new pass of a shorter loader, has a different order. In an
+    evaluation batch number i of every loader goes to the same rank. So the ranks together have the combined batches of one
+    process. In training the round in which a loader ends is re-split in the same proportions for all loaders.
 
     Raises:
-        TypeError: a loader that cannot be sharded, or several to be evaluated as one that come one after the other.
-        ValueError: loaders that cannot be combined so, or too little data for this many ranks.
+        TypeError: a loader cannot be sharded, or a sequence of loaders is to be evaluated as one loader.
+        ValueError: the loaders cannot be combined in this mode, or there is too little data for the ranks.
     """
 
     def __init__(self, loader: CombinedLoader, *, rank: int, world_size: int, mode: Mode, **options: bool) -> None:
@@ -46,41 +46,42 @@ class ShardedCombination(StatefulLoader):
                     "from the beginning, or choose another mode."
                 )
         self.parts = [
-            ShardedLoader(each, rank=rank, world_size=world_size, mode=mode, **options) for each in loader.flattened
+            ShardedLoader(leaf, rank=rank, world_size=world_size, mode=mode, **options) for leaf in loader.flattened
         ]
         """This rank's shard of each loader, in the order of `loader.flattened`."""
         self.shards = [part.shard for part in self.parts]
         self._seed = self._epoch = self._start_batch = 0
         self._sources: Sequence[SourceState | None] = ()
-        """The state of each loader's source at the start."""
+        """The states of the loaders' sources at the start."""
         self._positions: Sequence[StreamPosition] = ()
-        """The position of each loader at the start; empty if the start batch says it."""
+        """The positions of the loaders at the start. If empty, the start batch determines them."""
         self._dummy_at: int | None = None
         self._has_warned = False
         self._first_batches: list[int] = []
-        """The number of each loader's first batch, of those reached so far ("sequential" only)."""
+        """The numbers of the first batches of the loaders reached so far ("sequential" only)."""
         if self._pads and self.combination == "sequential":
             raise TypeError(
-                "loaders that are evaluated one after the other end on some ranks before others; shard each of them by itself."
+                "loaders that are evaluated one after the other end on some ranks before others. Shard every loader "
+                "separately."
             )
         lengths = [part.shard.source_length if part.exact_length is not None else None for part in self.parts]
         if self.combination == "max_size_cycle" and 0 in lengths and any(lengths):
             raise ValueError(
-                "a loader of this collection is empty, so max_size_cycle cannot restart it; give it data, leave it out, or "
+                "a loader of this collection is empty, so max_size_cycle cannot restart it. Give it data, remove it, or "
                 "choose mode='max_size'."
             )
         if self.combination == "max_size_cycle":
             for shard in self.shards:
                 shard.cycle()
         if self.exact_length is None:
-            self.read_ahead()  # the combination's end shows only when the next round is read
+            self.read_ahead()  # only reading the next round shows the combination's end
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
         places, sources = self._loaded["places"], self._loaded["sources"]
         if places and len(places) != len(self.parts):
             raise ValueError(
-                f"the checkpoint's position in the data is of {len(places)} loaders, but there are {len(self.parts)} now; "
-                "resume with the loaders that it was saved with, or from a checkpoint of an epoch's end."
+                f"the checkpoint's position in the data belongs to {len(places)} loaders, but now there are "
+                f"{len(self.parts)}. Resume with the loaders of the saved run, or from a checkpoint at an epoch's end."
             )
         self._seed, self._epoch, self._start_batch = seed, epoch, start_batch
         self._positions, self._sources = places, sources
@@ -88,7 +89,7 @@ class ShardedCombination(StatefulLoader):
         self.uneven.clear()
         is_sequential = self.combination == "sequential"
         for index, part in enumerate(self.parts):
-            # Without a position, `_start_of` seeks when the turn of a loader comes.
+            # Without a position, `_start_of` seeks when it is the loader's turn.
             start = places[index]["batch"] if places else 0 if is_sequential else start_batch
             part.load_state_dict({"places": places[index : index + 1], "sources": sources[index : index + 1]})
             part.set_epoch(self._seed_of(index), epoch, start)
@@ -99,12 +100,12 @@ class ShardedCombination(StatefulLoader):
             self._plan(end)
 
     def _plan(self, end: int) -> None:
-        """Split the rounds before batch `end` that are not full, so that one weight of the loss is right for all loaders."""
+        """Split the rounds before batch `end` that are not full, so that one loss weight is right for all loaders."""
         streams = [part.stream for part in self.parts if part.stream is not None and part.is_sharded]
         if len(streams) < len(self.parts):
             return
         short = [stream.short_rounds(end) for stream in streams]
-        for number in sorted({number for each in short for number in each or ()}):
+        for number in sorted({number for rounds in short for number in rounds or ()}):
             sizes: dict[IndexStream, int] = {}
             for part, stream, rounds in zip(self.parts, streams, short, strict=True):
                 if rounds is None:
@@ -114,7 +115,8 @@ class ShardedCombination(StatefulLoader):
             most = [stream.item_size for stream in sizes]
             cuts = in_proportion(list(sizes.values()), self.world_size, most)
             if not are_proportional(list(cuts)):
-                self._warn_of_proportions([cuts[list(sizes).index(each)] if each in sizes else [] for each in streams])
+                split = dict(zip(sizes, cuts, strict=True))
+                self._warn_of_proportions([split.get(stream, []) for stream in streams])
             for stream, cut in zip(sizes, cuts, strict=True):
                 stream.cuts[number] = cut
 
@@ -132,14 +134,15 @@ class ShardedCombination(StatefulLoader):
         if index + 1 < len(begun) and begun[index + 1] <= batch:
             had = begun[index + 1] - begun[index]
             size, order = shard.item_size, shard.order
-            # A pass that is over, so that a run that resumes here does not begin this loader again.
+            # A complete pass, so that a run that resumes here does not begin this loader again.
             return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order, "digest": 0}
-        if index < len(begun) and begun[index] <= batch:  # otherwise it was only read ahead
+        if index < len(begun) and begun[index] <= batch:  # otherwise the loader was only read ahead
             return shard.position(batch - begun[index])
         return shard.position(shard.start_batch)
 
     def source_states(self, positions: Sequence[StreamPosition], is_over: bool) -> list[SourceState | None]:
-        return [part.source_states([each], is_over)[0] for part, each in zip(self.parts, positions, strict=True)]
+        pairs = zip(self.parts, positions, strict=True)
+        return [part.source_states([position], is_over)[0] for part, position in pairs]
 
     def close(self) -> None:
         for part in self.parts:
@@ -161,7 +164,7 @@ class ShardedCombination(StatefulLoader):
                 begun += start
                 continue
             batches = iter(part)
-            # Without a certain length only reading shows how many of the skipped batches are this loader's.
+            # If the length is not certain, only reading shows how many of the skipped batches belong to this loader.
             read = sum(1 for _ in islice(batches, left))  # skipped
             left -= read
             uneven = part.shard.uneven
@@ -173,7 +176,7 @@ class ShardedCombination(StatefulLoader):
             begun = latest + 1 - left
 
     def _start_of(self, index: int, left: int) -> int:
-        """Begin a loader whose turn has come; return how many of the `left` batches to skip it has skipped by seeking."""
+        """Begin the next loader, and return how many of the `left` batches it skipped by seeking."""
         part = self.parts[index]
         if self._positions:
             return part.start_batch
@@ -193,52 +196,52 @@ class ShardedCombination(StatefulLoader):
                 if batch is END:
                     if self.combination == "min_size" or is_cycle:  # a cycling loader ends only where it is stopped
                         return
-                    iterators[index] = iter(())  # drops the iterator, which ends its workers
+                    iterators[index] = iter(())  # the old iterator is deleted, which ends its workers
                 batches.append(batch)
             there = [part for part, batch in zip(self.parts, batches, strict=True) if batch is not END]
-            # Without lengths nothing stops cycling loaders: the epoch ends once each has had its first pass.
+            # Without lengths nothing stops cycling loaders, so the epoch ends after the first passes of all.
             if not there or (is_cycle and not any(_is_before(number, part.shard.first_pass) for part in self.parts)):
                 return
             if self._pads:
                 self._drop_dummies(batches, number)
             elif self.world_size > 1:
-                self._note(there, number)
+                self._record_uneven(there, number)
             yield self.loader.rebuilt([None if batch is END else batch for batch in batches])
 
     def _begun(self, part: ShardedLoader) -> Iterator[Any]:
         length = part.exact_length
-        is_over = length is not None and self._start_batch >= length and not part.shard.cycles  # then start no workers
-        return iter(()) if is_over else iter(part)
+        is_over = length is not None and self._start_batch >= length and not part.shard.cycles
+        return iter(()) if is_over else iter(part)  # a loader that is over starts no workers
 
-    def _note(self, there: list[ShardedLoader], number: int) -> None:
-        """Note the samples per rank of an uneven round, if its loaders have them in one proportion."""
+    def _record_uneven(self, there: list[ShardedLoader], number: int) -> None:
+        """Record the samples per rank of an uneven round if the proportion is the same for all loaders."""
         sizes = [part.uneven.get(number) for part in there]
         if not any(sizes):
             return
         if are_proportional(sizes):
-            self.uneven[number] = next(each for each in sizes if each)
+            self.uneven[number] = next(size for size in sizes if size)
         else:
             self._warn_of_proportions([part.uneven.get(number) if part in there else [] for part in self.parts])
 
     def _warn_of_proportions(self, sizes: list[list[int] | None]) -> None:
-        """Warn once of a round for which no weight is right for every loader; None means equal parts."""
+        """Warn, once, of a round for which no weight is right for every loader. None means equal parts."""
         if self._has_warned:
             return
         self._has_warned = True
         parts = ", ".join(
-            f"{'equally many' if each is None else ' and '.join(map(str, each))} of loader {name or number!r}"
-            for number, (name, each) in enumerate(zip(self.loader.names, sizes, strict=True))
-            if each != []
+            f"{'equally many' if counts is None else ' and '.join(map(str, counts))} of loader {name or number!r}"
+            for number, (name, counts) in enumerate(zip(self.loader.names, sizes, strict=True))
+            if counts != []
         )
         rank_zero_warn(
             f"the {self.world_size} ranks cannot divide a round of the combined loaders in one proportion: they have "
-            f"{parts}. Each rank's loss has the same weight in such a round, so its samples have other "
-            "weights than on one process. Give each loader a number of samples that divides evenly, or drop_last=True.",
+            f"{parts}. In such a round all ranks' losses have the same weight, so the samples are weighted differently "
+            "than on one process. Give every loader a number of samples that divides evenly, or set drop_last=True.",
             stacklevel=2,
         )
 
     def _drop_dummies(self, batches: list[Any], number: int) -> None:
-        """Note where this rank's batches become dummies; in a round before that, drop those that only other ranks have."""
+        """Record where this rank's batches become dummies. Before that, drop the batches that only other ranks have."""
         pairs = zip(self.parts, batches, strict=True)
         is_real = [batch is not END and _is_before(number, _real_length(part)) for part, batch in pairs]
         if not (all if self.combination == "min_size" else any)(is_real):
@@ -259,24 +262,24 @@ class ShardedCombination(StatefulLoader):
         return all(part.may_read_ahead for part in self.parts)
 
     def refuse_parted_rounds(self, limit: int | None = None) -> None:
-        """Raise ValueError if only some ranks have a batch of a loader in a round, for a forward that needs every rank."""
+        """Raise ValueError if only some ranks have a batch of a loader in a round and a forward needs every rank."""
         if not self._pads or self.combination != "max_size" or limit == 0:
             return
         lengths = [part.shard.exact_source_length for part in self.parts]
         for number, (name, length) in enumerate(zip(self.loader.names, lengths, strict=True)):
             is_parted = length is None or (length % self.world_size and len(set(lengths)) > 1)
-            # The round in which the loader ends is the parted one.
+            # The ranks differ in the round in which the loader ends.
             if is_parted and (length is None or limit is None or length // self.world_size < limit):
                 batches = "an unknown number of batches" if length is None else f"{length} batches"
                 raise ValueError(
                     f"loader {name or number!r} of a CombinedLoader('max_size') has {batches}, which the {self.world_size} "
-                    "ranks cannot divide evenly, but under this strategy a forward needs every rank. Give it a number of "
-                    "batches that divides evenly, choose 'min_size' or 'sequential', or strategy='ddp'."
+                    "ranks cannot divide evenly, but under this strategy a forward needs every rank. Give the loader a "
+                    "number of batches that divides evenly, choose 'min_size' or 'sequential', or use strategy='ddp'."
                 )
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether all loaders are sharded; False on one process, and if the user gave each rank its own data."""
+        """Return whether all loaders are sharded. They are not on one process, or if every rank has separate data."""
         return all(part.is_sharded for part in self.parts)
 
     @property
@@ -297,16 +300,16 @@ def shard(
 def evaluation_loaders(
     loader: Any, *, rank: int, world_size: int, mode: Mode, **options: bool
 ) -> list[tuple[str | None, ShardedLoader | ShardedCombination]]:
-    """Return this rank's shard of each loader that is evaluated by itself, with its name (the key in a dict).
+    """Return this rank's shards of the loaders to evaluate, with their names (the keys of a dict).
 
-    A CombinedLoader with any mode but "sequential" is one loader, of combined batches.
+    A CombinedLoader is one loader of combined batches, except in the mode "sequential".
     """
     if is_collection(loader):
         loader = CombinedLoader(loader, "sequential")
     named: list[tuple[str | None, Any]] = [(None, loader)]
     if isinstance(loader, CombinedLoader) and loader.mode == "sequential":
         named = [*zip(loader.names, loader.flattened, strict=True)]
-    return [(name, shard(each, rank=rank, world_size=world_size, mode=mode, **options)) for name, each in named]
+    return [(name, shard(leaf, rank=rank, world_size=world_size, mode=mode, **options)) for name, leaf in named]
 
 
 def _real_length(part: ShardedLoader) -> int | None:
@@ -315,3 +318,26 @@ def _real_length(part: ShardedLoader) -> int | None:
 
 def _is_before(number: int, end: int | None) -> bool:
     return end is None or number < end
+
+
+def in_proportion(samples: list[int], ranks: int, batch_sizes: list[int]) -> list[list[int]]:
+    """Return the samples of a round per loader and rank, in the same proportion for all loaders.
+
+    A rank gets at most as many samples in all as full batches of all loaders have. If the sizes allow no such split, every
+    loader is split separately, over as many ranks as possible.
+    """
+    # A unit is the smallest part of the round that contains all loaders in the round's proportion.
+    units = gcd(*samples)
+    in_unit = [number // units for number in samples]
+    most = sum(batch_sizes) // sum(in_unit)
+    if most and most * ranks >= units:
+        counts = even_sizes(units, ranks, most, least=1 if min(in_unit) > 1 else 2)
+        return [[count * size for count in counts] for size in in_unit]
+    return [even_sizes(number, ranks, size, least=1) for number, size in zip(samples, batch_sizes, strict=True)]
+
+
+def are_proportional(parts: Sequence[list[int] | None]) -> bool:
+    """Return whether every rank has the same proportion of all loaders' samples. None means equal parts."""
+    ranks = max(len(sizes) for sizes in parts if sizes is not None)
+    first, *others = (sizes or [1] * ranks for sizes in parts)
+    return all([one * sum(other) for one in first] == [one * sum(first) for one in other] for other in others)

@@ -1,4 +1,4 @@
-"""DataModule: all of a task's data in one class, from the download to the loaders; users subclass it."""
+"""DataModule: all of a task's data in one class, from the download to the loaders. Users subclass it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainwright.errors import a_type_of
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
 
 if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+    from trainwright import Trainer
 
 Datasets = Dataset[Any] | Sequence[Dataset[Any]] | Mapping[str, Dataset[Any]]
 Self = TypeVar("Self", bound="DataModule")
@@ -26,9 +26,9 @@ STAGES = ("train", "val", "test", "predict")
 
 
 class DataModule(HyperParameters):
-    """The data of a task: subclass it and define the loaders' methods that are needed.
+    """The data of a task. Subclass it and define the loader methods that you need.
 
-    The Trainer calls `prepare_data` and `setup` before it asks for loaders, and `teardown` when the run is over.
+    The Trainer calls `prepare_data` and `setup` before it asks for loaders, and `teardown` after the run.
 
     >>> class Data(tw.DataModule):
     ...     def setup(self, stage):
@@ -40,12 +40,12 @@ class DataModule(HyperParameters):
     """
 
     trainer: Trainer | None = None
-    """The trainer of the current run; None outside a run."""
+    """The trainer of the current run, or None outside a run."""
     prepare_data_per_node: bool = True
     """Whether `prepare_data` is called once per machine, or (False) once per job."""
 
     def prepare_data(self) -> None:
-        """Download and convert. Called in one process, while the others wait; set no attributes here."""
+        """Download and convert the data. Called in one process while the others wait, so set no attributes here."""
 
     def setup(self, stage: str) -> None:
         """Build the datasets of a stage ("fit", "validate", "test" or "predict"). Called on every rank."""
@@ -54,23 +54,23 @@ class DataModule(HyperParameters):
         """Clean up after a stage. Called on every rank."""
 
     def train_dataloader(self) -> Any:
-        """Return what fit trains on: a DataLoader, an iterable of batches, or a list, tuple or dict of them."""
+        """Return the training data: a DataLoader, an iterable of batches, or a list, tuple or dict of them."""
         raise NotImplementedError(self._missing("train_dataloader"))
 
     def val_dataloader(self) -> Any:
-        """Return what fit and validate evaluate on: one loader, or a list, tuple or dict of them."""
+        """Return the validation data of fit and validate: one loader, or a list, tuple or dict of them."""
         raise NotImplementedError(self._missing("val_dataloader"))
 
     def test_dataloader(self) -> Any:
-        """Return what test evaluates on: one loader, or a list, tuple or dict of them."""
+        """Return the data of test: one loader, or a list, tuple or dict of them."""
         raise NotImplementedError(self._missing("test_dataloader"))
 
     def predict_dataloader(self) -> Any:
-        """Return what predict runs on: one loader, or a list, tuple or dict of them."""
+        """Return the data of predict: one loader, or a list, tuple or dict of them."""
         raise NotImplementedError(self._missing("predict_dataloader"))
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch that is to be moved to the device. Called before `transfer_batch_to_device`; on every rank."""
+        """Return the batch to move to the device. Called before `transfer_batch_to_device` on every rank."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -78,18 +78,18 @@ class DataModule(HyperParameters):
         return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch that the step gets. Called after `transfer_batch_to_device`; on every rank."""
+        """Return the batch for the step. Called after `transfer_batch_to_device` on every rank."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data and tensors for a checkpoint. Called at each save, on every rank; rank 0's is stored."""
+        """Return plain data and tensors for a checkpoint. Called at every save on every rank; rank 0's state is stored."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. Called when a run resumes, before its first batch; on every rank."""
+        """Restore the state that `state_dict` returned. Called before a resumed run's first batch on every rank."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when an exception or a keyboard interrupt has ended the run, on the rank where it happened."""
+        """Called after an exception or a keyboard interrupt ended the run, on the rank where it happened."""
 
     @property
     def state_key(self) -> str:
@@ -107,16 +107,18 @@ class DataModule(HyperParameters):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """Return a DataModule around datasets: each may be one, a sequence or a dict; the loaders have the same structure.
+        """Return a DataModule around datasets, sequences of datasets or dicts of datasets.
+
+        The loaders have the same structure as the datasets.
 
         Args:
-            train_dataset: shuffled, unless it is an IterableDataset.
-            val_dataset, test_dataset, predict_dataset: kept in order.
-            batch_size, num_workers: of every loader; also passed to the class's constructor if it accepts them.
-            datamodule_kwargs: passed to the class's constructor.
+            train_dataset: is shuffled, unless it is an IterableDataset.
+            val_dataset, test_dataset, predict_dataset: are read in order.
+            batch_size, num_workers: settings of every loader, also passed to the class's constructor if it accepts them.
+            datamodule_kwargs: arguments of the class's constructor.
         """
         parameters = inspect.signature(cls).parameters
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         sizes = {"batch_size": batch_size, "num_workers": num_workers}
         accepted = {name: value for name, value in sizes.items() if takes_all or name in parameters}
         datamodule = cls(**{**accepted, **datamodule_kwargs})
@@ -141,13 +143,13 @@ class DataModule(HyperParameters):
 
         Args:
             checkpoint_path: a checkpoint of a Trainer, or a Lightning `.ckpt` file.
-            map_location: ignored: hyper-parameters are on the host.
-            hparams_file: a JSON, YAML or CSV file with hyper-parameters, instead of those in the checkpoint.
-            weights_only: ignored: only plain data and tensors are ever read.
-            kwargs: arguments of the constructor, which override what was saved; others are dropped with a warning.
+            map_location: ignored, because hyper-parameters are on the host.
+            hparams_file: a JSON, YAML or CSV file whose hyper-parameters replace the checkpoint's.
+            weights_only: ignored, because only plain data and tensors are ever read.
+            kwargs: arguments of the constructor, which override saved values. Other names are dropped with a warning.
 
         Raises:
-            CheckpointError: no checkpoint, a damaged one, or one that holds more than plain data and tensors.
+            CheckpointError: there is no checkpoint, it is damaged, or it contains more than plain data and tensors.
             TypeError: the constructor needs an argument that was not saved.
         """
         if hparams_file is not None:
@@ -157,13 +159,13 @@ class DataModule(HyperParameters):
         return build(cls, weights.datamodule_hyper_parameters, kwargs, weights.datamodule_hparams_name, forms)
 
     def __str__(self) -> str:
-        """Return the loaders and their sizes, or why one cannot be made yet."""
+        """Return the loaders and their sizes, or the reason why a loader cannot be made yet."""
         lines = [f"{type(self).__name__}:"]
         for stage in STAGES:
             name = f"{stage}_dataloader"
             # from_datasets sets the method on the instance.
-            is_own = name in vars(self) or getattr(type(self), name) is not getattr(DataModule, name)
-            lines.append(f"  {stage:8}{_described(getattr(self, name)) if is_own else 'none'}")
+            is_defined = name in vars(self) or getattr(type(self), name) is not getattr(DataModule, name)
+            lines.append(f"  {stage:8}{_described(getattr(self, name)) if is_defined else 'none'}")
         return "\n".join(lines)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -171,30 +173,30 @@ class DataModule(HyperParameters):
         return {name: value for name, value in vars(self).items() if name != "trainer"}
 
     def _missing(self, name: str) -> str:
-        return f"{type(self).__name__} defines no {name}; define it, or pass the loaders to the Trainer."
+        return f"{type(self).__name__} defines no {name}. Define it, or pass the loaders to the Trainer."
 
 
 def _make_loaders(datasets: Datasets, *, shuffle: bool, batch_size: int, num_workers: int) -> Any:
-    """Return a loader for each dataset, in the structure of the datasets."""
+    """Return the loaders of the datasets, in the same structure."""
 
     def make(dataset: Dataset[Any]) -> DataLoader[Any]:
         shuffled = shuffle and not isinstance(dataset, IterableDataset)
-        # torch refuses persistent_workers=True for a loader without workers.
+        # torch rejects persistent_workers=True for a loader without workers.
         return DataLoader(dataset, batch_size, shuffled, num_workers=num_workers, persistent_workers=num_workers > 0)
 
     if isinstance(datasets, Mapping):
-        return {name: make(each) for name, each in datasets.items()}
-    return [make(each) for each in datasets] if isinstance(datasets, Sequence) else make(datasets)
+        return {name: make(dataset) for name, dataset in datasets.items()}
+    return [make(dataset) for dataset in datasets] if isinstance(datasets, Sequence) else make(datasets)
 
 
 def _check_datasets(datasets: Any, argument: str) -> None:
     values = datasets.values() if isinstance(datasets, Mapping) else datasets
-    for each in values if isinstance(datasets, (Mapping, list, tuple)) else [datasets]:
-        is_dataset = isinstance(each, (Dataset, Iterable)) or hasattr(each, "__getitem__")
-        if not is_dataset or isinstance(each, (str, DataLoader)):
+    for dataset in values if isinstance(datasets, (Mapping, list, tuple)) else [datasets]:
+        is_dataset = isinstance(dataset, (Dataset, Iterable)) or hasattr(dataset, "__getitem__")
+        if not is_dataset or isinstance(dataset, (str, DataLoader)):
             raise TypeError(
-                f"{argument} has {a_type_of(each)}; expected datasets (a torch Dataset, or anything with "
-                "__getitem__ and __len__), alone, in a list or in a dict."
+                f"{argument} has {a_type_of(dataset)}. Pass a dataset (a torch Dataset, or anything with __getitem__ and "
+                "__len__), or a list or dict of datasets."
             )
 
 
@@ -204,7 +206,7 @@ def _described(make: Any) -> str:
         if isinstance(loaders, CombinedLoader):
             loaders = loaders.iterables
         named = list(leaves(loaders)) if isinstance(loaders, (Mapping, list, tuple)) else [("", loaders)]
-    except Exception as error:  # the user's code; most often setup() has not been called
+    except Exception as error:  # in the user's code, most often because setup() has not been called
         return f"not ready ({type(error).__name__}: {error})"
     return ", ".join(f"{name}: {_size(loader)}" if name else _size(loader) for name, loader in named) or "none"
 

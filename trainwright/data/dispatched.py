@@ -1,8 +1,8 @@
-"""Dispatched loaders: rank 0 alone reads the data, and sends every rank its batch.
+"""Dispatched loaders: only rank 0 reads the data, and it sends every rank a batch.
 
-For data that only one process can read, or that differs from rank to rank. A round is one batch for each rank; batches stay
-whole. In a last round with fewer batches a rank without one works on the first with weight zero. The position in the data is
-that of rank 0's loader, and travels with each batch, so a checkpoint is the same as of other loaders.
+For data that only one process can read, or that differs between ranks. A round is one batch per rank, and batches stay
+whole. If the last round has fewer batches, a rank without a batch works on the first batch with weight zero. The position
+of rank 0's loader travels with every batch. So the checkpoint looks the same as with other loaders.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SourceState
 from trainwright.data.stream_shard import StreamPosition
-from trainwright.distributed.nests import scatter_nests
+from trainwright.distributed.collectives import scatter_nests
 from trainwright.distributed.ranks import Ranks
 
 Nest = tuple[Any, Mapping[str, Tensor]]
-"""Plain data, and the tensors in it by name."""
+"""Plain data, and its tensors by name."""
 
 
 class DispatchedLoader(StatefulLoader):
     """One rank's batches of a loader that rank 0 reads. Collective: create it, begin an epoch and iterate on every rank.
 
     Args:
-        loader: rank 0's DataLoader; those of other ranks are not read.
+        loader: rank 0's DataLoader. The other ranks' loaders are not read.
         batch_parts: see ShardedLoader.
 
     Raises:
-        ValueError: on every rank, if rank 0's loader cannot be read so.
+        ValueError: on every rank, if rank 0's loader cannot be dispatched.
     """
 
     shards = ()
@@ -44,13 +44,13 @@ class DispatchedLoader(StatefulLoader):
         self._ranks, self.world_size = ranks, ranks.world_size
         self.uneven: dict[int, list[int]] = {}
         self.seeks = False
-        """Whether an epoch can begin at any batch without reading those before."""
+        """Whether an epoch can begin at any batch without reading the batches before."""
         self._inner: ShardedLoader | None = None
         self._start = self._inner_start = 0
         self._lengths: list[int | None] = [None, None, None]
         """The length of an epoch, its whole length and its exact length."""
         self._positions: dict[int, Sequence[StreamPosition]] = {}
-        """Rank 0's positions after the latest rounds, by this rank's number of batches."""
+        """Rank 0's positions after the latest rounds, by this rank's count of batches."""
 
         def begin() -> list[Any]:
             self._inner = ShardedLoader(loader, rank=0, world_size=1, mode="train", batch_parts=batch_parts)
@@ -58,7 +58,7 @@ class DispatchedLoader(StatefulLoader):
             exact = self._inner.exact_length
             if exact is not None and 0 < exact < self.world_size and self._drops_short_round:
                 raise ValueError(
-                    f"the data has {exact} batches for {self.world_size} ranks, and drop_last drops a short round; use fewer "
+                    f"the data has {exact} batches for {self.world_size} ranks, and drop_last drops a short round. Use fewer "
                     "devices, a smaller batch_size, more data, or drop_last=False."
                 )
             return [self._inner.stream is not None, self._measured()]
@@ -96,9 +96,8 @@ class DispatchedLoader(StatefulLoader):
             if header["sizes"]:
                 self.uneven[number] = header["sizes"]
             number += 1
-            self._positions = {
-                each: position for each, position in self._positions.items() if each >= number - 2
-            }  # the round that is read ahead, and the one before
+            # The positions before and after the round that is read ahead.
+            self._positions = {end: position for end, position in self._positions.items() if end >= number - 2}
             self._positions[number] = [header["position"]]
             yield batch
 
@@ -132,7 +131,7 @@ class DispatchedLoader(StatefulLoader):
         return getattr(self.loader, "drop_last", False) is True
 
     def _measured(self) -> list[int | None]:
-        """Return the lengths in rounds, from those of rank 0's loader in batches."""
+        """Return the lengths in rounds, computed from the lengths of rank 0's loader in batches."""
         assert self._inner is not None
 
         def rounds(batches: int | None, start: int, inner_start: int) -> int | None:
@@ -145,29 +144,28 @@ class DispatchedLoader(StatefulLoader):
         return [rounds(inner.length, *starts), rounds(inner.whole_length, 0, 0), rounds(inner.exact_length, *starts)]
 
     def _rounds(self, inner: ShardedLoader) -> Iterator[list[Nest]]:
-        """Yield each round as one nest for each rank: a header and a batch. On rank 0."""
-        noted, ranks, count = inner.note_indices(), self.world_size, self._inner_start
+        """Yield the rounds as lists of nests, one nest per rank with a header and a batch. Called on rank 0."""
+        indices, ranks, count = inner.note_indices(), self.world_size, self._inner_start
         items = iter(inner)
-        held = list(islice(items, ranks))
-        while held:
+        batches = list(islice(items, ranks))
+        while batches:
             # Read before this round is sent, because only a last round may be uneven.
             following = list(islice(items, 1))
-            if len(held) < ranks and self._drops_short_round:
+            if len(batches) < ranks and self._drops_short_round:
                 break
-            count += len(held)
-            counts = [sample_counts(batch) if noted is None else [len(noted.popleft())] for batch in held]
+            count += len(batches)
+            counts = [sample_counts(batch) if indices is None else [len(indices.popleft())] for batch in batches]
             sizes = [] if following else round_sizes(counts, ranks)
             header = {"end": False, "sizes": sizes, "position": inner.positions(count)[0]}
-            yield [
-                encode([header, _plainer(held[rank if rank < len(held) else 0])], "the batch") for rank in range(ranks)
-            ]
-            held = [*following, *islice(items, ranks - 1)] if following else []
+            padded = [*batches, *[batches[0]] * (ranks - len(batches))]
+            yield [encode([header, _plainer(batch)], "the batch") for batch in padded]
+            batches = [*following, *islice(items, ranks - 1)] if following else []
         yield [encode([{"end": True}, None])] * ranks
 
     def _received(self, rounds: Iterator[list[Nest]] | None) -> Any:
-        """Return this rank's header and batch of the next of rank 0's rounds.
+        """Return this rank's header and batch of rank 0's next round.
 
-        RuntimeError on the other ranks if rank 0 fails to read it.
+        If rank 0 fails to read it, raise RuntimeError on the other ranks.
         """
         parts, failure = None, None
         try:
@@ -186,9 +184,9 @@ class DispatchedLoader(StatefulLoader):
 
 
 def _plainer(batch: Any) -> Any:
-    """Return a batch with plain dicts for other mappings, as every rank has to get the same types."""
+    """Return a batch with plain dicts for other mappings, so that every rank gets the same types."""
     if isinstance(batch, Mapping):
-        return {key: _plainer(each) for key, each in batch.items()}
+        return {key: _plainer(value) for key, value in batch.items()}
     if type(batch) in (list, tuple):
-        return type(batch)(_plainer(each) for each in batch)
+        return type(batch)(_plainer(item) for item in batch)
     return batch

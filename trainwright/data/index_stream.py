@@ -1,8 +1,8 @@
-"""The index stream: which samples make up each batch of one rank, from the loader's own sampler.
+"""The index stream: the samples of one rank's batches, drawn from the user's sampler.
 
-Every rank walks the whole stream of the loader's batch sampler, drawn under a seed of (seed, epoch), and takes its shard of it
-(stream_shard.py). So the order is a pure function of (seed, epoch), can start at any item, and no sampler is rebuilt. A short
-or uneven last round of training is re-split sample by sample where torch's own BatchSampler makes the batches; the batches of a
+Every rank walks the whole stream of the loader's batch sampler under a seed of (seed, epoch), and takes its shard
+(stream_shard.py). So the order is a pure function of (seed, epoch) and can start at any item. No sampler is rebuilt. If
+torch's BatchSampler makes the batches, a short or uneven last round of training is re-split sample by sample. Batches of a
 user's batch sampler stay whole.
 """
 
@@ -12,31 +12,30 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain, count, islice
+from itertools import chain, islice
 from typing import Any
 
 from numpy import ndarray
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from trainwright.data.order_digest import OrderDigest
-from trainwright.data.sampler_generators import SamplerGenerators
-from trainwright.data.seeding import IsolatedGenerators, derive_seed
+from trainwright.data.fingerprint import OrderDigest
+from trainwright.data.seeding import IsolatedGenerators, SamplerGenerators, derive_seed
 from trainwright.data.stream_shard import Mode as Mode
 from trainwright.data.stream_shard import StreamPosition, StreamShard, even_sizes
 from trainwright.data.workers import SeededBatch, SeededIndex
 from trainwright.rank_zero import rank_zero_warn
 
 CHUNK = 256
-"""Batches of torch's samplers drawn at once: swapping generators costs about as much as drawing 100 of them."""
+"""Batches of torch's samplers drawn at once, because swapping RNG states costs about as much as drawing 100 batches."""
 
 
 class IndexStream(StreamShard):
-    """The batch sampler of one rank, around the loader's own.
+    """The batch sampler of one rank, around the loader's batch sampler.
 
-    `batched` is whether an item of the source is a list of indices. `seed_rank` seeds the batches, where the shard is not that
-    rank's; `same_on_ranks` is False if the user gave each rank its own source. With `gives_seeds` items carry a seed for the
-    worker that fetches them. `portion` is (rank, ranks) where each item is divided, not given whole to one rank.
+    If `batched`, an item of the source is a list of indices. `seed_rank` is the rank that seeds the batches.
+    `same_on_ranks` is False if every rank has a separate source. With `gives_seeds` items carry a seed for the worker that
+    fetches them.
     """
 
     def __init__(
@@ -50,22 +49,21 @@ class IndexStream(StreamShard):
         seed_rank: int,
         same_on_ranks: bool,
         gives_seeds: bool,
-        portion: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__(source, rank=rank, world_size=world_size, mode=mode)
-        self.batched, self.gives_seeds, self.portion = batched, gives_seeds, portion
+        self.batched, self.gives_seeds = batched, gives_seeds
         self.seed_rank, self._same_on_ranks = seed_rank, same_on_ranks
         self._digest = OrderDigest()
         self._trimmed = 0
-        """Samples missing from the batch at the start, because they were consumed."""
+        """Samples that are missing from the first batch, because they were consumed."""
         self._resumed_at: StreamPosition | None = None
-        """The position that was given for the start."""
+        """The position that was passed as the start."""
         self._noted: deque[list[Any]] | None = None
         count = self.source_length
         if count is not None and 0 < count < self.world_size and self.drops_short_round:
             raise ValueError(
-                f"the data has {count} batches for {self.world_size} ranks, and drop_last drops a short round; "
-                "use fewer devices, a smaller batch_size, more data, or drop_last=False."
+                f"the data has {count} batches for {self.world_size} ranks, and drop_last drops a short round. "
+                "Use fewer devices, a smaller batch_size, more data, or drop_last=False."
             )
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, position: StreamPosition | None = None) -> None:
@@ -90,7 +88,7 @@ class IndexStream(StreamShard):
             yield mark(item, self.batch_seed(number), self.epoch) if self.gives_seeds else item
 
     def note_indices(self) -> deque[list[Any]]:
-        """Return a queue to which iterations that begin from now on append the indices of each batch."""
+        """Return a queue. Iterations that begin from now on append the indices of their batches to it."""
         self._noted = deque()
         return self._noted
 
@@ -100,15 +98,15 @@ class IndexStream(StreamShard):
         return length
 
     def first_indices(self, most: int) -> list[Any]:
-        """Return the first items of the user's sampler, drawn from a copy; none of an iterator and of torch's plain orders."""
+        """Return the first items of a copy of the user's sampler, or nothing for an iterator and for torch's plain orders."""
         sampler = copy.copy(self.source.sampler if self.is_split else self.source)
-        # A sampler may shuffle a list that it holds, also a list of lists.
+        # A sampler may shuffle a list in an attribute, or a list of lists.
         for name, value in list(getattr(sampler, "__dict__", {}).items()):
             vars(sampler)[name] = _copied(value)
-        is_iterator = any(isinstance(each, Iterator) for each in (sampler, *getattr(sampler, "__dict__", {}).values()))
-        if is_iterator or type(sampler) in (SequentialSampler, RandomSampler):
+        parts = (sampler, *getattr(sampler, "__dict__", {}).values())
+        if any(isinstance(part, Iterator) for part in parts) or type(sampler) in (SequentialSampler, RandomSampler):
             return []
-        # An error of the sampler comes again in the first epoch.
+        # An error of the sampler is raised again in the first epoch.
         with suppress(Exception), IsolatedGenerators(0).active(), SamplerGenerators(sampler, 0, 0).active():
             return list(islice(iter(sampler), most if self.is_split or not self.batched else 1))
         return []
@@ -132,7 +130,7 @@ class IndexStream(StreamShard):
         return int(self.source.batch_size) if type(self.source) is BatchSampler else 0
 
     def item_at(self, samples: int, was: int) -> int:
-        # Only the rest comes of a batch of the new size that was partly consumed.
+        # If a batch of the new size was consumed in part, only its rest follows.
         sampler, items = self.source.sampler if self.batched else self.source, self.source_length
         if items is not None and samples >= len(sampler):
             return items
@@ -141,7 +139,7 @@ class IndexStream(StreamShard):
 
     def position(self, batch: int) -> StreamPosition:
         if self._trimmed and self._resumed_at is not None and batch == self.start_batch:
-            return self._resumed_at  # it lies within a batch of the new size, which a position cannot say
+            return self._resumed_at  # no position can describe this point within a batch of the new size
         return super().position(batch)
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
@@ -151,36 +149,36 @@ class IndexStream(StreamShard):
         return chain((item[self._trimmed :] for item in islice(items, 1)), items)
 
     def _drawn_whole(self, pass_number: int) -> Iterator[Any]:
-        """Return the items of one pass over the whole stream, drawn under its seed."""
+        """Return the items of one pass over the whole stream under the pass's seed."""
         return iter(self.source) if _is_stock(self.source, SequentialSampler) else self._drawn_seeded(pass_number)
 
     def _drawn_seeded(self, pass_number: int) -> Iterator[Any]:
         seed = self.pass_seed(pass_number)
         isolated = IsolatedGenerators(derive_seed(seed, self.epoch))
-        own = SamplerGenerators(self.source, seed, self.epoch, same_on_ranks=self._same_on_ranks)
+        attributes = SamplerGenerators(self.source, seed, self.epoch, same_on_ranks=self._same_on_ranks)
         if _is_stock(self.source, RandomSampler):
             stock = iter(self.source)
-            with isolated.active(), own.active():  # it takes its generator, or draws a seed for one, at its first item
+            with isolated.active(), attributes.active():  # a RandomSampler sets up its generator at its first item
                 first = list(islice(stock, 1))
             yield from chain(first, stock)
             return
         self._digest.begin_pass(pass_number)
-        # Skipped batches are drawn in one chunk. After them a user's sampler draws one batch at a time, since it may follow the
-        # training (hard examples, a curriculum); torch's samplers cannot.
+        # Skipped batches are drawn in one chunk. Then a user's sampler draws one batch at a time, because it may follow the
+        # training (hard examples, a curriculum). torch's samplers do not.
         skipped = self.start_item if pass_number == self.start_pass else 0
         most = CHUNK if _is_torchs(self.source) else 1
         items: Iterator[Any] | None = None
         while True:
             size, skipped = max(skipped, most), 0
-            with isolated.active(), own.active():
+            with isolated.active(), attributes.active():
                 items = iter(self.source) if items is None else items
                 chunk = list(islice(items, size))
-            if self._digest.add(pass_number, chunk if self.batched else [[each] for each in chunk]):
+            if self._digest.add(pass_number, chunk if self.batched else [[index] for index in chunk]):
                 rank_zero_warn(
-                    f"the checkpoint was saved within an epoch of a {self.order} that now draws a different order: in the rest "
-                    "of this epoch samples may come twice or not at all. Draw the order in its __iter__, from a generator that "
-                    "is an attribute of the sampler or from torch's global one, which are seeded for each epoch; or resume "
-                    "from a checkpoint of an epoch's end.",
+                    f"the checkpoint was saved within an epoch of a {self.order} that now draws a different order. In the "
+                    "rest of this epoch samples may come twice or not at all. Draw the order in its __iter__, from a "
+                    "generator in an attribute of the sampler or from torch's global generator, which are seeded for every "
+                    "epoch. Or resume from a checkpoint at an epoch's end.",
                     stacklevel=2,
                 )
             yield from chunk
@@ -191,83 +189,68 @@ class IndexStream(StreamShard):
         return self._digest.at(passes, items)
 
     def batch_seed(self, number: int) -> int:
-        """Return the seed of the augmentation of one of this rank's batches."""
+        """Return the seed for the augmentation of one of this rank's batches."""
         return derive_seed(self.seed, self.epoch, number, self.seed_rank)
 
     @property
     def is_split(self) -> bool:
-        """Return whether a round may be re-split: not if the user's batch sampler made its batches."""
+        """Return whether a round may be re-split, as it may if torch's BatchSampler made its batches."""
         return self.batched and type(self.source) is BatchSampler
-
-    def _of_this_rank(self, items: Iterator[Any], number: int) -> Iterator[Any]:
-        if self.portion == (0, 1):
-            return super()._of_this_rank(items, number)
-        return map(self._portion_of, items, count(number))
-
-    def _portion_of(self, item: list[Any], number: int) -> Any:
-        """Return this rank's part of a batch of a user's batch sampler."""
-        rank, ranks = self.portion
-        most = -(-len(item) // ranks)
-        return self._part(list(item), even_sizes(len(item), ranks, most), number, rank, doubles=False)
 
     def cut_round(self, items: list[Any], number: int) -> Any:
         ranks = self.world_size
         if not self.is_split:
             sizes = [len(item) if self.batched else 1 for item in items] + [0] * (ranks - len(items))
-            self._note_sizes(sizes, number)
+            self._record_sizes(sizes, number)
             return items[self.rank] if self.rank < len(items) else items[0]
         samples = [index for batch in items for index in batch]
         most = max(len(batch) for batch in items)
         sizes = self.cuts.get(number) or even_sizes(len(samples), ranks, most)
-        doubles = self.source.batch_size > 1 and number not in self.cuts
-        return self._part(samples, sizes, number, self.rank, doubles)
-
-    def _part(self, samples: list[Any], sizes: list[int], number: int, rank: int, doubles: bool) -> Any:
-        self._note_sizes(sizes, number)
-        start, own = sum(sizes[:rank]), sizes[rank]
-        if own:
-            return samples[start : start + own]
-        # A rank without a sample works on the first rank's with weight zero, so that collectives match. A single one is
-        # doubled, because a batch norm refuses one.
+        self._record_sizes(sizes, number)
+        start, size = sum(sizes[: self.rank]), sizes[self.rank]
+        if size:
+            return samples[start : start + size]
+        # A rank without samples works on the first rank's samples with weight zero, so that collectives match. A single
+        # sample is doubled, because a batch norm rejects it.
         part = samples[: sizes[0]]
-        return part * 2 if len(part) == 1 and doubles else part
+        return part * 2 if len(part) == 1 < self.source.batch_size and number not in self.cuts else part
 
-    def _note_sizes(self, sizes: list[int], number: int) -> None:
+    def _record_sizes(self, sizes: list[int], number: int) -> None:
         if len(set(sizes)) > 1:
             self.uneven[number] = sizes
 
     def short_rounds(self, end: int) -> dict[int, int] | None:
-        """Return the samples of each round before batch number `end` that is not full; None if unknown."""
+        """Return the samples of the rounds before batch `end` that are not full, or None if unknown."""
         items = self.source_length
         if not self.is_split or self._trimmed or items is None:
             return None
-        size, ranks, found = int(self.source.batch_size), self.world_size, {}
+        size, ranks, short = int(self.source.batch_size), self.world_size, {}
         samples = items * size if self.source.drop_last else len(self.source.sampler)
         number, start = self._base, self.start_item
         while number < end and items:
             rounds = self.rounds(max(0, items - start))
             left = samples - size * (start + (rounds - 1) * ranks)
             if rounds and left < size * ranks:  # only a pass's last round can be short
-                found[number + rounds - 1] = left
+                short[number + rounds - 1] = left
             if not self.cycles:
                 break
             number, start = number + rounds, 0
-        return found
+        return short
 
 
 def _is_stock(source: Any, kind: type) -> bool:
-    """Return whether a sampler is exactly torch's own of a kind, or torch's own batch sampler around one."""
+    """Return whether a sampler is exactly torch's sampler of a kind, or torch's BatchSampler around it."""
     return type(source) is kind or (type(source) is BatchSampler and type(source.sampler) is kind)
 
 
 def _is_torchs(source: Any) -> bool:
-    """Return whether torch itself defines a sampler, and the one within a batch sampler."""
+    """Return whether torch defines a sampler, and the sampler in a batch sampler."""
     parts = [source, source.sampler] if type(source) is BatchSampler else [source]
-    return all(type(each).__module__.startswith("torch.utils.data.") for each in parts)
+    return all(type(part).__module__.startswith("torch.utils.data.") for part in parts)
 
 
 def in_dataset_order(source: Any, dataset: Any) -> tuple[Any, Any]:
-    """Return a sampler in the dataset's order, and the user's sampler if its own order is not torch's plain shuffle."""
+    """Return a sampler in the dataset's order, and the user's sampler unless it is torch's plain shuffle."""
     sampler = source.sampler if type(source) is BatchSampler else source
     if isinstance(sampler, (SequentialSampler, list, tuple, range)) or getattr(sampler, "shuffle", None) is False:
         return source, None
@@ -279,9 +262,9 @@ def in_dataset_order(source: Any, dataset: Any) -> tuple[Any, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of an array, or of a list or dict and the lists in it; other values are returned unchanged."""
+    """Return a copy of an array, or of a list or dict and the lists in it. Other values are returned unchanged."""
     if isinstance(value, list):
-        return [list(each) if type(each) is list else each for each in value]
+        return [list(item) if type(item) is list else item for item in value]
     if isinstance(value, dict):
-        return {key: list(each) if type(each) is list else each for key, each in value.items()}
+        return {key: list(item) if type(item) is list else item for key, item in value.items()}
     return value.clone() if isinstance(value, Tensor) else copy.copy(value) if isinstance(value, ndarray) else value

@@ -1,7 +1,8 @@
-"""Loader state: the position of a training loader in its data, as plain data that a checkpoint holds.
+"""Loader state: the position of a training loader in its data, as plain data for a checkpoint.
 
-`state_dict` and `load_state_dict` have the names and the meaning of torchdata's StatefulDataLoader. A loop passes the number of
-batches that it has consumed, since the loader itself may have been read ahead; it keeps nothing of the position.
+`state_dict` and `load_state_dict` have the names and the meaning of torchdata's StatefulDataLoader. A loop passes the
+number of batches that it has consumed, since the loader may have been read ahead. The loop stores no other part of the
+position.
 """
 
 from __future__ import annotations
@@ -15,44 +16,44 @@ from trainwright.data.stream_shard import StreamPosition, StreamShard
 
 
 class LoaderState(TypedDict):
-    """The position of a loader, with one entry for each of the user's loaders that it combines."""
+    """The position of a loader, with one entry per user's loader in a combination."""
 
     places: Sequence[StreamPosition]
-    """What all ranks together consumed of the epoch, the same on every rank; empty at an epoch's start."""
+    """The part of the epoch that all ranks together consumed, the same on every rank; empty at an epoch's start."""
     sources: Sequence[SourceState | None]
-    """The state of each loader's source as this rank sees it; None for a source without a state."""
+    """The states of the loaders' sources as this rank sees them; None for a source without a state."""
 
 
 NOT_BEGUN = LoaderState(places=(), sources=())
-"""The position at an epoch's start, of sources as they were given."""
+"""The position at the start of an epoch, with fresh sources."""
 
 
 class StatefulLoader(ABC):
-    """What has a position in its data. A subclass finds the position and begins an epoch there."""
+    """A loader with a position in its data. A subclass finds the position and begins an epoch there."""
 
     shards: Sequence[StreamShard]
-    """Which batches of each of the user's loaders are this rank's."""
+    """This rank's shards of the user's loaders."""
     uneven: Mapping[int, list[int]]
-    """Samples per rank (or numbers in their proportion) of each uneven round reached so far, by batch number: a live view."""
+    """Samples per rank (or proportional numbers) of the uneven rounds so far, by batch number: a live view."""
 
     def __init__(self, loader: Any, rank: int) -> None:
         self.loader, self.rank = loader, rank
         self._loaded = NOT_BEGUN
-        """Where the next epoch begins; empty once it has begun."""
+        """The start of the next epoch; empty once that epoch has begun."""
 
     def state_dict(self, batch: int, *, is_over: bool = False) -> LoaderState:
-        """Return the position after this many batches of this rank in the epoch, or what an epoch that is over leaves."""
+        """Return the position after this many batches of this rank in the epoch, or at the end of an epoch that is over."""
         if any(self._loaded.values()):
             return self._loaded
         positions = self.positions(batch)
         return {"places": positions if batch and not is_over else [], "sources": self.source_states(positions, is_over)}
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Let the next epoch begin at a position that was saved at any world size."""
+        """Begin the next epoch at this position, which may come from any world size."""
         self._loaded = state
 
     def __iter__(self) -> Iterator[Any]:
-        self._loaded = NOT_BEGUN  # from here on the position follows from the batches consumed
+        self._loaded = NOT_BEGUN  # from now on the consumed batches determine the position
         return self.batches()
 
     def __len__(self) -> int:
@@ -61,23 +62,24 @@ class StatefulLoader(ABC):
         return self.length
 
     def weight_at(self, index: int) -> float:
-        """Return this rank's part in the mean over the round of a batch, relative to an equal part."""
+        """Return this rank's weight in the mean over a batch's round, relative to an equal part."""
         sizes = self.uneven.get(index)
         return 1.0 if sizes is None else sizes[self.rank] * len(sizes) / sum(sizes)
 
     @abstractmethod
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
-        """Choose the order of the next `iter`, a function of seed and epoch, and the batch that it starts with.
+        """Choose the order of the next `iter`, a function of seed and epoch, and its first batch.
 
-        The loaded position says what was consumed before the start. Without one, `start_batch` batches were at this world size.
+        The loaded position tells how much was consumed before the start. Without a loaded position it was `start_batch`
+        batches at this world size.
         """
 
     @abstractmethod
     def batches(self) -> Iterator[Any]:
-        """Return this rank's batches from the start that was chosen."""
+        """Return this rank's batches from the chosen start on."""
 
     def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
-        """Choose the batches of this rank after which sources' states are taken: pairs of an interval and one such batch."""
+        """Take the sources' states after these batches of this rank: pairs of an interval and one such batch."""
         for shard in self.shards:
             shard.plan_states(batches)
 
@@ -88,27 +90,27 @@ class StatefulLoader(ABC):
 
     @property
     def length(self) -> int | None:
-        """Return the batches of this rank in a whole epoch; None if a loader has no length."""
+        """Return the batches of this rank in a whole epoch, or None if a loader has no length."""
         return self.combined([shard.length for shard in self.shards])
 
     @property
     def whole_length(self) -> int | None:
-        """Return the length of an epoch that runs at this world size from its start."""
+        """Return the length of an epoch that runs from its start at this world size."""
         return self.combined([shard.whole_length for shard in self.shards])
 
     @property
     def exact_length(self) -> int | None:
-        """Return the length if it is certain: of an index stream or a list, not a loader's estimate."""
+        """Return the length of an index stream or a list, or None if the length is a loader's estimate."""
         return None if any(shard.exact_source_length is None for shard in self.shards) else self.length
 
     @abstractmethod
     def combined(self, lengths: list[int | None]) -> int | None:
-        """Return the length of an epoch, from those of the shards."""
+        """Return the length of an epoch from the lengths of the shards."""
 
     @abstractmethod
     def positions(self, batch: int) -> list[StreamPosition]:
-        """Return the position of each stream after this many batches of this rank in the epoch."""
+        """Return the positions of the streams after this many batches of this rank in the epoch."""
 
     @abstractmethod
     def source_states(self, positions: Sequence[StreamPosition], is_over: bool) -> list[SourceState | None]:
-        """Return each source's state at its position, or the latest known before it; at its end if the epoch is over."""
+        """Return the sources' states at their positions, or the latest before them; at their ends if the epoch is over."""

@@ -1,14 +1,15 @@
-"""Source state: the state of an iterable (`state_dict`, `load_state_dict`), as checkpoints hold it.
+"""Source state: the state of an iterable with `state_dict` and `load_state_dict`, as checkpoints store it.
 
-When a checkpoint needs the state, the source may have been read further: by a batch, to see the end; by a round, on several
-ranks; by its workers, which read ahead. So the state is taken in advance, according to a plan: after the batches where a save
-can be foreseen, and every hundredth. A run that resumes elsewhere reads the batches since the latest state again and skips
-them. The generators of the reading process are part of the state, so that a shuffle buffer continues as it would have.
+When a checkpoint needs the state, the source may have been read further: by a batch to see the end, by a round on several
+ranks, or by workers that read ahead. So a plan takes the state in advance: after the batches where a save can be expected,
+and after every hundredth. A run that resumes at another batch reads the batches since the latest state again and skips
+them. The RNG state of the reading process is part of the state, so that a shuffle buffer continues unchanged.
 
-The fingerprint of the next batch is kept with a state. A source that yields another batch from its state (some keep no record
-of their shuffle buffer), or fails to load it, is no longer trusted, and is read from where its pass began.
+A state contains the fingerprint of the next batch. Some sources keep no record of their shuffle buffer. If a source yields
+another batch from its state, or fails to load the state, it is no longer trusted and is read again from the start of its
+pass.
 
-A source is a DataLoader whose IterableDataset has the two methods, or a user's own loader that has them.
+A source is a DataLoader whose IterableDataset has the two methods, or a user's loader with these methods.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from typing import Any, TypedDict, cast
 
 from trainwright.data.fingerprint import fingerprint, matches
 from trainwright.data.seeding import IsolatedGenerators, set_host_state
-from trainwright.data.stateful_iterable import Opening, StatefulBatch, StatefulIterable
-from trainwright.data.stateful_reader import END, ReaderState, StatefulReader
+from trainwright.data.stateful_iterable import (
+    END,
+    Opening,
+    ReaderState,
+    StatefulBatch,
+    StatefulIterable,
+    StatefulReader,
+)
 from trainwright.data.stream_shard import StreamPosition
 
 SPACING = 100
-"""Batches between two states taken although no save is expected: the most that a resumed run reads again."""
+"""Batches between two states if no save is expected, and so the most that a resumed run reads again."""
 
 
 class SourceState(TypedDict):
@@ -32,29 +39,29 @@ class SourceState(TypedDict):
 
     passes: int
     items: int
-    """Batches of the pass so far; 0 at its beginning, which continues from what `readers` say."""
+    """Batches of the pass so far. At 0 the pass continues from the states in `readers`."""
     readers: dict[int, ReaderState]
-    """The states by worker; 0 is this process if it has no workers."""
+    """The states by worker; number 0 is this process if it has no workers."""
     num_workers: int
     ranks: int
     """The world size."""
     latest: int
-    """The worker that gave the latest batch."""
+    """The worker that returned the latest batch."""
     generators: dict[str, Any] | None
-    """What this process draws from while it reads the source; None if workers read it."""
+    """The RNG state of this process while it reads the source; None if workers read it."""
     following: list[Any] | None
-    """The fingerprint of the next batch; None if it was not read."""
+    """The fingerprint of the next batch; None if that batch was not read."""
     ended: bool
     """Whether the pass is over."""
     begun: dict[int, ReaderState]
-    """The states that the pass started from; empty if the source started as it was given."""
+    """The states that the pass started from; empty if the source started fresh."""
 
 
 class SourceStates:
-    """The latest states of one source, and the one that it resumes from.
+    """The latest states of one source, and the state that it resumes from.
 
-    `dataset` is the loader's dataset if that has the state; None if the loader itself has it. `continues` is whether an epoch
-    continues from the one before.
+    `dataset` is the loader's dataset if the dataset has the state, and None if the loader has it. With `continues` an epoch
+    continues from the previous epoch's end.
     """
 
     def __init__(
@@ -70,16 +77,16 @@ class SourceStates:
         self._is_persistent = self._num_workers > 0 and source.persistent_workers
         self._end_workers = end_workers
         self._reader = StatefulReader(source)
-        """Reads the source if that itself has the state."""
+        """Reads the source if the source, not its dataset, has the state."""
         self._behind = 2 * ranks + 8
-        """Batches that may have been read beyond the latest consumed one: a round is held back, some are prefetched."""
+        """Batches that may have been read beyond the latest consumed batch: one round waits, and some are prefetched."""
         self._states: deque[SourceState] = deque()
         self._plan: Sequence[tuple[int, int]] = ()
         self._passes = self._read = self._latest = 0
         self._readers: dict[int, ReaderState] = {}
         self._begun: dict[int, ReaderState] = {}
         self._outdated: set[int] = set()
-        """The workers that have given batches since their latest state."""
+        """The workers that have returned batches since their latest state."""
         self._has_ended = self._is_open = False
         self._end: SourceState | None = None
         self._first = 0
@@ -87,26 +94,26 @@ class SourceStates:
         self._generators: IsolatedGenerators | None = None
         self._is_trusted = True
 
-    # -- where a reading begins --------------------------------------------------------------------------------------
+    # -- beginning a pass ------------------------------------------------------------------------------------------------
 
     def fits(self, state: SourceState) -> bool:
-        """Return whether the same number of workers reads now; with another, each reads other parts in a different order."""
+        """Return whether the number of workers is unchanged; otherwise the workers read other parts of the data."""
         return state["num_workers"] == self._num_workers
 
     def begin_after(self, state: SourceState) -> None:
-        """Let the next pass continue from the state that an epoch, or another pass, left."""
+        """Make the next pass continue from the state at the end of an epoch or a pass."""
         end = state if state is self._end and self._first == 0 else None
         self.begin_pass(0, state["readers"], end=end)
 
     def begin_within(self, state: SourceState) -> None:
-        """Let the next pass resume from a state within it."""
+        """Make the next pass resume from a state within it."""
         self.begin_pass(state["passes"], state.get("begun", {}), state["items"])
         self._states.append(state)
 
     def begin_pass(
         self, passes: int, begun: dict[int, ReaderState], items: int = 0, end: SourceState | None = None
     ) -> None:
-        """Let the next pass start from the states that it started from before; without any, as the source was given."""
+        """Make the next pass start from the states that it started from before, or fresh if there are none."""
         is_rotated, self._first = self._first != 0, 0
         self._passes, self._read, self._begun, self._end = passes, items, begun, end
         self._has_ended = self._is_open = False
@@ -115,9 +122,12 @@ class SourceStates:
         if self._is_persistent and end is None and (is_rotated or begun or items):
             self._end_workers()
 
-    def plan(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Choose the items of the pass after which the state is taken: pairs of an interval and one such item."""
-        self._plan = pairs
+    def read_with(self, generators: IsolatedGenerators | None, plan: Sequence[tuple[int, int]]) -> None:
+        """Read the next pass with these generators (None if workers read it), and take the state after the planned items.
+
+        The plan has pairs of an interval and one such item of the pass.
+        """
+        self._generators, self._plan = generators, plan
 
     def open_pass(self, passes: int, epoch: int) -> Iterator[Any]:
         """Return an iterator over a pass from its beginning."""
@@ -126,7 +136,7 @@ class SourceStates:
             ending = self.ending()
             self._begun, follows = ({}, False) if ending is None else (ending["readers"], True)
             if self._first and self._is_persistent:
-                self._end_workers()  # their numbers are rotated, and the new pass starts at 0
+                self._end_workers()  # their numbers are rotated, and the new pass starts at number 0
         self._begin_reading(passes, 0, dict(self._begun))
         self._first = 0
         readers = dict(self._begun) if self._continues else {}
@@ -136,7 +146,7 @@ class SourceStates:
         return self._reader.begin_after(readers[0]["source"], epoch) if readers else self._reader.begin_fresh(epoch)
 
     def open_within(self, state: SourceState, epoch: int) -> Iterator[Any]:
-        """Return an iterator over the rest of a pass, from a state on."""
+        """Return an iterator over the rest of a pass from a state on."""
         self._begin_reading(state["passes"], state["items"], dict(state["readers"]))
         self._states.append(state)
         if state.get("ended"):
@@ -159,23 +169,19 @@ class SourceStates:
         if self._dataset is not None:
             self._dataset.plan.set(items, self._plan if self._is_trusted else ())
 
-    def read_with(self, generators: IsolatedGenerators | None) -> None:
-        """Note what the source draws from in this process; None if workers read it."""
-        self._generators = generators
-
     def distrust(self) -> None:
-        """Use no state of this source again: it has yielded other batches from one than it did before."""
+        """Use no state of this source again, because it yielded other batches from a state than before."""
         self._is_trusted = False
         self._end_workers()
 
-    # -- while it is read --------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------------------------
 
-    def noting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of the opened pass, and keep the states that are taken meanwhile."""
+    def recording(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of the opened pass, and store the states that are taken meanwhile."""
         for batch in batches:
             content, is_known = batch, False
             if isinstance(batch, StatefulBatch):
-                content, is_known = batch.batch, self._note_worker(batch)
+                content, is_known = batch.batch, self._record_worker(batch)
                 if batch.is_empty:
                     continue
                 self._latest = batch.worker
@@ -189,8 +195,8 @@ class SourceStates:
             yield content
         self._has_ended = True
 
-    def _note_worker(self, batch: StatefulBatch) -> bool:
-        """Keep a worker's state; return whether the states of all workers are known after this batch."""
+    def _record_worker(self, batch: StatefulBatch) -> bool:
+        """Store a worker's state; return whether the states of all workers are known after this batch."""
         if batch.state is None:
             self._outdated.add(batch.worker)
             return False
@@ -218,31 +224,31 @@ class SourceStates:
         }
 
     def is_other(self, state: SourceState, batch: Any) -> bool:
-        """Return whether the first batch from a state differs from the one that came after it before."""
+        """Return whether the first batch from a state differs from the batch that followed the state before."""
         following = state.get("following")
         if following is None or state["ended"]:
             return False
         return batch is END or not matches(fingerprint(batch), following)
 
-    # -- what a checkpoint holds -------------------------------------------------------------------------------------
+    # -- states for a checkpoint -------------------------------------------------------------------------------------------
 
     def at(self, position: StreamPosition) -> SourceState:
-        """Return the state at a position, or the latest known one before it."""
+        """Return the state at a position, or the latest known state before it."""
         passes, items = position["passes"], position["items"]
         ending = self.ending() if passes > self._passes or items >= self._read else None
         if ending is not None and passes > self._passes:
             return {**ending, "passes": passes, "items": 0}
-        if ending is not None and items >= self._read:  # a round with fewer batches than ranks counts as a full one
+        if ending is not None and items >= self._read:  # a round with fewer batches than ranks counts as a full round
             return {**ending, "items": items}
         if not self._is_trusted:  # re-reading from the start of the pass is always right
             return self._beginning()
         is_here = self._is_open and self._read == items and not self._num_workers and not self._has_ended
         if is_here and not (self._states and self._states[-1]["items"] == self._read):
             self._keep()
-        return next((each for each in reversed(self._states) if each["items"] <= items), self._beginning())
+        return next((state for state in reversed(self._states) if state["items"] <= items), self._beginning())
 
     def ending(self) -> SourceState | None:
-        """Return the state at the end of the pass; None before it, and if a worker's state is missing."""
+        """Return the state at the end of the pass, or None before the end and if a worker's state is missing."""
         if self._has_ended and self._end is None and not self._outdated:
             self._end = self._now(ended=True)
         return self._end if self._has_ended else None

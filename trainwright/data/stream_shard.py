@@ -1,19 +1,19 @@
-"""Stream shard: one rank's part of a stream of items: lists of indices (index_stream.py) or batches (batch_stream.py).
+"""Stream shard: one rank's part of a stream of items, lists of indices (index_stream.py) or batches (batch_stream.py).
 
 Every rank walks the whole stream and takes every N-th item, so the ranks exchange nothing.
 
-    train      items 0 .. N-1 are a round, and rank r takes the r-th: every rank makes the same number of steps. A last round
-               that is short or uneven weighs by its samples (`uneven`), and a rank without a sample works on another's with
-               weight zero. With drop_last a short round is dropped
-    evaluate   rank r takes items r, r + N, r + 2N ...; nothing is padded, so each sample counts once
-    padded     as evaluate, but a rank without an item in the last round gets the first item again as a dummy batch, for the
-               collectives in it; `real_length` says that its results do not count
+    train      Items 0 .. N-1 are a round, and rank r takes the r-th. So all ranks make the same number of steps. In a
+               short or uneven last round the ranks are weighted by their samples (`uneven`). A rank without samples works
+               on another rank's samples with weight zero. With drop_last a short round is dropped.
+    evaluate   Rank r takes the items r, r + N, r + 2N and so on. Nothing is padded, so every sample counts once.
+    padded     Like evaluate, but a rank without an item in the last round gets the first item again. This dummy batch
+               takes part in the collectives. `real_length` excludes it from the results.
 
-In a combination of loaders a shorter stream `cycles`: pass after pass, each in its own order. In training each pass is sharded
-by itself; in an evaluation the passes are one long stream, as on one process.
+In a combination of loaders a shorter stream `cycles`: it yields pass after pass, in different orders. In training every
+pass is sharded separately. In an evaluation the passes are one long stream, as on one process.
 
-A `StreamPosition` is what all ranks together consumed. A shard that begins at one cuts the rest of the stream over the ranks
-there are now, so every item comes once at any world size. Its batches keep the numbers that follow those of before.
+A `StreamPosition` is the part of the stream that all ranks together consumed. A shard that begins there divides the rest
+over the present ranks, so every item comes once at any world size. Its batch numbers continue.
 """
 
 from __future__ import annotations
@@ -29,53 +29,53 @@ Mode = Literal["train", "evaluate", "padded"]
 
 
 class StreamPosition(TypedDict):
-    """How far a stream has been consumed, as plain data."""
+    """The consumed part of a stream, as plain data."""
 
     batch: int
-    """Batches of each rank in the epoch so far, at whatever world sizes."""
+    """Batches per rank in the epoch so far, at any world sizes."""
     passes: int
     """Completed passes over the source."""
     items: int
-    """Items consumed of the current pass, over all ranks."""
+    """Items of the current pass that all ranks consumed."""
     size: int
-    """Samples in an item; 0 if that varies."""
+    """Samples in an item, or 0 if the number varies."""
     order: str
-    """What drew the order, in words; empty if unknown. Older checkpoints lack it."""
+    """A description of the sampler, or empty if unknown. Missing in older checkpoints."""
     digest: int
-    """Digest of the consumed items of the pass (order_digest.py); 0 if unknown. Older checkpoints lack it."""
+    """A digest of the consumed items of the pass (fingerprint.py), or 0 if unknown. Missing in older checkpoints."""
 
 
 class StreamShard:
-    """One rank's shard; a subclass defines what a pass over its source yields, and how a last round is split."""
+    """One rank's shard. A subclass defines how to draw a pass over the source and how to split a last round."""
 
     def __init__(self, source: Any, *, rank: int, world_size: int, mode: Mode) -> None:
         self.source = source
         self.rank, self.world_size, self.mode = rank, world_size, mode
         self.evaluates = mode != "train"
-        """Whether the shard is one of an evaluation, in which rounds do not matter."""
+        """Whether the shard belongs to an evaluation, which has no rounds."""
         self.seed = self.epoch = self.start_batch = 0
         self.cycles = False
         self._most: int | None = None
         self.uneven: dict[int, list[int]] = {}
-        """Samples per rank of each uneven round drawn so far, by batch number."""
+        """Samples per rank of the uneven rounds drawn so far, by batch number."""
         self.cuts: dict[int, list[int]] = {}
-        """Samples per rank of rounds whose split does not follow from the round itself, by batch number."""
+        """Samples per rank of rounds that are split in a special way, by batch number."""
         self.start_pass = self.start_item = 0
-        """The pass and the item of it, over all ranks, that the shard starts at."""
+        """The pass and its item, over all ranks, where the shard starts."""
         self.starts_beyond = False
         """Whether the start lies beyond the end of the source."""
         self._unread = 0
-        """Batches before the start that can only be skipped by reading them."""
+        """Batches before the start that must be read in order to skip them."""
         self._first_pass: int | None = None
         self._first_items: int | None = None
         self._dummy_at: int | None = None
         self._begun = [(0, 0, 0)]
-        """Where each pass began: this rank's batch number, the pass and the item of it."""
+        """The starts of the passes: this rank's batch number, the pass, and its item."""
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0, position: StreamPosition | None = None) -> None:
-        """Choose the order of the next pass, and the batch of this rank that it starts with.
+        """Choose the order of the next pass, and this rank's first batch.
 
-        The stream is cut at `position`, or where `start_batch` batches at this world size end.
+        The stream begins at `position`, or after `start_batch` batches at this world size.
         """
         self.seed, self.epoch, self.start_batch = seed, epoch, start_batch
         self._first_pass = self._first_items = self._dummy_at = None
@@ -92,31 +92,31 @@ class StreamShard:
         self.starts_beyond = most is not None and self.start_item > most
         if position is not None and not self.starts_beyond and self.is_of_another_order(position):
             rank_zero_warn(
-                f"the checkpoint was saved within an epoch of a {position['order']}, and the run resumes with a {self.order}: "
-                "in the rest of this epoch samples may come twice or not at all. Resume with the same data and order, or from "
-                "a checkpoint of an epoch's end.",
+                f"the checkpoint was saved within an epoch of a {position['order']}, and the run resumes with a "
+                f"{self.order}. In the rest of this epoch samples may come twice or not at all. Resume with the same data "
+                "and order, or from a checkpoint at an epoch's end.",
                 stacklevel=2,
             )
 
     def cycle(self) -> None:
-        """Let another pass follow whenever the source ends."""
+        """Begin another pass whenever the source ends."""
         self.cycles = True
 
     def stop_before(self, batch: int | None) -> None:
-        """End the epoch before a batch number; None for the end of the data."""
+        """End the epoch before this batch number, or at the end of the data if it is None."""
         self._most = batch
 
     def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
-        """Choose the batches of this rank after which the source's state is taken: pairs of an interval and one such batch."""
+        """Take the source's state after these batches of this rank: pairs of an interval and one such batch."""
 
     def _cut(self, start_batch: int) -> tuple[int, int]:
-        """Return the pass and the item that a batch begins with if the world size never changed."""
+        """Return the pass and the item at which a batch begins if the world size never changed."""
         items = start_batch * self.world_size
         if not self.cycles:
             return 0, items
         exact = self.exact_source_length
         if not exact:
-            self._unread = start_batch  # without a length, only reading shows which pass the start is in
+            self._unread = start_batch  # without a length, only reading shows the pass of the start
             return 0, 0
         if self.evaluates:
             return divmod(items, exact)  # the passes are one long stream
@@ -124,7 +124,7 @@ class StreamShard:
         return passes, batches * self.world_size
 
     def is_of_another_order(self, position: StreamPosition) -> bool:
-        """Return whether a position is one in an order that another sampler drew, as far as that is known."""
+        """Return whether another sampler is known to have drawn the order of this position."""
         was = position.get("order", "")
         return bool(was and self.order and was != self.order and position["items"])
 
@@ -135,12 +135,12 @@ class StreamShard:
         return position["passes"], self.item_at(items * was, was) if has_changed else items
 
     def item_at(self, samples: int, was: int) -> int:
-        """Return the item that begins after this many samples, consumed in items of a different size."""
+        """Return the item that begins after this many samples, which were consumed in items of a different size."""
         raise NotImplementedError
 
     def position(self, batch: int) -> StreamPosition:
         """Return the position after this many batches of this rank in the epoch."""
-        begun, passes, items = next(each for each in reversed(self._begun) if each[0] <= batch)
+        begun, passes, items = next(beginning for beginning in reversed(self._begun) if beginning[0] <= batch)
         items, exact = items + (batch - begun) * self.world_size, self.exact_source_length
         items = items if exact is None else min(items, exact)  # the last round may be short
         return {
@@ -153,7 +153,7 @@ class StreamShard:
         }
 
     def digest(self, passes: int, items: int) -> int:
-        """Return the digest of the first items of a pass; 0 if unknown."""
+        """Return the digest of the first items of a pass, or 0 if it is unknown."""
         return 0
 
     @property
@@ -163,17 +163,17 @@ class StreamShard:
 
     @property
     def item_size(self) -> int:
-        """Return the samples in an item; 0 if that varies."""
+        """Return the samples in an item, or 0 if the number varies."""
         return 0
 
     @property
     def order(self) -> str:
-        """Return what draws the order, and of how many samples; empty if unknown."""
+        """Return the name of the sampler and its number of samples, or an empty text if unknown."""
         return ""
 
     @property
     def source_length(self) -> int | None:
-        """Return the items in a pass, over all ranks, as the source reports them; None if it does not."""
+        """Return the items in a pass, over all ranks, as the source reports them, or None."""
         try:
             return len(self.source)
         except (TypeError, NotImplementedError):
@@ -181,7 +181,7 @@ class StreamShard:
 
     @property
     def exact_source_length(self) -> int | None:
-        """Return the items in a pass if that is certain and not an estimate."""
+        """Return the items in a pass, or None if the source's number is an estimate."""
         return self.source_length
 
     @property
@@ -190,11 +190,11 @@ class StreamShard:
         return not self.evaluates and getattr(self.source, "drop_last", False) is True
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
-        """Yield the items of one pass over the source, of all ranks, from `start` on."""
+        """Yield the items of all ranks in one pass over the source, from `start` on."""
         raise NotImplementedError
 
     def cut_round(self, items: list[Any], number: int) -> Any:
-        """Return this rank's part of a short, uneven or re-split round, and note it in `uneven` if the parts differ."""
+        """Return this rank's part of a short, uneven or re-split round. If the parts differ, record them in `uneven`."""
         raise NotImplementedError
 
     def rounds(self, source_length: int) -> int:
@@ -206,12 +206,12 @@ class StreamShard:
 
     @property
     def length(self) -> int | None:
-        """Return the batches of this rank in the first pass, including those before the start; None if unknown."""
+        """Return the batches of this rank in the first pass, also before the start, or None if unknown."""
         return self._length_of(self.source_length)
 
     @property
     def whole_length(self) -> int | None:
-        """Return the batches of this rank in a pass that runs at this world size from its start."""
+        """Return the batches of this rank in a pass that runs from its start at this world size."""
         items = self.source_length
         return None if items is None else self.rounds(items)
 
@@ -222,29 +222,29 @@ class StreamShard:
 
     @property
     def real_length(self) -> int | None:
-        """Return how many of this rank's batches count in an evaluation; None while all so far do."""
+        """Return how many of this rank's batches count in an evaluation, or None while all of them count."""
         items = self.source_length
         return self._dummy_at if items is None else self._count(items)
 
     @property
     def first_pass(self) -> int | None:
-        """Return the batches of this rank in the first pass; None while unknown."""
+        """Return the batches of this rank in the first pass, or None while they are unknown."""
         exact = self.exact_source_length
         return self._first_pass if exact is None else self._length_of(exact)
 
     @property
     def real_first_pass(self) -> int | None:
-        """Return how many of this rank's batches in the first pass count in an evaluation; None while unknown."""
+        """Return how many of this rank's batches in the first pass count in an evaluation, or None while unknown."""
         exact = self.exact_source_length
         items = self._first_items if exact is None else exact
         return None if items is None else self._count(items)
 
     def _count(self, items: int) -> int:
-        """Return how many of this many items are this rank's, which takes every N-th from its first."""
+        """Return how many of the first `items` items belong to this rank."""
         return (items - self.rank + self.world_size - 1) // self.world_size
 
     def pass_seed(self, pass_number: int) -> int:
-        """Return the seed of a pass; the first pass has the epoch's."""
+        """Return the seed of a pass. The first pass uses the seed of the epoch."""
         return self.seed if pass_number == 0 else derive_seed(self.seed, pass_number, 0)
 
     def items(self) -> Iterator[Any]:
@@ -266,28 +266,28 @@ class StreamShard:
     def _passes(self, cut: Callable[[Iterator[Any], int], Iterator[Any]]) -> Iterator[Any]:
         number = self._base
         del self._begun[1:]
-        for each in count(self.start_pass):
-            start = self.start_item if each == self.start_pass else 0
-            self._begun.append((number, each, start))
-            drawn = 0
-            # Only a pass that is over shows how many batches it had, if its length is unknown.
-            for drawn, item in enumerate(cut(self.drawn(each, start), number), start=1):  # noqa: B007 - read after the loop
+        for pass_number in count(self.start_pass):
+            start = self.start_item if pass_number == self.start_pass else 0
+            self._begun.append((number, pass_number, start))
+            drawn, items = 0, cut(self.drawn(pass_number, start), number)
+            # If the length is unknown, only a pass that is over shows how many batches it had.
+            for drawn, item in enumerate(items, start=1):  # noqa: B007 - read after the loop
                 yield item
             if drawn == 0 and start == 0:
                 raise RuntimeError(
-                    "an empty loader cannot be cycled to match a longer one; give it data, or leave it out."
+                    "an empty loader cannot be cycled to match a longer loader. Give it data, or remove it."
                 )
             number += drawn
-            if each == 0 and self.evaluates:
+            if pass_number == 0 and self.evaluates:
                 self._first_items, self._first_pass = start + drawn, self.rounds(start + drawn)
-            elif each == 0:
+            elif pass_number == 0:
                 self._first_pass = self._base + drawn
 
     def _every_nth(self, items: Iterator[Any]) -> Iterator[Any]:
         first, number = None, 0
         for number, item in enumerate(items, start=1):
             if number == 1 and self.mode == "padded":
-                first = item  # the dummy of ranks without an item in the last round
+                first = item  # the dummy batch for ranks without an item in the last round
             if (number - 1) % self.world_size == self.rank:
                 yield item
         if self.mode == "padded" and 0 < number % self.world_size <= self.rank:
@@ -295,22 +295,22 @@ class StreamShard:
             yield first
 
     def _rounds(self, items: Iterator[Any], number: int) -> Iterator[Any]:
-        """Yield this rank's item of each round, once the next round has begun: the last one may be split in another way."""
+        """Yield this rank's items of the rounds. A round waits until the next begins, since the last is split differently."""
         ranks = self.world_size
-        held = list(islice(items, ranks))
-        while len(held) == ranks and (following := list(islice(items, 1))):
-            yield self.cut_round(held, number) if number in self.cuts else held[self.rank]
-            held = [*following, *islice(items, ranks - 1)]
+        current = list(islice(items, ranks))
+        while len(current) == ranks and (following := list(islice(items, 1))):
+            yield self.cut_round(current, number) if number in self.cuts else current[self.rank]
+            current = [*following, *islice(items, ranks - 1)]
             number += 1
-        if held and not (len(held) < ranks and self.drops_short_round):
-            yield self.cut_round(held, number)
+        if current and not (len(current) < ranks and self.drops_short_round):
+            yield self.cut_round(current, number)
 
 
 def even_sizes(samples: int, ranks: int, most: int, least: int = 2) -> list[int]:
     """Return the samples of a round per rank, as even as possible and over as many ranks as possible.
 
-    No rank gets more than `most`, a full batch. None gets fewer than `least` unless there are no more, because a step may need
-    two samples (batch norm, a loss of pairs); so some ranks may get none.
+    A rank gets at most `most` samples, a full batch. It gets at least `least` samples if there are enough, because a step
+    may need two samples (batch norm, a loss of pairs). So some ranks may get no sample.
     """
     working = min(ranks, max(-(-samples // most), samples // least, 1))
     size, larger = divmod(samples, working)

@@ -1,4 +1,4 @@
-"""Transfer: a batch of any structure onto a device; on a GPU the next one while this one trains (`Prefetcher`)."""
+"""Transfer: moves batches of any structure to a device, on a GPU while the previous batch trains (`Prefetcher`)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from trainwright.devices.abilities import computes_in
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with each tensor, and each object with a `to(device)`, on the device; other leaves are unchanged.
+    """Return the batch with all tensors, and all objects with a `to(device)`, on the device.
 
-    Copies from pinned memory do not block; those to the host do, since it may read them at once.
+    Other leaves are unchanged. Copies from pinned memory do not block. Copies to the host block, since it may read them at
+    once.
 
     Raises:
-        TypeError: a float64 tensor, and the device has no float64.
+        TypeError: the batch has a float64 tensor, and the device has no float64.
     """
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             if leaf.dtype == torch.float64 and not computes_in(device.type, torch.float64):
                 raise TypeError(
-                    f"the batch holds a float64 tensor of shape {tuple(leaf.shape)}, but {device} has no float64; let the "
+                    f"the batch has a float64 tensor of shape {tuple(leaf.shape)}, but {device} has no float64. Let the "
                     "dataset return torch.float32 (Python's and numpy's floats become float64)."
                 )
             return leaf.to(device, non_blocking=device.type != "cpu")
@@ -37,19 +38,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a nested structure (mappings, lists, tuples, named tuples) with the function applied to each leaf."""
+    """Return a nested structure (mappings, lists, tuples, named tuples) with the function applied to every leaf."""
     if callable(getattr(value, "to", None)):
         return function(value)
     if isinstance(value, Mapping):
-        return with_values(value, {key: map_leaves(function, each) for key, each in value.items()})
+        return with_values(value, {key: map_leaves(function, item) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(function, each) for each in value))
+        return type(value)(*(map_leaves(function, item) for item in value))
     if isinstance(value, list) and type(value) is not list:
-        clone = copy.copy(value)  # its class may take other arguments, and its object have attributes
-        clone[:] = [map_leaves(function, each) for each in value]
+        clone = copy.copy(value)  # the class may take other arguments, and the object may have attributes
+        clone[:] = [map_leaves(function, item) for item in value]
         return clone
     if isinstance(value, (list, tuple)):
-        return type(value)(map_leaves(function, each) for each in value)
+        return type(value)(map_leaves(function, item) for item in value)
     return function(value)
 
 
@@ -59,19 +60,19 @@ def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return values
     if not isinstance(mapping, MutableMapping):
         return type(mapping)(values)  # type: ignore[call-arg]
-    clone = copy.copy(mapping)  # a defaultdict, for example, cannot be constructed from a mapping alone
+    clone = copy.copy(mapping)  # a defaultdict, for example, cannot be constructed from a mapping
     for key, value in values.items():
-        clone[key] = value  # not by update, which transformers' ModelOutput forbids
+        clone[key] = value  # transformers' ModelOutput forbids update
     return clone
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a nested structure with the function applied to each tensor in it."""
+    """Return a nested structure with the function applied to every tensor in it."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def pinned(batch: Any) -> Any:
-    """Return the batch with each CPU tensor, and each object with a `pin_memory()`, in pinned memory."""
+    """Return the batch with all CPU tensors, and all objects with a `pin_memory()`, in pinned memory."""
 
     def pin(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -82,14 +83,14 @@ def pinned(batch: Any) -> Any:
 
 
 class CopyStream:
-    """A side stream for copies to a device, so that they overlap with the training's stream."""
+    """A side stream for copies to a device, so that copies overlap with training."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.Stream(device)
 
     def pin(self, batch: Any) -> Any:
-        return pinned(batch)  # copies from other memory block the host
+        return pinned(batch)  # copies from memory that is not pinned block the host
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -97,27 +98,27 @@ class CopyStream:
             yield
 
     def mark(self) -> Any:
-        """Return an event that fires when all copies started so far are done."""
+        """Return an event that fires when all copies so far are done."""
         return self._side.record_event()
 
     def wait_for(self, mark: Any) -> None:
-        # The training's stream waits, the host does not.
+        # Only the training's stream waits, not the host.
         torch.accelerator.current_stream(self._device).wait_event(mark)
 
     def keep(self, leaf: Any) -> None:
-        """Keep a copied tensor's memory from being reused before the training's stream is done with it."""
+        """Reserve a copied tensor's memory until the training's stream no longer uses the tensor."""
         leaf.record_stream(torch.accelerator.current_stream(self._device))
 
     def wait_for_training(self) -> None:
-        """Let the copies that follow wait for the training's stream. Call it outside `copying`."""
+        """Make the following copies wait for the training's stream. Call it outside `copying`."""
         self._side.wait_stream(torch.accelerator.current_stream(self._device))
 
 
 class Prefetcher:
-    """Copies batches to a device from pinned memory on a side stream, one ahead of the training.
+    """Copies batches to a device from pinned memory on a side stream, one batch ahead of the training.
 
-    `ahead` starts the next batch's copy before this one is handed out. Only if reading draws nothing from this process's
-    generators (`may_read_ahead` of the loader): a resumed run would draw other numbers otherwise.
+    With `ahead` the next batch's copy starts before this batch is yielded. Set it only if reading does not use this process's
+    random number generators (the loader's `may_read_ahead`). Otherwise a resumed run would get other random numbers.
     """
 
     def __init__(
@@ -135,9 +136,8 @@ class Prefetcher:
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         batches = iter(self.batches)
-        sent: deque[tuple[Any, Any, bool]] = (
-            deque()
-        )  # popped as it is yielded, so that its memory is not held any longer
+        # A batch is removed when it is yielded, so that its memory is not used any longer.
+        sent: deque[tuple[Any, Any, bool]] = deque()
         try:
             for batch, is_last in batches:
                 sent.append((*self._sent(batch), is_last))
@@ -151,10 +151,10 @@ class Prefetcher:
                 close()
 
     def _sent(self, batch: Any) -> tuple[Any, Any]:
-        """Start a batch's copy; return the copy and the event that fires when it is done."""
+        """Start a batch's copy, and return the copy and the event that fires when it is done."""
         stream = self._stream
         batch = stream.pin(batch)
-        if _holds_own_memory(batch):
+        if _has_unrecorded_memory(batch):
             stream.wait_for_training()  # the copy may get memory that the training still reads
         with stream.copying():
             moved = self._transfer(batch, self.device)
@@ -172,8 +172,8 @@ class Prefetcher:
         return moved, is_last
 
 
-def _holds_own_memory(batch: Any) -> bool:
-    """Return whether an object in the batch moves itself, without `record_stream` to keep its memory from the next copy."""
+def _has_unrecorded_memory(batch: Any) -> bool:
+    """Return whether an object in the batch has a `to`, but no `record_stream` to reserve its memory."""
     leaves: list[Any] = []
 
     def look(leaf: Any) -> Any:

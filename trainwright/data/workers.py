@@ -1,9 +1,9 @@
-"""Workers: what a loader's workers draw for a batch is a function of (seed, epoch, batch), and they leave nothing behind.
+"""Workers: their random numbers depend on (seed, epoch, batch) only, and they end without leftovers.
 
-Torch's workers draw on from batch to batch, so random augmentation would differ after a resume and with another number of
-workers. The index stream gives each batch of indices a seed, with which the dataset in the worker seeds its generators. An
-iterable dataset has no indices: its workers are seeded at the start of each pass. `get_worker_info().dataset` still shows the
-user's dataset.
+torch's workers do not reseed between batches. So random augmentation would differ after a resume and with another number of
+workers. Therefore the index stream adds a seed to every batch of indices, and the dataset in the worker seeds its generators
+with it. An iterable dataset has no indices, so its workers are seeded at the start of every pass. `get_worker_info().dataset`
+still returns the user's dataset.
 """
 
 from __future__ import annotations
@@ -12,35 +12,43 @@ import atexit
 import ctypes
 import multiprocessing.util
 import os
+import re
 import signal
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    get_worker_info,
+)
 
-from trainwright.data.epoch_listeners import set_epoch_of
 from trainwright.data.seeding import derive_seed, seed_generators
 from trainwright.distributed.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
 LONGEST_FOLDER = 75
-"""Bytes in its path: a socket's path has at most 107, and a worker's adds "/pymp-abcdefgh/listener-abcdefgh"."""
+"""Bytes in the folder's path. A socket's path has at most 107 bytes, and a worker adds "/pymp-abcdefgh/listener-abcdefgh"."""
 
 
 def refuse_deep_folder() -> None:
-    """Refuse a temporary folder whose path is too long for the sockets of workers (ValueError): torch would hang."""
+    """Reject a temporary folder whose path is too long for the workers' sockets (ValueError), because torch would hang."""
     folder = tempfile.gettempdir()
     size = len(os.fsencode(folder))
     if size > LONGEST_FOLDER and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
         raise ValueError(
             f"num_workers: loader workers make sockets in the temporary folder {folder!r}, whose path of {size} bytes is too "
-            f"long (at most {LONGEST_FOLDER}); set TMPDIR to a shorter one, or pass num_workers=0."
+            f"long (at most {LONGEST_FOLDER}). Set TMPDIR to a folder with a shorter path, or pass num_workers=0."
         )
 
 
@@ -61,7 +69,7 @@ class SeededIndex(NamedTuple):
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset whose items are fetched by seeded indices, which carry the epoch to the worker's copy of the dataset."""
+    """A dataset whose items are fetched by seeded indices. They carry the epoch to the worker's copy of the dataset."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -75,7 +83,7 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[seeded.index]
 
     def __getitems__(self, batch: SeededBatch) -> list[Any]:
-        """Fetch a batch, through the dataset's own `__getitems__` if it has one."""
+        """Fetch a batch, through the dataset's `__getitems__` if it has this method."""
         self._begin(batch)
         fetch = getattr(self.dataset, "__getitems__", None)
         return list(fetch(list(batch))) if callable(fetch) else [self.dataset[index] for index in batch]
@@ -88,7 +96,7 @@ class SeededDataset(Dataset[Any]):
 
 
 def shared_integers(count: int) -> torch.Tensor:
-    """Return zeros in shared memory: what is written here reaches workers that already run."""
+    """Return zeros in shared memory, through which values reach workers that already run."""
     zeros: torch.Tensor = torch.zeros(count, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
     return zeros
 
@@ -114,14 +122,14 @@ class SeededIterable(IterableDataset[Any]):
 
 
 class WorkerStart:
-    """The worker_init_fn of a seeded loader: it shows the user's dataset in the worker info, then calls the user's function."""
+    """The worker_init_fn of a seeded loader. It puts the user's dataset into the worker info and calls the user's function."""
 
     def __init__(self, dataset: Any, init: Callable[[int], Any] | None) -> None:
         self.dataset, self.init = dataset, init
 
     def __call__(self, worker_id: int) -> None:
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", self.dataset)  # a WorkerInfo's own __setattr__ refuses
+        object.__setattr__(info, "dataset", self.dataset)  # WorkerInfo.__setattr__ raises an error
         hear_signals()
         if self.init is not None:
             self.init(worker_id)
@@ -133,23 +141,23 @@ def holding_signals() -> Iterator[None]:
     if os.name != "posix":
         yield
         return
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # workers inherit it until hear_signals
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # workers inherit it until hear_signals
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def hear_signals() -> None:
-    """Let this worker survive a signal to its whole process group, and end with its parent, however that ends.
+    """Make this worker survive a signal to its process group, and end when its parent ends, in whatever way.
 
     Ctrl-C, torchrun and SLURM signal every process of a group, but a run that stops on a signal still reads to the end of a
-    step. So SIGTERM ends a worker only if its parent wants no more batches, or has exited.
+    step. So SIGTERM ends a worker only if its parent needs no more batches, or has exited.
     """
     if os.name != "posix":
         return
-    # If the parent has exited, getppid names the process that adopted this worker. torch's watch starts from that, and would
-    # never end a worker whose parent was killed this early.
+    # If the parent has exited, getppid returns the process that adopted this worker. torch's watch compares with that
+    # process, so it would never end a worker whose parent was killed this early.
     process = multiprocessing.parent_process()
     by_server = getattr(multiprocessing.current_process(), "_start_method", None) == "forkserver"
     parent = os.getppid() if process is None or process.pid is None or by_server else process.pid
@@ -160,11 +168,11 @@ def hear_signals() -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, leave_if_done)
-    multiprocessing.util.get_temp_dir()  # made now: a signal while Python makes it would leave it behind
+    multiprocessing.util.get_temp_dir()  # now, because a signal during its creation would leave it behind
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it exited before prctl was called
+    if os.getppid() != parent:  # the parent exited before prctl was called
         leave_tidily(signal.SIGTERM)
 
 
@@ -175,30 +183,64 @@ def _is_done(frame: FrameType | None) -> bool:
     event = frame.f_locals.get("done_event") if frame is not None else None
     try:
         return bool(event._flag.get_value())  # type: ignore[union-attr] # is_set() takes a lock that this thread may hold
-    except (AttributeError, NotImplementedError):  # another version of torch's loop, or a system without the value
+    except (AttributeError, NotImplementedError):  # another version of torch's loop, or a system without this value
         return True
 
 
 def leave_tidily(number: int) -> None:
-    """End a worker on a signal and remove its temporary folder, which would be left behind otherwise."""
-    for other in STOP_SIGNALS:  # if the parent is killed the launcher sends one too, which would interrupt this
+    """End a worker on a signal, and remove its temporary folder, which would otherwise stay."""
+    for other in STOP_SIGNALS:  # if the parent is killed, a second signal from the launcher would interrupt this
         signal.signal(other, signal.SIG_IGN)
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     os._exit(128 + number)
 
 
 def note_begun(iterator: Any) -> None:
-    """Note an iterator whose workers end with this process; torch would wait 5 s for each at the interpreter's exit."""
+    """Register an iterator, whose workers then end with this process. torch would wait 5 s per iterator at the exit."""
     _begun[iterator] = os.getpid()
     atexit.unregister(_end_workers)
-    atexit.register(_end_workers)  # last, so it runs before the handlers that torch registers for each worker
+    atexit.register(_end_workers)  # last, so it runs before the handlers that torch registers for its workers
 
 
 _begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""The process that began each iterator."""
+"""The iterators, and the processes that began them."""
 
 
 def _end_workers() -> None:
     for iterator, process in list(_begun.items()):
         if process == os.getpid():  # a forked child must not end its parent's workers
             iterator._shutdown_workers()
+
+
+def set_epoch_of_parts(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of the loader, its dataset, its samplers and their contents. Workers call it for their copies."""
+    parts = [loader, getattr(loader, "dataset", None)]
+    for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+        while sampler is not None:
+            parts.append(sampler)
+            sampler = getattr(sampler, "sampler", None)
+    for part in {id(part): part for part in parts}.values():
+        set_epoch_of(part, epoch)
+
+
+def set_epoch_of(listener: Any, epoch: int) -> None:
+    """Call `set_epoch` of an object, if it has this method, and of the datasets in torch's datasets."""
+    if callable(set_epoch := getattr(listener, "set_epoch", None)) and not is_split_after_shuffle(listener):
+        set_epoch(epoch)
+    within: Any = ()
+    if isinstance(listener, Subset):  # also from random_split
+        within = (listener.dataset,)
+    elif isinstance(listener, (ConcatDataset, ChainDataset, StackDataset)):
+        within = listener.datasets
+    within = within.values() if isinstance(within, Mapping) else within
+    if isinstance(within, Collection):  # not a ChainDataset's generator of datasets, which only reading may consume
+        for dataset in within:
+            set_epoch_of(dataset, epoch)
+
+
+def is_split_after_shuffle(stream: Any) -> bool:
+    """Return whether a stream of the package datasets takes or skips items after a shuffle, which an epoch would change."""
+    names, part = "", getattr(stream, "_ex_iterable", None)
+    while part is not None:
+        names, part = names + type(part).__name__, getattr(part, "ex_iterable", None)
+    return re.search("(Take|Skip)Examples.*BufferShuffled", names) is not None

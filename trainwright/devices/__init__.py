@@ -1,5 +1,12 @@
 """Devices: which accelerator torch has here, what it can do, and its memory and generators.
 
-`accelerator.py` queries torch in the same way for all, `abilities.py` tries what one of them can do, `inventory.py` describes
-what is here, `generators.py` keeps the states of their generators, and `cuda.py` holds what is CUDA's alone.
+`hardware.py` queries torch in the same way for all accelerators, `abilities.py` tries what a device can do, `generators.py`
+saves the states of its generators, and `cuda.py` contains everything specific to CUDA.
 """
+
+import os
+
+
+def num_cores() -> int:
+    """Return the number of CPU cores that this process may use, without torch."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

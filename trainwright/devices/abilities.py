@@ -1,6 +1,6 @@
-"""Abilities: what a device type can do, tried once on the device.
+"""Abilities: trials of what a device type can do, made once on the device.
 
-A device's name only decides where it does in torch, whose DataLoader pins nothing for MPS.
+A device's name decides only where it does in torch: its DataLoader pins no memory for MPS.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainwright.devices import accelerator
+from trainwright.devices import hardware
+
+__all__ = ["autocasts", "collective_backend", "num_together", "times_events"]
 
 CAUGHT = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
-"""What devices raise when they cannot do something; each type has its own way."""
+"""Errors of devices that cannot do something. Device types differ in them."""
 PASSING = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""What a device raises that may be able to do it later: no answer, which is raised and not cached."""
+"""Errors of devices that may be able to do it later. They are raised, and no answer is cached."""
 
 
 def _asked_once(ask: Callable[..., bool]) -> Callable[..., bool]:
-    """Turn a trial into a cached answer whether a device can do it."""
+    """Return a function that runs a trial once and caches whether the device can do it."""
 
     @functools.wraps(ask)
     def answer(*question: Any) -> bool:
@@ -44,7 +46,7 @@ def computes_in(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def widest_float(device_type: str) -> torch.dtype:
-    """Return float64, or float32 on a device without it (MPS)."""
+    """Return float64, or float32 on a device that lacks it (MPS)."""
     return torch.float64 if computes_in(device_type, torch.float64) else torch.float32
 
 
@@ -52,7 +54,7 @@ def widest_float(device_type: str) -> torch.dtype:
 def autocasts(device_type: str, dtype: torch.dtype) -> bool:
     """Return whether torch.autocast computes in a dtype on a device."""
     with warnings.catch_warnings(record=True), torch.no_grad():
-        warnings.simplefilter("always")  # without such an autocast torch warns and computes in float32
+        warnings.simplefilter("always")  # if it has no such autocast, torch warns and computes in float32
         one = torch.ones(1, 1, dtype=torch.float32, device=device_type)
         with torch.autocast(device_type, dtype):
             return torch.mm(one, one).dtype == dtype
@@ -60,7 +62,7 @@ def autocasts(device_type: str, dtype: torch.dtype) -> bool:
 
 @_asked_once
 def scales_losses(device_type: str) -> bool:
-    """Return whether torch.amp.GradScaler works on a device: except on MPS it computes the inverse scale in float64."""
+    """Return whether torch.amp.GradScaler works on a device. Except on MPS it computes the inverse scale in float64."""
     weight = torch.ones(1, dtype=torch.float32, device=device_type, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     scaler = torch.amp.GradScaler(device_type)
@@ -72,7 +74,7 @@ def scales_losses(device_type: str) -> bool:
 @_asked_once
 def has_pinned_memory(device_type: str) -> bool:
     """Return whether a device copies asynchronously from page-locked host memory."""
-    if device_type in ("cpu", "mps"):  # torch's DataLoader warns if it should pin for MPS
+    if device_type in ("cpu", "mps"):  # torch's DataLoader warns if it is to pin memory for MPS
         return False
     page = torch.empty(1, device="cpu", pin_memory=True)
     return page.is_pinned() and page.to(device_type, non_blocking=True).device.type == device_type
@@ -93,7 +95,7 @@ def has_streams(device_type: str) -> bool:
 
 @_asked_once
 def times_events(device_type: str) -> bool:
-    """Return whether a device's events measure the time that passes between them."""
+    """Return whether a device's events measure the time between them."""
     if device_type == "cpu":
         return False
     first, second = (torch.Event(torch.device(device_type), enable_timing=True) for _ in range(2))
@@ -113,15 +115,15 @@ def fuses(device_type: str, optimizer: str, dtype: torch.dtype) -> bool:
     """Return whether torch has a fused step of "Adam", "SGD" or "Adagrad" for parameters of a dtype on a device."""
     weight = torch.ones(2, dtype=dtype, device=device_type, requires_grad=True)
     weight.grad = torch.ones_like(weight)
-    # With momentum, since SGD's fused kernel with a momentum buffer is a different one.
+    # With momentum, because SGD has a different fused kernel for momentum buffers.
     momentum = {"momentum": 0.9} if optimizer == "SGD" else {}
     made = getattr(torch.optim, optimizer)([weight], lr=0.1, fused=True, **momentum)
-    type(made).step.__wrapped__(made)  # without torch's wrapper, which calls the user's global hooks of optimizers
+    type(made).step.__wrapped__(made)  # bypasses torch's wrapper, which calls the user's global optimizer hooks
     return True
 
 
 def collective_backend(device_type: str) -> str | None:
-    """Return the backend of torch.distributed for tensors on a device; None if torch has none."""
+    """Return the backend of torch.distributed for tensors on a device, or None if torch has none."""
     try:
         backend = str(dist.get_default_backend_for_device(device_type))
     except (ValueError, RuntimeError):
@@ -132,6 +134,6 @@ def collective_backend(device_type: str) -> str | None:
 
 
 def num_together(device_type: str) -> int:
-    """Return how many devices the processes of a job may compute on: 0 for the CPU, at most 1 without a process group."""
-    present = accelerator.count(device_type)
+    """Return how many devices a job can use together: 0 for the CPU, at most 1 if torch has no process group for them."""
+    present = hardware.count(device_type)
     return present if collective_backend(device_type) is not None else min(present, 1)

@@ -1,4 +1,4 @@
-"""CUDA: what no other accelerator has. ROCm is the same to torch, under the same name."""
+"""CUDA: everything that only CUDA has. To torch, ROCm is the same device under the same name."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ OUT_OF_MEMORY = (
     "HIP out of memory",
     "HIP error: out of memory",
 )
-"""What errors of too little memory contain."""
-
+"""Texts of errors of too little memory."""
 VARIABLES = ("CUDA", "CUBLAS", "NCCL", "NVIDIA", "HIP", "ROCR")
-"""What the names of its environment variables begin with."""
+"""Prefixes of its environment variables."""
 
 
 def is_available() -> bool:
@@ -33,44 +32,44 @@ def is_available() -> bool:
 
 
 def try_algorithms(enabled: bool) -> None:
-    """Let cuDNN try which algorithm is the fastest for each shape, or take its usual one."""
+    """Choose whether cuDNN measures the fastest algorithm for every shape, or uses its default."""
     torch.backends.cudnn.benchmark = enabled
 
 
 def check_generator_state(state: Tensor) -> None:
-    """Refuse an invalid state of a CUDA generator (ValueError), on any machine."""
+    """Raise ValueError for an invalid state of a CUDA generator, on any machine."""
     numel, offset = state.numel(), int(state[8:].view(torch.int64)[0]) if len(state) == GENERATOR_BYTES else 0
     if numel != GENERATOR_BYTES or offset < 0 or offset % 4:
         raise ValueError(f"{numel} bytes, with the offset {offset}")
 
 
 def has_drawn(state: Tensor) -> bool:
-    """Return whether numbers were drawn from a CUDA generator since it was seeded."""
+    """Return whether a CUDA generator has drawn numbers since it was seeded."""
     return bool(state[8:].any())
 
 
 FOR_EARLIER_READERS: dict[str, list[Tensor]] = {NAME: []}
-"""What code that reads a checkpoint's states of generators by number looks for in each."""
+"""An entry for older code, which reads the generator states of a checkpoint by device number."""
 
 
 def earlier_generators(state: Mapping[str, Any]) -> list[Tensor]:
-    """Return the states of generators as checkpoints held them before: those of all devices that were visible, by number."""
+    """Return the generator states of all visible devices, by number, as older checkpoints stored them."""
     return list(state.get(NAME) or ())
 
 
 def lock_pages(address: int, size: int) -> bool:
-    """Lock host memory where it lies, so that every device copies from and into it by itself; return whether that was done."""
+    """Lock host memory in place, so that every device can copy from and into it, and return whether that worked."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     portable = 1
     if int(runtime.cudaHostRegister(address, size, portable)) == 0:
         return True
     with suppress(RuntimeError):
-        torch.ones(1, device=NAME)  # otherwise the refusal would be raised by whatever kernel is launched next
+        torch.ones(1, device=NAME)  # otherwise the next kernel launch would raise this error
     return False
 
 
 def unlock_pages(address: int) -> None:
-    """Unlock what `lock_pages` has locked."""
+    """Unlock memory that `lock_pages` has locked."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     runtime.cudaHostUnregister(address)
 
@@ -83,21 +82,21 @@ def makes_graphs(options: dict[str, Any]) -> bool:
 
 
 class GraphGradients:
-    """Copies gradients out of the memory of CUDA graphs before the next graph writes over them.
+    """Copies gradients out of the memory of CUDA graphs before the next graph overwrites them.
 
-    Autograd may take the output of a backward graph for `.grad` without a copy, so a second batch of a window, or a validation
-    within one, would find it overwritten (pytorch/pytorch#169545).
+    Autograd may use the output of a backward graph as `.grad` without a copy. A second batch of a window, or a validation
+    within the window, would overwrite it (pytorch/pytorch#169545).
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._copies: list[tuple[nn.Parameter, int]] | None = None
-        """Each parameter on a GPU, with the address of the last copy of its gradient; None before the first call."""
+        """The parameters on a GPU, with the addresses of the last copies of their gradients, or None before the first call."""
 
     def keep(self) -> None:
-        """Replace each gradient by a copy, unless it is one."""
+        """Replace gradients by copies, except earlier copies."""
         if self._copies is None:
-            self._copies = [(each, 0) for each in self._module.parameters() if each.is_cuda]
+            self._copies = [(parameter, 0) for parameter in self._module.parameters() if parameter.is_cuda]
         for number, (parameter, copy) in enumerate(self._copies):
             gradient = parameter.grad
             if type(gradient) is not Tensor:

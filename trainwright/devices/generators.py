@@ -1,4 +1,4 @@
-"""Generators: the states of those on the accelerator's devices, by number, and which of them is a process's own."""
+"""Generators: RNG states of the accelerator's devices, by device number, and their way into another process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.devices import accelerator, cuda
+from trainwright.devices import cuda, hardware
 
 NAMES = frozenset({"python", "numpy", "torch"})
-"""The generators on the host: states with these names are those of a process's generators."""
+"""The generators on the host. A mapping with these names is the RNG state of a process."""
 
 
 def is_generator_state(value: Any) -> bool:
@@ -20,16 +20,16 @@ def is_generator_state(value: Any) -> bool:
 
 
 def device_state() -> dict[str, Any] | None:
-    """Return the states of the accelerator's generators; None where this process uses none.
+    """Return the RNG states of the accelerator's devices, or None if this process uses none.
 
-    "state" is that of the current device, whose number is "index"; "others" are those of the further devices that torch
-    sees, by number: a process may draw on them too.
+    "index" is the number of the current device, and "state" is its state. "others" has the states of the other devices that
+    torch sees, by number, because a process may draw on them too.
     """
-    device = accelerator.current()
+    device = hardware.current()
     if device is None:
         return None
     module: Any = torch.get_device_module(device)
-    others = [each for each in range(accelerator.count(device.type)) if each != device.index]
+    others = [each for each in range(hardware.count(device.type)) if each != device.index]
     return {
         "type": device.type,
         "index": device.index,
@@ -39,15 +39,15 @@ def device_state() -> dict[str, Any] | None:
 
 
 def set_device_state(state: Mapping[str, Any] | None) -> None:
-    """Put the generators back by their numbers, whichever device is current now; see `taken_over` for another process's.
+    """Restore the generators by device number. `taken_over` prepares the states of another process for this.
 
-    What is of another kind of device than the one in use is left out, and so are numbers that torch does not see.
+    States of another kind of device are skipped, and so are numbers that torch does not see.
     """
-    device = accelerator.current()
+    device = hardware.current()
     if state is None or device is None or state["type"] != device.type:
         return
     module: Any = torch.get_device_module(device)
-    present = accelerator.count(device.type)
+    present = hardware.count(device.type)
     for number, each in {state["index"]: state["state"], **state["others"]}.items():
         if int(number) == device.index:
             module.set_rng_state(each)
@@ -56,20 +56,20 @@ def set_device_state(state: Mapping[str, Any] | None) -> None:
 
 
 def owned(states: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the states with that of a device, on which the process computes, as its own: another may have been current."""
+    """Return the states with a device as the process's device, even if another device was current at the time."""
     state = state_in(states)
     if state is None or state["type"] != device.type or state["index"] == device.index:
         return dict(states)
     others = {**state["others"], str(state["index"]): state["state"]}
-    own = others.pop(str(device.index))
-    return {**states, "device": {"type": device.type, "index": device.index, "state": own, "others": others}}
+    main = others.pop(str(device.index))
+    return {**states, "device": {"type": device.type, "index": device.index, "state": main, "others": others}}
 
 
 def taken_over(states: Mapping[str, Any], device: torch.device, seed: int) -> dict[str, Any]:
-    """Return the states from a checkpoint as a process on a device continues with them: its own there, others by number.
+    """Return a checkpoint's states as a process on this device continues with them. Other devices go by their number.
 
-    Where they hold none for this kind of device, its generator starts from the seed: else it would draw once more what the
-    run has drawn from its own seed on.
+    If they have none for this kind of device, its generator starts from `seed`. Otherwise it would repeat the numbers that the
+    run has drawn since its start.
     """
     if device.type == "cpu":
         return dict(states)
@@ -82,20 +82,20 @@ def taken_over(states: Mapping[str, Any], device: torch.device, seed: int) -> di
 
 
 def lost_devices(states: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Return the numbers of further devices that a checkpoint's process has drawn on and one on a device cannot put back."""
+    """Return the numbers of devices that a checkpoint's process has drawn on, and that a process here cannot restore."""
     state = state_in(states, device)
     if state is None or state["type"] != device.type:
         return []
-    present = accelerator.count(device.type)
+    present = hardware.count(device.type)
     gone = [number for number in state["others"] if int(number) == device.index or int(number) >= present]
     return [number for number in gone if _has_drawn(device, state["others"][number])]
 
 
 def state_in(states: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any] | None:
-    """Return the device's part of the states of a process's generators, as a checkpoint of any version holds them.
+    """Return the device's part of a process's RNG states, from a checkpoint of any version.
 
-    Those of earlier checkpoints do not say which device was their process's own: on a machine with as many devices it is taken
-    for the reading process's `device`.
+    Older checkpoints do not say which device the process used. On a machine with the same number of devices, the reading
+    process's `device` is assumed.
     """
     if "device" in states:
         found: dict[str, Any] | None = states["device"]
@@ -103,36 +103,36 @@ def state_in(states: Mapping[str, Any], device: torch.device | None = None) -> d
     by_number = cuda.earlier_generators(states)
     if not by_number:
         return None
-    own = device.index if device is not None and device.type == cuda.NAME and device.index < len(by_number) else 0
+    index = device.index if device is not None and device.type == cuda.NAME and device.index < len(by_number) else 0
     drawn = [number for number, state in enumerate(by_number) if cuda.has_drawn(state)]
-    # The one that has drawn is the process's own, whatever its number, and goes back by its number, too, where it can.
-    state = by_number[drawn[0] if len(drawn) == 1 else own]
-    if len(drawn) == 1 and len(by_number) != accelerator.count(cuda.NAME):
-        own = drawn[0]
-    others = {str(number): each for number, each in enumerate(by_number) if number != own}
-    return {"type": cuda.NAME, "index": own, "state": state, "others": others}
+    # A single generator that has drawn is the process's, whatever its number. It is also restored by number, if possible.
+    state = by_number[drawn[0] if len(drawn) == 1 else index]
+    if len(drawn) == 1 and len(by_number) != hardware.count(cuda.NAME):
+        index = drawn[0]
+    others = {str(number): other for number, other in enumerate(by_number) if number != index}
+    return {"type": cuda.NAME, "index": index, "state": state, "others": others}
 
 
 def check_device_state(state: Any) -> None:
-    """Refuse an invalid state of an accelerator's generators (ValueError, TypeError), whether it is present or not."""
+    """Raise ValueError or TypeError for an invalid state of an accelerator's generators, also if it is not present."""
     if state is None:
         return
-    kind, own, others = state["type"], state["state"], state["others"]
+    kind, main, others = state["type"], state["state"], state["others"]
     if not isinstance(kind, str) or not isinstance(others, Mapping) or not all(key.isdecimal() for key in others):
         raise TypeError("no kind of device, and states by number")
-    device = accelerator.current()
-    for each in (own, *others.values()):
-        if not isinstance(each, Tensor) or each.dtype != torch.uint8 or each.dim() != 1:
+    device = hardware.current()
+    for value in (main, *others.values()):
+        if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.dim() != 1:
             raise TypeError("no row of bytes")
         if kind == cuda.NAME:
-            cuda.check_generator_state(each)
+            cuda.check_generator_state(value)
         elif device is not None and device.type == kind:
-            torch.Generator(device).set_state(each)
+            torch.Generator(device).set_state(value)
 
 
 @contextmanager
 def forked_generators() -> Iterator[None]:
-    """Put torch's generators, the host's and the device's, back after the block."""
+    """Restore torch's generators, of the host and of the device, after the block."""
     host, device = torch.get_rng_state(), device_state()
     try:
         yield

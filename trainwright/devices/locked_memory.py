@@ -13,14 +13,14 @@ from torch import Tensor
 from trainwright.devices import cuda
 
 KEPT_BY_TORCH = (cuda.NAME, "xpu")
-"""Devices whose freed host memory torch caches; asked to empty the cache of another, torch ends the process."""
+"""Devices whose freed host memory torch caches. For another device, a request to empty the cache ends the process."""
 
 
 class LockedMemory:
-    """Bytes of page-locked host memory, until they are released.
+    """A number of bytes of page-locked host memory, until they are released.
 
-    torch's own allocator of such memory rounds up to a power of two (9 GB take 16) and caches what is freed. On CUDA, plain
-    memory of the requested size is locked in place; elsewhere torch's allocator is the only way. `size` is in bytes.
+    torch's allocator of such memory rounds up to a power of two (9 GB take 16) and caches freed memory. On CUDA, plain memory
+    of the requested size is locked in place. Elsewhere only torch's allocator can do it.
     """
 
     def __init__(self, size: int, device_type: str) -> None:
@@ -33,9 +33,9 @@ class LockedMemory:
             self.tensor = torch.frombuffer(area, dtype=torch.uint8, count=size)
             address = self.tensor.data_ptr()
             if cuda.lock_pages(address, size):
-                # The finalizer holds the memory: pages that are unmapped while locked stay locked forever.
+                # The finalizer keeps the memory alive, because pages that are unmapped while locked stay locked forever.
                 self._unlock = weakref.finalize(self, _unlock, address, area, os.getpid())
-                self._unlock.atexit = False  # the end of the process frees it, and the driver may be gone by then
+                self._unlock.atexit = False  # the end of the process frees it, when the driver may be gone
                 return
         self.tensor = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
@@ -49,7 +49,7 @@ class LockedMemory:
 
 
 def _pages(size: int) -> mmap.mmap | None:
-    """Return page-aligned memory of this size; None where the system has no such call (Windows)."""
+    """Return page-aligned memory of this size, or None if the system has no such call (Windows)."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return None
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

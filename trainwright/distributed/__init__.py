@@ -1,1 +1,1 @@
-"""What the processes of a job share: ranks, the process group, collectives, and the key-value store."""
+"""Distributed: ranks, the process group, its collectives, and the key-value store of a job."""

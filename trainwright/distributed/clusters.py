@@ -1,4 +1,4 @@
-"""Which process of a job this is, from the variables of SLURM and MPI; and SLURM's requeue."""
+"""Clusters: which process of a job this is, from the variables of SLURM and MPI, and SLURM's requeue."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 Variables = Mapping[str, str]
 
 FIRST_PORT, NUM_PORTS = 12000, 20000
-"""The ports derived from a job's number: below those that the kernel assigns itself."""
-
+"""The range of ports derived from a job's number, below the ports that the kernel assigns."""
 REQUEUE_SECONDS = 30.0
 """How long to wait for scontrol."""
-
 NO_STEP_OF_TASKS = ("4294967290", "4294967291", "4294967292", "4294967293", "4294967294")
-"""SLURM's numbers of steps that are not srun's, such as the interactive shell and the batch script."""
+"""SLURM's numbers of steps that srun did not start, such as the interactive shell and the batch script."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +30,13 @@ class Task:
     local_world_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
-    """How many machines the job has; they need not run equally many processes."""
+    """The number of machines of the job, which may run different numbers of processes."""
     main_address: str | None = None
     main_port: int | None = None
 
 
 def read_number(variables: Variables, name: str, starter: str) -> int:
-    """Return a variable as an integer of at least 0 (ValueError); `starter` is the command that usually sets it."""
+    """Return a variable as an integer of at least 0 (ValueError otherwise). `starter` is the command that usually sets it."""
     try:
         number = int(variables[name])
     except ValueError:
@@ -52,7 +50,7 @@ def read_number(variables: Variables, name: str, starter: str) -> int:
 
 
 def read_slurm(variables: Variables) -> Task | None:
-    """Return the task of a process that srun has started, else None: a batch script has SLURM's variables, but not a step's."""
+    """Return the task of a process that srun has started, or None. A batch script lacks the variables of a step."""
     step = variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID", "0"))
     if "SLURM_PROCID" not in variables or not _is_in_step(variables):
         return None
@@ -60,7 +58,7 @@ def read_slurm(variables: Variables) -> Task | None:
     world_size = read_number(variables, size, "srun")
     if world_size == 1:
         return None
-    # Other launchers start themselves by srun; then their variables say which process this is.
+    # Other launchers start by srun. Then their variables say which process this is.
     if variables.get("PMI_SIZE", str(world_size)) != str(world_size):
         return None
     hosts_name = _first_name(variables, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"), "srun")
@@ -85,7 +83,7 @@ def read_slurm(variables: Variables) -> Task | None:
 
 
 def tasks_without_srun(variables: Variables) -> int:
-    """Return the number of tasks of the SLURM allocation of a process that srun has not started; 0 for any other process."""
+    """Return the number of tasks in the SLURM allocation if srun has not started this process, or 0."""
     tasks = variables.get("SLURM_NTASKS", "") if read_slurm_job(variables) and not _is_in_step(variables) else ""
     return int(tasks) if tasks.isdigit() else 0
 
@@ -96,7 +94,7 @@ def _is_in_step(variables: Variables) -> bool:
 
 
 def read_slurm_job(variables: Variables) -> str:
-    """Return the number of this process's SLURM job, as scontrol takes it; "" outside of a job."""
+    """Return the number of this process's SLURM job, as scontrol takes it, or "" outside of a job."""
     parts = [variables.get(name, "") for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")]
     parts = parts if all(parts) else [variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID", "")]
     return "_".join(parts) if all(part.isascii() and part.isdigit() for part in parts) else ""
@@ -117,7 +115,7 @@ def requeue(job: str) -> str:
 
 def read_open_mpi(variables: Variables) -> Task | None:
     """Return the task of a process that Open MPI's mpirun has started with others."""
-    names = tuple(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     return _read_mpi(variables, names) if any(name in variables for name in names[:2]) else None
 
 
@@ -143,13 +141,13 @@ def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
             "unset these variables to run as one process."
         )
     num_nodes = world_size // local_size
-    # Consistent with ranks dealt out node by node (by_slot), or one to each node in turn (by_node).
+    # Consistent with ranks dealt out node by node (by_slot), or to the nodes in turn (by_node).
     by_slot, by_node = rank % local_size == local_rank, rank // num_nodes == local_rank
     if world_size % local_size or not (by_slot or by_node):
         raise ValueError(
             f"the environment has {given}; MPI does not say which node this is, so all nodes have to run the same number "
-            "of processes, numbered node by node. Start the same number on each (mpirun --map-by ppr:N:node), or use srun or "
-            "torchrun."
+            "of processes, numbered node by node. Start the same number on every node (mpirun --map-by ppr:N:node), or use "
+            "srun or torchrun."
         )
     address = LOOPBACK if num_nodes == 1 else variables.get("MASTER_ADDR")
     if not address:
@@ -165,19 +163,19 @@ def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
 
 
 def main_port(variables: Variables, otherwise: int) -> int:
-    """Return MASTER_PORT if it is set (ValueError if it is not a port), else the given port."""
+    """Return MASTER_PORT if it is set (ValueError if it is not a port), else `otherwise`."""
     if not variables.get("MASTER_PORT"):
         return otherwise
     port = read_number(variables, "MASTER_PORT", "torchrun, srun or mpirun")
     if not 0 < port < 65536:
         raise ValueError(
-            f"the environment has MASTER_PORT={port}; ports from 1 to 65535 are accepted. Set another, or leave it out."
+            f"the environment has MASTER_PORT={port}; ports from 1 to 65535 are accepted. Set another, or unset it."
         )
     return port
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Return the names of SLURM's short form: "node[01-03,7],gpu5" is node01, node02, node03, node7, gpu5."""
+    """Return the host names of SLURM's short form: "node[01-03,7],gpu5" is node01, node02, node03, node7, gpu5."""
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", text)
     if any(part in "[]" for part in parts):
         raise ValueError(
@@ -195,7 +193,7 @@ def _expand_one(name: str) -> list[str]:
     numbers: list[str] = []
     for part in inside.split(","):
         first, dash, last = part.partition("-")
-        numbers += [str(each).zfill(len(first)) for each in range(int(first), int(last) + 1)] if dash else [part]
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)] if dash else [part]
     return [before + number + tail for number in numbers for tail in _expand_one(after)]
 
 

@@ -1,4 +1,7 @@
-"""Collectives of the default process group, objects as JSON; each is the identity in a job of one process."""
+"""Collectives of the default process group: of tensors, of JSON, and of nests, which are plain data with the tensors in it.
+
+`checkpoint/codec.py` encodes nests, and nothing is pickled. In a job of one process every collective returns its input.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import math
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,42 +21,54 @@ from trainwright.errors import a_type_of
 
 Exchange = Callable[[Any], list[Any]]
 """Returns the plain data of all ranks, by rank, as `gather_object` and `Ranks.exchange` do."""
-_MAX_DIMS = 8  # the dimensions that the exchange of shapes has room for
+Table = list[tuple[str, str, list[int]]]
+"""The names, dtypes and shapes of a nest's tensors, as JSON can contain them."""
+Nest = tuple[Any, Mapping[str, Tensor]]
+"""Encoded plain data, and the tensors in it by name."""
+_LENGTH_BYTES = 8
+_MAX_DIMS = 8  # the exchange of shapes has room for this many
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all ranks, by rank; shapes and dtypes must be equal. Collective: call on every rank."""
+    """Return the tensors of all ranks, by rank. Shapes and dtypes must be equal. Collective: call on every rank."""
     if _world_size() == 1:
         return [tensor]
-    own = _to_group(tensor.detach())
-    gathered = [torch.empty_like(own) for _ in range(_world_size())]
-    dist.all_gather(gathered, own)
+    local = _to_group(tensor.detach())
+    gathered = [torch.empty_like(local) for _ in range(_world_size())]
+    dist.all_gather(gathered, local)
     return [piece.to(tensor.device) for piece in gathered]
 
 
-def all_gather_with_gradients(tensor: Tensor) -> list[Tensor]:
-    """As `all_gather`, but with gradients. Collective: call it, and its backward, on every rank."""
+def gather_stacked(
+    tensor: Tensor, with_gradients: bool = False, on_uneven: Callable[[list[int]], None] | None = None
+) -> Tensor:
+    """Return the tensors of all ranks, stacked along a new first dimension. One process returns its tensor. Collective.
+
+    With `with_gradients`, gradients flow back to the rank of each tensor. With `on_uneven`, ranks may have fewer rows: they
+    repeat some of them, and `on_uneven` gets the rows of all ranks.
+
+    Raises:
+        ValueError, TypeError: on every rank, if shapes or dtypes differ otherwise.
+    """
     if _world_size() == 1:
-        return [tensor]
-    return list(_GatherWithGradients.apply(tensor))  # type: ignore[no-untyped-call]
-
-
-def refuse_unequal(tensor: Tensor) -> None:
-    """Raise ValueError or TypeError on every rank if the shape or the dtype differs. Collective: call on every rank."""
-    # Gloo ends the process at such a gather. For other backends the check would make the host wait for the device.
-    if _world_size() == 1 or dist.get_backend() != "gloo" or tensor.dim() > _MAX_DIMS:
-        return
-    shapes = _gather_shapes(tensor, "all_gather")
-    if len(set(shapes)) > 1:
-        raise _unequal(shapes)
-
-
-def _unequal(shapes: list[tuple[int, ...]]) -> ValueError:
-    return ValueError(
-        f"all_gather got tensors of different shapes ({listed(shapes)}); they have to be equal. Pad them first, or join them "
-        "along their first dimension with trainer.engine.gather."
-    )
+        return tensor
+    # Gloo ends the process at a gather of unequal shapes. For other backends the check would make the host wait for the device.
+    if tensor.dim() <= _MAX_DIMS and (on_uneven is not None or dist.get_backend() == "gloo"):
+        shapes = _gather_shapes(tensor, "all_gather")
+        if len(set(shapes)) > 1:
+            rows = [shape[0] for shape in shapes if shape]
+            can_fill = len(rows) == len(shapes) and len({shape[1:] for shape in shapes}) == 1 and min(rows) > 0
+            if on_uneven is None or not can_fill:
+                raise ValueError(
+                    f"all_gather got tensors of different shapes ({listed(shapes)}); they have to be equal. Pad them first, or "
+                    "join them along their first dimension with trainer.engine.gather."
+                )
+            tensor = tensor[torch.arange(max(rows), device=tensor.device) % tensor.shape[0]]
+            on_uneven(rows)
+    if with_gradients:
+        return torch.stack(_GatherWithGradients.apply(tensor))  # type: ignore[no-untyped-call]
+    return torch.stack(all_gather(tensor))
 
 
 def listed(shapes: list[tuple[int, ...]]) -> str:
@@ -61,28 +76,10 @@ def listed(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
 
 
-def filled_up(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """Return a tensor padded by repeating its rows to the longest of any rank, and the rows of each rank; keeps gradients.
-
-    Collective: call on every rank. ValueError or TypeError if the tensors differ beyond the first dimension, or a rank has no
-    row to repeat.
-    """
-    if tensor.dim() > _MAX_DIMS or _world_size() == 1:
-        return tensor, []
-    shapes = _gather_shapes(tensor, "all_gather")
-    rows = [shape[0] for shape in shapes if shape]
-    if len(set(shapes)) == 1:
-        return tensor, rows
-    if len(rows) < len(shapes) or len({shape[1:] for shape in shapes}) > 1 or not min(rows):
-        raise _unequal(shapes)
-    index = torch.arange(max(rows), device=tensor.device) % tensor.shape[0]
-    return tensor[index], rows
-
-
 def gather_uneven(tensor: Tensor, structure: int = 0) -> list[Tensor]:
-    """Return the tensors of all ranks, by rank; the first dimension may differ. Collective: call on every rank.
+    """Return the tensors of all ranks, by rank. The first dimension may differ. Collective: call on every rank.
 
-    `structure` is a number that has to be the same on every rank, such as a digest of what the tensor is part of.
+    `structure` is a number that has to be the same on every rank, such as a digest of the structure around the tensor.
     """
     if not 0 < tensor.dim() <= _MAX_DIMS:
         raise ValueError(
@@ -110,7 +107,7 @@ def gather_uneven(tensor: Tensor, structure: int = 0) -> list[Tensor]:
 
 
 def shapes_of(tensor: Tensor, call: str) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors of all ranks, by rank; TypeError on every rank if the dtype differs. Collective."""
+    """Return the shapes of the tensors of all ranks, by rank (TypeError on every rank if the dtypes differ). Collective."""
     return [tuple(tensor.shape)] if _world_size() == 1 else _gather_shapes(tensor, call)
 
 
@@ -122,8 +119,8 @@ def _unlike_rows(shapes: list[tuple[int, ...]]) -> ValueError:
         remedy = f"pad them first with pad_across_processes(tensor, dim={dims[0]})"
         remedy += f", and so for dimension(s) {', '.join(map(str, dims[1:]))}" if dims[1:] else ""
     return ValueError(
-        f"gather got tensors whose shapes differ beyond the first dimension ({listed(shapes)}); {remedy}. Objects of "
-        "different shapes come in a list from gather_for_metrics(objects, use_gather_object=True)."
+        f"gather got tensors whose shapes differ beyond the first dimension ({listed(shapes)}); {remedy}. To get objects of "
+        "different shapes in a list, call gather_for_metrics(objects, use_gather_object=True)."
     )
 
 
@@ -156,7 +153,7 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
 
 
 def broadcast(tensor: Tensor, source: int = 0) -> Tensor:
-    """Return rank `source`'s tensor as a new tensor; shapes must be equal. Collective: call on every rank."""
+    """Return rank `source`'s tensor as a new tensor. Shapes must be equal. Collective: call on every rank."""
     if not 0 <= source < _world_size():
         raise ValueError(f"source={source} is not a rank; choose from 0 to {_world_size() - 1}.")
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -167,30 +164,96 @@ def broadcast(tensor: Tensor, source: int = 0) -> Tensor:
     return result.to(tensor.device)
 
 
-def scatter_bytes(payloads: list[Tensor] | None) -> Tensor:
-    """Return the bytes for this rank, in host memory, of those that rank 0 has: one tensor for each other rank.
+def _scatter_bytes(payloads: list[Tensor] | None) -> Tensor:
+    """Send bytes from rank 0 to every other rank, and return the bytes for this rank in host memory.
 
-    Rank 0 gets none; the others give None. Collective: call on every rank.
+    Rank 0 passes one tensor for each other rank, and gets none. The others pass None.
     """
-    own = torch.zeros(_world_size(), dtype=torch.int64)
+    sizes = torch.zeros(_world_size(), dtype=torch.int64)
     if payloads is not None:
-        own[1:] = torch.tensor([len(each) for each in payloads])
-    sizes = broadcast(own)
+        sizes[1:] = torch.tensor([len(payload) for payload in payloads])
+    sizes = broadcast(sizes)
     if payloads is None:
         buffer = _to_group(torch.empty(int(sizes[dist.get_rank()]), dtype=torch.uint8))
         dist.recv(buffer, 0)
         return buffer.cpu()
-    sent = [_to_group(each) for each in payloads]
-    for work in [dist.isend(each, rank) for rank, each in enumerate(sent, start=1)]:
+    sent = [_to_group(payload) for payload in payloads]
+    for work in [dist.isend(payload, rank) for rank, payload in enumerate(sent, start=1)]:
         if work is not None:
             work.wait()
-    return own.new_empty(0, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def table_of(tensors: Mapping[str, Tensor]) -> Table:
+    """Return the table that other ranks need to receive these tensors."""
+    return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
+
+
+def broadcast_tensors(
+    table: Table, local: Mapping[str, Tensor] | None, source: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return rank `source`'s tensors on this device. `local` has them on that rank, and is None elsewhere. Collective."""
+    received = {}
+    for name, dtype_name, shape in table:
+        dtype = getattr(torch, dtype_name)
+        tensor = torch.empty(shape, dtype=dtype) if local is None else local[name].detach()
+        data = _as_bytes(tensor.to(device).contiguous())  # a backend need not know the dtype
+        received[name] = broadcast(data, source).view(dtype).reshape(shape)
+    return received
+
+
+def gather_nests(plain: Any, tensors: Mapping[str, Tensor]) -> list[tuple[Any, dict[str, Tensor]]]:
+    """Return the nests of all ranks, by rank, with their tensors in host memory. Collective: call on every rank."""
+    on_host, parts = _on_host(tensors)
+    blobs = gather_uneven(torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8))
+    described = gather_object([plain, [list(row) for row in table_of(on_host)]])
+    return [(text, _split(table, blob)) for (text, table), blob in zip(described, blobs, strict=True)]
+
+
+def scatter_nests(nests: Sequence[Nest] | None) -> tuple[Any, dict[str, Tensor]]:
+    """Return this rank's nest in host memory. Rank 0 passes the nests of all ranks, the others None. Collective."""
+    received = _scatter_bytes(None if nests is None else [_packed(*nest) for nest in nests[1:]])
+    if nests is not None:
+        return nests[0][0], dict(nests[0][1])
+    start = _LENGTH_BYTES + int.from_bytes(bytes(received[:_LENGTH_BYTES].tolist()), "little")
+    plain, table = json.loads(received[_LENGTH_BYTES:start].numpy().tobytes())
+    return plain, _split(table, received[start:])
+
+
+def _packed(plain: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return a nest as bytes: the length of its text, the text, and the tensors."""
+    on_host, parts = _on_host(tensors)
+    text = json.dumps([plain, table_of(on_host)]).encode()
+    head = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text), dtype=torch.uint8)
+    return torch.cat([head, *parts])
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the tensors in host memory, and the bytes of all except empty ones."""
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return on_host, [_as_bytes(tensor) for tensor in on_host.values() if tensor.numel()]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # torch calls a tensor of one element contiguous whatever its strides, but cannot view it as a different dtype.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _split(table: Table, blob: Tensor) -> dict[str, Tensor]:
+    tensors, start = {}, 0
+    for name, dtype_name, shape in table:
+        dtype = getattr(torch, dtype_name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        part = blob[start : start + size].clone()  # aligned, and the blob can be freed
+        tensors[name] = part.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+        start += size
+    return tensors
 
 
 def count_issued(*, in_all: bool = False) -> int | None:
-    """Return how many collectives this process has called in any group; None if a group does not count them.
+    """Return how many collectives this process has called in any group, or None if a group does not count them.
 
-    With `in_all`, only in groups that all ranks are in: the count is then the same on all ranks wherever they meet.
+    `in_all` counts only groups of all ranks. That number is the same on all ranks wherever they meet.
     """
     if _world_size() == 1:
         return 0
@@ -228,7 +291,7 @@ class _GatherWithGradients(torch.autograd.Function):
 
 def group_backends() -> dict[str, str]:
     """Return the backend of the default process group for each type of device that it serves."""
-    pairs = (each.partition(":") for each in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
+    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
     return {device_type: backend for device_type, _, backend in pairs}
 
 
@@ -254,10 +317,9 @@ def _gather_shapes(tensor: Tensor, name: str, structure: int = 0) -> list[tuple[
     rows = [row.tolist() for row in all_gather(packed)]
     if others := [rank for rank, row in enumerate(rows) if row[-2] != rows[0][-2]]:
         raise ValueError(
-            f"{name} got a structure with other tensors on rank(s) {others} than on rank 0; give the same on every rank."
+            f"{name} got a structure with other tensors on rank(s) {others} than on rank 0; pass the same on every rank."
         )
-    others = [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]
-    if others:
+    if others := [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]:
         raise TypeError(
             f"{name} got a different dtype on rank(s) {others} than on rank 0 (here {tensor.dtype}); all must be "
             "equal. Convert the tensors first."

@@ -1,4 +1,4 @@
-"""Connection: one process's connection to its job, which owns the process group, the store's channel and the watcher thread."""
+"""Connection: one process's connection to its job: the process group, the store's channel and the watcher thread."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainwright.devices.abilities import collective_backend
 from trainwright.distributed.collectives import group_backends
 from trainwright.distributed.environment import Environment, choose_interface
 from trainwright.distributed.failures import FailureLog, PeerWatch
-from trainwright.distributed.rank_positions import RankPositions
-from trainwright.distributed.store import STORE_PREFIX, Store, open_store, stores
-from trainwright.distributed.store_channel import StoreChannel
+from trainwright.distributed.job_store import STORE_PREFIX, Store, open_store, stores
+from trainwright.distributed.store_channel import RankPositions, StoreChannel
 from trainwright.distributed.sync_points import SyncPoint, SyncPoints
 
 FAILED_GROUP_SECONDS = 1.0  # for the process group's threads to end after a failure
 
 
 def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
-    """Return a device type's collective backend (ValueError if torch has none); `on_host_too` adds gloo for host tensors."""
+    """Return the collective backend of a device type (ValueError if none). `on_host_too` adds gloo for host tensors."""
     backend = collective_backend(device_type)
     if backend is None:
         raise ValueError(
@@ -40,6 +40,17 @@ def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
     return f"cpu:gloo,{device_type}:{backend}" if on_host_too and device_type != "cpu" else backend
 
 
+def make_mesh(device_type: str, world_size: int) -> DeviceMesh:
+    """Return the DTensor mesh of all ranks (ValueError over gloo on an accelerator, where DTensor crashes when it gathers)."""
+    backend = collective_backend(device_type)
+    if group_backends().get(device_type) == "gloo" != backend:
+        raise ValueError(
+            f"fsdp does not run over gloo on {device_type!r}: torch's DTensor crashes there when it gathers. Open the process "
+            f"group with {backend!r}, or choose strategy='ddp'."
+        )
+    return init_device_mesh(device_type, (world_size,))
+
+
 @dataclass
 class Connection:
     """This process's connection to its job: the process group, the store and a channel over it."""
@@ -47,10 +58,10 @@ class Connection:
     environment: Environment
     backend: str | None
     channel: StoreChannel | None
-    """None for a process alone."""
+    """None in a job of one process."""
     store: Store | None = None
     owns_group: bool = False
-    """False if the user's script opened the group; then the script also closes it."""
+    """False if the user's script opened the group, which it then also closes."""
     _sync_points: SyncPoints = field(default_factory=lambda: SyncPoints(None, 0, 1), repr=False)
     _watch: PeerWatch | None = field(default=None, repr=False)
     _holders: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list, repr=False)
@@ -72,7 +83,7 @@ class Connection:
             FailureLog(self.store).announce_stop(code)
 
     def before_close(self, release: Callable[[], None]) -> None:
-        """Call a bound method before the group is closed, to release it: a group still held at exit may abort the process."""
+        """Call a bound method before the group closes, to release it. A group in use at exit may abort the process."""
         self._holders.append(weakref.WeakMethod(release))
 
     def close(self) -> None:
@@ -88,17 +99,17 @@ class Connection:
             return
         atexit.unregister(self._watch.stop)
         if self.owns_group and not self._watch.has_failed and not self._watch.has_said_goodbye:
-            with suppress(RuntimeError, OSError):  # the store's host may have been killed
-                self.channel.leave()  # before the goodbye, which is what the host waits for
+            with suppress(RuntimeError, OSError):  # the store's host may be dead
+                self.channel.leave()  # before the goodbye, which the host waits for
         self._watch.stop()
         if self.owns_group and not self._watch.has_failed:
             self._destroy_group()
         elif self.owns_group and self.backend == "gloo":
             _clear_last_error()
-            # A thread of gloo that still releases a tensor when the interpreter ends aborts the process. A collective whose
-            # peer is gone holds its thread for longer.
+            # The process aborts if a thread of gloo releases a tensor while the interpreter ends. In a collective whose peer is
+            # gone, a thread takes longer.
             destroyer = threading.Thread(target=self._destroy_group, name="trainwright-destroy-group", daemon=True)
-            with suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread so late
+            with suppress(RuntimeError):  # Python 3.12.0 and 3.12.1 start no thread that late
                 destroyer.start()
                 destroyer.join(FAILED_GROUP_SECONDS)
 
@@ -111,7 +122,7 @@ class Connection:
 
 
 def _clear_last_error() -> None:
-    """Clear the frames of the error that ends this process, in which collectives hold on to their group."""
+    """Clear the frames of the error that ends this process, in which collectives refer to their group."""
     error: BaseException | None = getattr(sys, "last_value", None)
     cleared = set()
     while error is not None and id(error) not in cleared:
@@ -121,12 +132,12 @@ def _clear_last_error() -> None:
 
 
 def open_connection() -> Connection | None:
-    """Return this process's open connection to a job of several ranks; None if it has not opened one."""
+    """Return this process's open connection to a job of several ranks, or None if it has not opened one."""
     return _connection
 
 
 _connection: Connection | None = None
-_generation = 0  # how many times this process opened a group; equal on all ranks, as opening is collective
+_generation = 0  # how often this process opened a group, equal on all ranks because opening is collective
 
 
 def open_process_group(
@@ -139,11 +150,11 @@ def open_process_group(
 ) -> Connection:
     """Open this process's connection to its job, or return the one already open. Collective: call on every rank.
 
-    A group that the script opened itself is joined, and left open at the end. A single process opens nothing, unless it
-    `needs_group`. `device_types` are those whose tensors are sent, first that of the device which this process computes on.
+    A group that the script opened is joined, and stays open at the end. A single process opens nothing, unless it
+    `needs_group`. `device_types` are the types of devices whose tensors are sent, first the one that this process computes on.
 
     Raises:
-        RuntimeError: a group is open that belongs to another job, or has no backend for one of the `device_types`.
+        RuntimeError: a group of another job is open, or the group has no backend for one of the `device_types`.
     """
     global _connection, _generation
     if environment.world_size == 1:
@@ -152,7 +163,7 @@ def open_process_group(
             if not dist.is_initialized():
                 dist.init_process_group(backend, store=stores().HashStore(), rank=0, world_size=1)
                 atexit.register(_destroy_group)
-            _check_backends(device_types[:1])  # one process sends nothing that is elsewhere
+            _check_backends(device_types[:1])  # one process sends nothing from other devices
         return Connection(environment, None, None)
     if _connection is not None:
         if _connection.environment != environment:
@@ -163,7 +174,7 @@ def open_process_group(
         _check_backends(device_types)
         return _connection
 
-    import torch.distributed.nn.functional  # noqa: F401 - imported later, its functions' defaults would hold on to the group
+    import torch.distributed.nn.functional  # noqa: F401 - imported later, its functions' defaults would refer to the group
 
     timeout = timedelta(seconds=timeout_seconds)
     is_joined = dist.is_initialized()
@@ -172,7 +183,7 @@ def open_process_group(
         _check_backends(device_types)
     base, store_host = open_store(environment, timeout, is_joined)
     job = stores().PrefixStore(f"{STORE_PREFIX}/{environment.restart_count}", base)
-    # NOTE: a blocking call of one thread holds its connection, so the group, the channel and the watch have one each.
+    # NOTE: a blocking call of one thread occupies its connection, so the group, the channel and the watch have separate ones.
     control = job.clone()
     positions = RankPositions(environment.rank)
     watch, sync_points = _start_watch(environment, backend, control, job.clone(), store_host, positions)
@@ -189,7 +200,7 @@ def open_process_group(
                 timeout=timeout,
             )
     finally:
-        # torch installs a hook that puts the rank before each line of a traceback; our launcher does that for all output.
+        # torch's hook puts the rank before each line of a traceback. Our launcher does that for all output.
         if environment.launched_by == "trainwright":
             sys.excepthook = plain_hook
         watch.wrap_excepthook()
@@ -218,7 +229,7 @@ def _start_watch(
     store_host: int | None,
     positions: RankPositions,
 ) -> tuple[PeerWatch, SyncPoints]:
-    """Start the watcher thread; return it with the sync points that it polls."""
+    """Start the watcher thread, and return it with the sync points that it polls."""
     prefix = f"sync_points/{_generation}"
     sync_points = SyncPoints(
         stores().PrefixStore(prefix, control),
@@ -257,8 +268,8 @@ def _check_joined_group(environment: Environment) -> None:
 
 def _check_backends(device_types: Sequence[str]) -> None:
     served = group_backends()
-    if missing := [each for each in device_types if each not in served]:
-        wanted = ",".join(f"{each}:{pick_backend(each)}" for each in device_types)
+    if missing := [device_type for device_type in device_types if device_type not in served]:
+        wanted = ",".join(f"{device_type}:{pick_backend(device_type)}" for device_type in device_types)
         raise RuntimeError(
             f"the process group of this process was opened with {dist.get_backend_config()!r}, which has no backend for "
             f"{missing[0]!r}; this run needs {wanted!r}. Run it in another process, or before the run that opened the group."

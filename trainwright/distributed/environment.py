@@ -1,4 +1,4 @@
-"""Environment: which process of which job this is; clusters.py knows the variables of SLURM and MPI."""
+"""Environment: which process of which job this is. clusters.py knows the variables of SLURM and MPI."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ from trainwright.distributed.clusters import (
 )
 from trainwright.distributed.network import LOOPBACK, interface_towards, loopback_interface
 
+__all__ = ["RUNG_VARIABLE", "Environment", "rung_file"]
+
 JOB_VARIABLE = "TRAINWRIGHT_JOB"
-"""One JSON object: what our launcher passes to its workers."""
+"""One JSON object that our launcher passes to its workers."""
 RUNG_VARIABLE = "TRAINWRIGHT_RUNG"
 """The file of the rung under which `trainwright ladder` runs a script."""
 
 
 @dataclass(frozen=True)
 class Environment(Task):
-    """Which process of which job this is, what started it, and what the launcher passed on."""
+    """This process's place in its job, the launcher that started it, and the settings that the launcher passed on."""
 
     launched_by: str = "single"
-    """What started this process: "single" (no launcher), "trainwright" (our launcher), "torchrun", "slurm" or "mpi"."""
+    """The launcher: "single" (none), "trainwright" (ours), "torchrun", "slurm" or "mpi"."""
     has_agent_store: bool = False
-    """Whether the launcher's agent holds the store; if not, rank 0 holds it."""
+    """Whether the launcher's agent hosts the store. Otherwise rank 0 does."""
     restart_count: int = 0
     error_file: str | None = None
-    """Where torchrun expects the error of this process."""
+    """The file in which torchrun expects the error of this process."""
     strategy: str | None = None
     precision: str | None = None
     accelerator: str | None = None
     gradient_accumulation_steps: int | None = None
-    """This and the three before: from the command line or its config, for settings that the script leaves open."""
+    """This and the three above: from the command line or its config, for settings that the script does not choose."""
     waiting_tasks: int = 0
-    """The tasks of this process's SLURM allocation, if srun did not start it."""
+    """The number of tasks in this process's SLURM allocation, if srun did not start it."""
 
     @classmethod
     def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """Read this process's environment variables, or those given."""
+        """Read the variables, by default this process's environment."""
         variables = os.environ if variables is None else variables
         # In this order, because torchrun and our launcher may run inside SLURM or MPI.
         return _read_torchrun(variables) or _read_cluster(variables) or cls(waiting_tasks=tasks_without_srun(variables))
@@ -57,9 +59,9 @@ class Environment(Task):
 def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
     """Read the variables that torch elastic sets, under torchrun and under our own launcher."""
     if not any(name in variables for name in ("RANK", "WORLD_SIZE")):
-        return None  # `announce_local_rank` sets LOCAL_RANK alone
+        return None  # `announce_local_rank` sets only LOCAL_RANK
     if not any(variables.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")) and variables.get("MASTER_PORT"):
-        variables = {**variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Kubeflow starts one process in each pod
+        variables = {**variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Kubeflow starts one process per pod
     needed = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     if variables.get("WORLD_SIZE") == "1":
         needed = needed[:4]
@@ -103,7 +105,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
 
 
 def _read_cluster(variables: Mapping[str, str]) -> Environment | None:
-    """Read what Open MPI, SLURM or PMI set, in this order: each may have been started by a later one."""
+    """Read the variables of Open MPI, SLURM or PMI, in this order, because a later one may have started an earlier one."""
     for name, read in (("mpi", read_open_mpi), ("slurm", read_slurm), ("mpi", read_pmi)):
         task = read(variables)
         if task is not None:
@@ -112,36 +114,36 @@ def _read_cluster(variables: Mapping[str, str]) -> Environment | None:
 
 
 def argument_variables(owner: str) -> dict[str, str]:
-    """Return the variables TRAINWRIGHT_<OWNER>_<ARGUMENT> that are set, by the argument's name."""
+    """Return the values of the variables TRAINWRIGHT_<OWNER>_<ARGUMENT>, by argument."""
     prefix = f"TRAINWRIGHT_{owner.upper()}_"
     return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 def rung_file() -> str | None:
-    """Return the file of the rung under which this process runs; None if no ladder has started it."""
+    """Return the file of the rung under which this process runs, or None if no ladder has started it."""
     return os.environ.get(RUNG_VARIABLE) or None
 
 
 def prepare_deterministic() -> None:
-    """Make cuBLAS deterministic, unless the environment sets it already. Call before a GPU is first used."""
+    """Make cuBLAS deterministic, unless the environment configures it. Call before a GPU is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def requeue_job() -> str:
-    """Requeue this process's SLURM job and return the result in words; "" if it has none."""
+    """Requeue this process's SLURM job and return the result in words, or "" if it has no job."""
     job = read_slurm_job(os.environ)
     return requeue(job) if job else ""
 
 
 def announce_local_rank(environment: Environment) -> None:
-    """Set this process's local rank for libraries that read the environment, unless it is set."""
+    """Set the variables of this process's local rank for other libraries, unless they are set."""
     os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(environment.local_world_size))
 
 
 @contextmanager
 def announced(**variables: str) -> Iterator[None]:
-    """Set the variables that are not set yet within the block, for a library that reads the environment."""
+    """Set variables within the block, unless they are set, for a library that reads the environment."""
     new = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(new)
     try:
@@ -152,7 +154,7 @@ def announced(**variables: str) -> Iterator[None]:
 
 
 def choose_interface(environment: Environment) -> None:
-    """Set the interface on which the group listens, unless the user has: loopback on one node, else the main address's."""
+    """Set the interface on which the group listens, unless the user has: loopback on one node, else towards rank 0."""
     if environment.num_nodes == 1:
         name = loopback_interface()
         variables = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]

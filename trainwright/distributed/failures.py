@@ -1,4 +1,4 @@
-"""Failures of ranks, over the key-value store: how they are reported, and how the other ranks end."""
+"""Failures of ranks: reports over the key-value store, and the end of the other ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from trainwright.distributed.store import Store, post
+from trainwright.distributed.job_store import Store, post
+
+__all__ = ["shortened"]
 
 PEER_FAILED_EXIT_CODE = 79
 """The exit code of a rank that ends only because another rank failed."""
-
 PRINT_SECONDS = 0.5
-"""How long the other ranks give the first failing one to print its traceback."""
-
+"""How long the other ranks wait for the first failing rank to print its traceback."""
 SECONDARY_SECONDS = 2.0
-"""How long an error that only reports a lost peer waits for that peer's own error: a process takes a moment to end."""
+"""How long an error about a lost peer waits for the peer's error, because a process takes a moment to end."""
 LONGEST = 600
-"""The most characters that are shown of an error's message."""
+"""The limit on the characters of an error's message."""
 LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
-"""What gloo, NCCL and the store report, in lower case, when the other end of a connection has gone."""
+"""Reports of gloo, NCCL and the store, in lower case, when the other end of a connection has gone."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class FailureReport:
 
 
 class FailureLog:
-    """The failures of a job in the order in which they were posted, as all ranks and the launcher read them."""
+    """The failures of a job in the order of their posts, which all ranks and the launcher read."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def post(self, rank: int, summary: str, trace: str = "") -> int:
-        """Post a failure and return its number in the order; 1 is the first."""
+        """Post a failure and return its number in the order, from 1."""
         number = self._store.add("failure/count", 1)
         post(self._store, f"failure/{number}", json.dumps({"rank": rank, "summary": summary, "traceback": trace}))
         return number
@@ -57,30 +57,30 @@ class FailureLog:
         post(self._store, "failure/printed", "1")
 
     def wait_until_printed(self, timeout_seconds: float) -> None:
-        """Wait for the first failing rank's traceback: once another rank has left, the launcher ends that rank too."""
+        """Wait for the first failing rank's traceback. Once another rank has left, the launcher ends that rank too."""
         _wait_until(lambda: self._store.check(["failure/printed"]), timeout_seconds)
 
     def announce_end(self) -> None:
-        """Record that the launcher is ending the job: what breaks from now on is not a failure."""
+        """Record that the launcher is ending the job, so that later errors are no failures."""
         post(self._store, "failure/ending", "1")
 
     def is_ending(self) -> bool:
         return self._store.check(["failure/ending"])
 
     def announce_stop(self, code: int) -> None:
-        """Record that a signal has stopped the ranks' run, and the exit code with which they are about to leave."""
+        """Record that a signal has stopped the run, and the exit code of its ranks."""
         post(self._store, "stopped/code", str(code))
 
     def stop_code(self) -> int | None:
-        """Return the exit code of ranks whose run a signal has stopped; None if none has."""
+        """Return the exit code of ranks whose run a signal has stopped, or None."""
         return int(self._store.get("stopped/code")) if self._store.check(["stopped/code"]) else None
 
     def count(self) -> int:
         return self._store.add("failure/count", 0)
 
     def first(self, timeout_seconds: float = 0.5) -> FailureReport | None:
-        """Return the first failure; None if none was posted."""
-        # The count comes first, so the text of a failure that was counted may still be on its way.
+        """Return the first failure, or None if none was posted."""
+        # The count comes first, so the text of a counted failure may still be on its way.
         if self.count() == 0 or not _wait_until(lambda: self._store.check(["failure/1"]), timeout_seconds):
             return None
         fields = json.loads(self._store.get("failure/1"))
@@ -88,14 +88,17 @@ class FailureLog:
 
 
 class PeerWatch:
-    """Ends this process when another rank has failed, and reports to the others when this one has.
+    """Ends this process when another rank has failed, and reports failures of this process to the others.
 
     A daemon thread polls the store, and `sys.excepthook` is wrapped. A rank that is blocked in a collective runs no Python
     code in its main thread, so the thread ends the process by `os._exit`.
 
-    `store` is a connection for this thread alone, which another thread's wait would block. `name` separates the shutdowns of
-    several groups. `store_host` is the rank whose process holds the store, None if a launcher does. `error_file` gets
-    this rank's error in elastic's format, for torchrun's summary. `poll` is called at each poll, for whatever else is watched.
+    Args:
+        store: a connection only for this thread, because another thread's wait would block it.
+        name: separates the shutdowns of several groups.
+        store_host: the rank whose process hosts the store, or None if a launcher does.
+        error_file: gets this rank's error in elastic's format, for torchrun's summary.
+        poll: called at every poll, for other watches.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class PeerWatch:
     ) -> None:
         self.has_failed = False
         self.has_said_goodbye = False
-        """Whether this rank sends nothing more to the store's host, which may then end."""
+        """Whether this rank no longer uses the store, whose host may then end."""
         self._store, self._log = store, FailureLog(store)
         self._rank, self._world_size, self._store_host = rank, world_size, store_host
         self._closing, self._goodbyes = f"closing/{name}", f"goodbyes/{name}"
@@ -121,7 +124,7 @@ class PeerWatch:
         self._pid = os.getpid()
         self._stopped = threading.Event()
         self._previous_hook: Callable[..., object] = sys.excepthook
-        self._hook = self._on_uncaught  # one bound object, so that stop() recognises it
+        self._hook = self._on_uncaught  # one object, so that stop() recognises it
         self._thread = threading.Thread(target=self._watch, name="trainwright-peer-watch", daemon=True)
 
     def start(self) -> None:
@@ -133,12 +136,12 @@ class PeerWatch:
         sys.excepthook = self._hook
 
     def stop(self, farewell_seconds: float = 2.0) -> None:
-        """Stop watching; after this, peers and the store may go away."""
+        """Stop watching. From then on, peers and the store may go away."""
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
         if self._stopped.is_set() or os.getpid() != self._pid:
             return
-        # A daemon thread inside the store's C++ code at interpreter shutdown can abort the process: join it.
+        # Joined, because a daemon thread in the store's C++ code can abort the process at interpreter shutdown.
         self._stopped.set()
         self._thread.join(timeout=2 * self._poll_seconds + 1.0)
         if self._store_host is not None and not self.has_failed:
@@ -169,7 +172,7 @@ class PeerWatch:
                     return
                 if self._poll is not None:
                     self._poll()
-            except RuntimeError:  # the store's host has gone, and the job with it
+            except RuntimeError:  # the store's host has gone, and so has the job
                 if self._stopped.is_set() or self.has_failed:
                     return
                 leave(PEER_FAILED_EXIT_CODE)
@@ -179,21 +182,21 @@ class PeerWatch:
             self._previous_hook(kind, error, trace)
         elif issubclass(kind, KeyboardInterrupt):
             self.has_failed = True
-            if self._rank == 0:  # one traceback for a Ctrl-C, not one a rank
+            if self._rank == 0:  # one traceback for a Ctrl-C, not one per rank
                 self._previous_hook(kind, error, trace)
         else:
             self._report(kind, error, trace)
 
     def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Post the failure, then print it; stay silent if another rank failed first."""
+        """Post the failure, then print it, unless another rank failed first."""
         number = 1
-        with contextlib.suppress(RuntimeError):  # without a store there is still the traceback to print
+        with contextlib.suppress(RuntimeError):  # if the store is gone, only the traceback is printed
             if is_secondary_failure(error):
-                time.sleep(SECONDARY_SECONDS)  # the report of the rank that failed first ends this process here
+                time.sleep(SECONDARY_SECONDS)  # the first failing rank's report ends this process here
             if self._log.is_ending():
                 leave(PEER_FAILED_EXIT_CODE)
             self.has_failed = True
-            if self._error_file:  # before the post, as torchrun ends this rank once another has left
+            if self._error_file:  # before the post, because torchrun ends this rank once another has left
                 write_error_file(self._error_file, error)
             number = self._log.post_error(self._rank, error)
         if number > 1:
@@ -221,7 +224,7 @@ def summarize(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text, or its first words and "..." if it is longer than LONGEST."""
+    """Return the text, or its first words and "..." if it is longer than LONGEST."""
     if len(text) <= LONGEST:
         return text
     start = text[: LONGEST - 3]
@@ -230,7 +233,7 @@ def shortened(text: str) -> str:
 
 
 def is_secondary_failure(error: BaseException) -> bool:
-    """Return whether an error, or one that led to it, only reports that a peer or the store has gone."""
+    """Return whether an error, or a cause of it, only reports that a peer or the store has gone."""
     from torch.distributed import DistBackendError, DistNetworkError
 
     chain: dict[int, BaseException] = {}  # by identity: a user's exception may define another equality
@@ -239,16 +242,16 @@ def is_secondary_failure(error: BaseException) -> bool:
         chain[id(current)] = current
         current = current.__cause__ or current.__context__
     return any(
-        isinstance(each, (DistBackendError, DistNetworkError))
-        or (isinstance(each, RuntimeError) and any(text in str(each).lower() for text in LOST_PEER_TEXTS))
-        for each in chain.values()
+        isinstance(cause, (DistBackendError, DistNetworkError))
+        or (isinstance(cause, RuntimeError) and any(text in str(cause).lower() for text in LOST_PEER_TEXTS))
+        for cause in chain.values()
     )
 
 
 def write_error_file(path: str, error: BaseException) -> None:
     """Write an error in torch elastic's format, so that torchrun shows the traceback and the true first failure."""
-    # torchrun takes the smallest timestamp, in whole seconds, for the first failure. A rank that left only because of this one
-    # may get the same second, hence one less.
+    # torchrun considers the smallest timestamp, in whole seconds, the first failure. A rank that left because of this failure
+    # may get the same second, hence the subtraction.
     timestamp = int(time.time()) - 1
     details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(timestamp)}
     content = {"message": {"message": summarize(error), "extraInfo": details}}
@@ -264,7 +267,7 @@ def flush_streams() -> None:
 
 def leave(code: int) -> None:
     """Flush the streams and end this process at once, without cleanup. Never returns."""
-    # In a thread with a limit: the main thread may hold a stream's lock in a write that never ends.
+    # In a thread with a limit, because the main thread may have locked a stream in a write that never ends.
     flusher = threading.Thread(target=flush_streams, daemon=True)
     flusher.start()
     flusher.join(timeout=0.5)

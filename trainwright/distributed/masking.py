@@ -1,4 +1,4 @@
-"""Masking: what of a job's variables and command lines may be shown to others."""
+"""Masking: variables and command lines without their secrets, to show to others."""
 
 from __future__ import annotations
 
@@ -7,41 +7,43 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+__all__ = ["HIDDEN", "shown"]
+
 _SECRET = re.compile(
     r"\b(?:secrets?|passwords?|passwd|credentials?|o?auth|authorization|cookies?|(?:api|access|private|auth) ?keys?)\b"
     r"|\b(?:token|key|pass)$"
 )
-"""Words that mark a name as secret. The last three count only at its end, since token_dim and key_dim are not secret."""
+"""Words that mark a name as secret. The last three count only at its end, because token_dim and key_dim are not secret."""
 _ORDINARY = re.compile(
     r"\b(?:max|min|num|pad|eos|bos|unk|cls|sep|mask|start|end|stop|image|text|label|input|target|output|sort|batch|loss|cache"
     r"|primary|foreign|group|query|metric|data|forward|backward) (?:token|key|pass)$"
 )
-"""Names of things within data, such as pad_token and label_key, which are not secret."""
+"""Names of parts of data, such as pad_token and label_key, which are not secret."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 HIDDEN = "(not shown)"
 SHORTEST = 8
-"""Characters from which on a hidden value is looked for in other texts too; shorter ones are words such as "true"."""
+"""Hidden values of at least this length are also searched for in other texts. Shorter ones are words such as "true"."""
 _LOGIN = re.compile(r"(://)[^/\s]*:[^/\s]*@")
 """A name and a password in an address."""
 _PAIR = re.compile(
     r"""([\w.-]*(?:secret|pass|credential|auth|cookie|key|token)[\w.-]*)(["']?\s*[:=]\s*["']?)([^\s"',&}\]]+)""",
     re.IGNORECASE,
 )
-"""A name that may be secret and its value within an argument, as in a dict or in a query of an address."""
+"""A possibly secret name and its value within an argument, as in a dict or in the query of an address."""
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a value's name says that the value is secret, by the name's whole words.
+    """Return whether a value is secret according to the whole words of its name.
 
-    Words end at characters such as "_", "-" and ".", and where capitals begin. `hf_token`, `apiKey` and `DB_PASSWORD` are
-    secret; `tokenizer`, `max_tokens`, `key_dim`, `num_keys` and `pad_token` are not.
+    Words end at characters such as "_", "-" and ".", and before capitals. `hf_token`, `apiKey` and `DB_PASSWORD` are secret,
+    but not `tokenizer`, `max_tokens`, `key_dim`, `num_keys` and `pad_token`.
     """
     words = " ".join(_WORD.findall(name)).lower()
     return bool(_SECRET.search(words)) and not _ORDINARY.search(words)
 
 
 def shown(name: str, value: Any) -> Any:
-    """Return a named value of text or plain data without secrets: values of secret names, and passwords in addresses."""
+    """Return a named value of plain data without values of secret names and passwords in addresses."""
     if value is None or isinstance(value, bool):
         return value
     if is_secret(name):
@@ -58,41 +60,42 @@ class Masked(NamedTuple):
 
     text: str
     hidden: tuple[str, ...] = ()
-    """The values that it leaves out."""
+    """The values that were removed."""
 
     def applied_to(self, text: str) -> str:
-        """Return another text, such as an error's, without these values and without passwords in addresses."""
+        """Return another text, such as an error message, without these values and passwords in addresses."""
         for value in self.hidden:
             text = text.replace(value, HIDDEN)
         return _without_logins(text)
 
 
 def masked(arguments: Sequence[str]) -> Masked:
-    """Return a command line without the values of arguments whose names say that they are secret.
+    """Return a command line without the values of arguments with secret names.
 
-    An argument is "--name value", "--name=value" or "name=value", as Hydra takes it; a value is what does not begin with "-".
-    Pairs within an argument, as in "model={api_key: value}", count too.
+    An argument is "--name value", "--name=value" or "name=value", as in Hydra. A value does not begin with "-". Pairs within an
+    argument, as in "model={api_key: value}", count too.
     """
     parts: list[str] = []
     hidden: set[str] = set()
     follows_secret = False
-    for each in arguments:
-        is_value = follows_secret and not each.startswith("-")
-        follows_secret = each.startswith("-") and "=" not in each and " " not in each and is_secret(each)
-        name, equals, value = each.partition("=")
+    for argument in arguments:
+        is_value = follows_secret and not argument.startswith("-")
+        is_name = argument.startswith("-") and "=" not in argument and " " not in argument
+        follows_secret = is_name and is_secret(argument)
+        name, equals, value = argument.partition("=")
         if is_value:
             parts.append(HIDDEN)
-            hidden.add(each)
+            hidden.add(argument)
         elif equals and re.fullmatch(r"[\w.+~/@-]+", name) and is_secret(name):
             parts.append(f"{shlex.quote(name)}={HIDDEN}")
             hidden.add(value)
         else:
-            pairs = [found for found in _PAIR.finditer(each) if is_secret(found[1])]
+            pairs = [found for found in _PAIR.finditer(argument) if is_secret(found[1])]
             hidden |= {found[3] for found in pairs}
             for found in reversed(pairs):
-                each = f"{each[: found.start(3)]}{HIDDEN}{each[found.end(3) :]}"
-            parts.append(shlex.quote(_without_logins(each)))
-    long = {each for each in hidden if len(each) >= SHORTEST}
+                argument = f"{argument[: found.start(3)]}{HIDDEN}{argument[found.end(3) :]}"
+            parts.append(shlex.quote(_without_logins(argument)))
+    long = {value for value in hidden if len(value) >= SHORTEST}
     return Masked(" ".join(parts), tuple(sorted(long, key=len, reverse=True)))
 
 

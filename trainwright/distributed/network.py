@@ -1,4 +1,4 @@
-"""Addresses and interfaces: where a job's store listens, and which interface leads to it. Nothing is sent."""
+"""Network: the address where a job's store listens, and the interface that leads to it. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from pathlib import Path
 
 from trainwright.errors import LaunchError
 
+__all__ = ["DEFAULT_PORT", "LOOPBACK"]
+
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
 ELSEWHERE = "192.0.2.1"
-"""An unassigned address (RFC 5737), so the way to it is the default route."""
+"""An unassigned address (RFC 5737), which the default route leads to."""
 SIOCGIFADDR = 0x8915  # Linux: the first IPv4 address of an interface
 
 
 def resolve(address: str) -> tuple[socket.AddressFamily, str]:
-    """Return the family and the number of an address (LaunchError if unknown); IPv4 if it has both."""
+    """Return the family and the number of an address (LaunchError if unknown), preferably IPv4."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise LaunchError(
-            f"the main address {address!r} is not known here ({error}); give the name or IP address at which the other nodes "
+            f"the main address {address!r} is not known here ({error}); pass the name or IP address at which the other nodes "
             "reach the node of rank 0."
         ) from error
-    family, _, _, _, resolved = min(found, key=lambda each: each[0] != socket.AF_INET)
+    family, _, _, _, resolved = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, str(resolved[0])
 
 
 def is_own_name(address: str, number: str) -> bool:
-    """Return whether an address is a name that means loopback on the machine that has it, as Debian sets it up."""
+    """Return whether an address is a machine's name for itself that means loopback there, as on Debian."""
     is_loopback = ipaddress.ip_address(number.partition("%")[0]).is_loopback
     return is_loopback and address not in (number, "localhost")
 
@@ -50,9 +52,9 @@ def is_own_address(address: str) -> bool:
 
 
 def claim_port(address: str, port: int) -> socket.socket | None:
-    """Return a socket that marks a port as a launcher's while it is open; None if another launcher of this machine has it.
+    """Return a socket that claims a port for a launcher while open, or None if another launcher of this machine has it.
 
-    A port in use does not tell whose it is. Only Linux has such marks; elsewhere every port can be claimed.
+    A port in use does not tell who uses it. Only Linux has such marks. Elsewhere every port can be claimed.
     """
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -65,10 +67,10 @@ def claim_port(address: str, port: int) -> socket.socket | None:
 
 
 def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> socket.socket:
-    """Return a socket that listens at one address of this machine only; port 0 is a free one.
+    """Return a socket that listens at only one address of this machine. Port 0 chooses a free port.
 
     Torch's stores listen on all interfaces unless they get such a socket. `else_everywhere` allows that if other nodes cannot
-    reach the address: a name that means loopback on its own machine, or an address that is translated.
+    reach the address, such as a machine's name for its loopback, or a translated address.
 
     Raises:
         LaunchError: the port is taken, or the address is not this machine's.
@@ -87,12 +89,12 @@ def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> sock
             if error.errno != errno.EADDRNOTAVAIL:
                 raise LaunchError(
                     f"port {port} of {address} cannot be listened on ({error.strerror}); the job needs a port that no other "
-                    "program uses. Give every node another one: --main-port of trainwright launch, --master-port of "
+                    "program uses. Set another port on every node: --main-port of trainwright launch, --master-port of "
                     "torchrun, or the variable MASTER_PORT."
                 ) from error
     raise LaunchError(
-        f"the main address {address!r} is {number}, which is not an address of this machine; the main address is that of the "
-        "node of rank 0. Check the main address and the rank of this node."
+        f"the main address {address!r} is {number}, which is not an address of this machine, but must be an "
+        "address of the node of rank 0. Check the main address and the rank of this node."
     )
 
 
@@ -101,16 +103,16 @@ def loopback_interface() -> str | None:
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the interface over which this machine reaches an address; None if it cannot be determined."""
+    """Return the interface over which this machine reaches an address, or None if unknown."""
     family, number = resolve(address)
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # Connecting a datagram socket sends nothing: it only looks up the route.
+            # A connected datagram socket sends nothing, but looks up the route.
             probe.connect((ELSEWHERE if is_own_name(address, number) else number, DEFAULT_PORT))
-            own = str(probe.getsockname()[0])
+            local = str(probe.getsockname()[0])
     except OSError:
         return None
-    return next((name for _, name in socket.if_nameindex() if own in _addresses_of(name)), None)
+    return next((name for _, name in socket.if_nameindex() if local in _addresses_of(name)), None)
 
 
 def _addresses_of(interface: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ranks: how the ranks of a job agree on small values over the key-value store, without a collective of the process group."""
+"""Ranks: agreement of a job's ranks on small values over the key-value store, without a collective."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from trainwright.distributed.rank_positions import Locate
-from trainwright.distributed.store_channel import StoreChannel
+from trainwright.distributed.store_channel import Locate, StoreChannel
 from trainwright.errors import CheckpointError, MissingCheckpoint
 
 KINDS = (MissingCheckpoint, CheckpointError, ValueError)
-"""The errors of one rank that all ranks raise, the most specific first."""
+"""Errors of one rank that all ranks raise, the most specific first."""
 
 
 class Ranks:
-    """What the ranks agree on. Every method is collective (call it on every rank), unless its description says otherwise.
+    """Exchanges values of JSON types between ranks. Methods are collective (call them on every rank) unless they say otherwise.
 
-    Values are what JSON can hold. `call` names the step that they belong to; ranks that meet in different calls all raise.
+    `call` names the step that a value belongs to. Ranks that meet in different calls all raise.
     """
 
     def __init__(self, channel: StoreChannel | None = None, timeout_seconds: float = 1800.0) -> None:
@@ -29,12 +28,12 @@ class Ranks:
         self.rank, self.world_size = (0, 1) if channel is None else (channel.rank, channel.world_size)
 
     def subchannel(self, name: str) -> Ranks:
-        """Return ranks for a second thread, whose calls pair up by themselves. See `StoreChannel.subchannel`."""
+        """Return ranks for a second thread, whose calls pair up separately. See `StoreChannel.subchannel`."""
         return Ranks(None if self._channel is None else self._channel.subchannel(name), self.timeout_seconds)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let this rank act in the block as the only one: the others may be gone, or wait elsewhere. Not collective."""
+        """Treat this rank as the only rank within the block: the others may be gone, or wait elsewhere. Not collective."""
         shared = self._channel, self.rank, self.world_size
         self._channel, self.rank, self.world_size = None, 0, 1
         try:
@@ -43,7 +42,7 @@ class Ranks:
             self._channel, self.rank, self.world_size = shared
 
     def give_up(self) -> None:
-        """Make the call that waits here in another thread raise, and every later one."""
+        """Make a call that waits in another thread raise, and every later call. Not collective."""
         if self._channel is not None:
             self._channel.give_up()
 
@@ -70,14 +69,14 @@ class Ranks:
         return json.loads(self._exchange(payload, call)[0])
 
     def differing(self, value: Any, call: str) -> list[Any]:
-        """Return the values of all ranks if they differ, else an empty list. Large values are only sent if they differ."""
+        """Return the values of all ranks if they differ, or an empty list. Large values are sent only if they differ."""
         digest = hashlib.sha256(json.dumps(value).encode()).hexdigest()
         return self.exchange(value, call) if len(set(self.exchange(digest, call))) > 1 else []
 
     def decide(self, decide: Callable[[], Any], call: str) -> Any:
-        """Return what `decide` returns on rank 0, the only rank that calls it: metrics, clocks and files may differ by rank.
+        """Return the result of `decide` on every rank. Only rank 0 calls it: metrics, clocks and files may differ by rank.
 
-        Rank 0's ValueError or CheckpointError is raised on every rank; any other error ends the job, as a failed rank does.
+        Rank 0's ValueError or CheckpointError is raised on every rank. Any other error ends the job, like a failed rank.
         """
         reply: dict[str, Any] = {}
         if self.rank == 0:
@@ -99,21 +98,21 @@ class Ranks:
         describe: Callable[[Exception], str] | None = None,
         reads: bool = True,
     ) -> list[Any]:
-        """Do this rank's part of a save or a load and return the results of all ranks; a failure of one is raised on all.
+        """Do this rank's part of a save or a load and return the results of all ranks; a failure of one rank is raised on all.
 
         Args:
-            work: this rank's part; None if it has none.
-            subject: what has failed, for the error ("checkpoint x was not written").
-            reads: False on a rank that needs no results and gets None for each: unpacking large ones delays its other threads.
+            work: this rank's part, or None if it has none.
+            subject: the failure in words, for the error ("checkpoint x was not written").
+            reads: False on a rank that needs no results. It gets None instead, because unpacking delays its other threads.
 
         Raises:
-            CheckpointError: the work failed on some rank; the text is the same on all.
+            CheckpointError: the work failed on some rank, with the same text on all.
         """
         cause: Exception | None = None
         try:
             payload = b"+" + _pack(work() if work else None)
         except Exception as error:
-            # Posted rather than raised here: the other ranks wait for this rank's payload.
+            # Posted instead of raised, because the other ranks wait for this rank's payload.
             cause = error
             payload = b"-" + (describe or _describe)(error).encode(errors="backslashreplace")
         replies = self._exchange(payload, call)
@@ -123,24 +122,13 @@ class Ranks:
             raise kind(f"{subject}: {text}" if subject else text) from cause
         return [json.loads(zlib.decompress(reply[1:])) if reads else None for reply in replies]
 
-    def begin_round(self) -> None:
-        """Begin a round of questions, wherever the one before has ended. Call on every rank."""
-        if self._channel is not None:
-            self._channel.begin_round()
-
-    def on_any(self, is_here: bool, call: str) -> bool:
-        """Return whether it is so on any rank; one on which it is does not wait for the others."""
-        if self._channel is None:
-            return is_here
-        return self._channel.on_any(is_here, call=call, timeout_seconds=self.timeout_seconds)
-
     def announce(self, key: str) -> None:
         """Post a key for the other ranks to find, whether or not they look. Not collective."""
         if self._channel is not None:
             self._channel.announce(key)
 
     def posted(self, value: Any) -> list[Any]:
-        """Post a value, and return those that the ranks have posted on this subchannel so far, or None. Not collective."""
+        """Post a value. Return the values that ranks have posted on this subchannel, or None for others. Not collective."""
         replies = [] if self._channel is None else self._channel.posted(json.dumps(value).encode())
         return [None if reply is None else json.loads(reply) for reply in replies]
 
@@ -151,7 +139,7 @@ class Ranks:
 
     @contextmanager
     def first(self, is_first: bool) -> Iterator[None]:
-        """Let the ranks that are first run the block before the others begin it."""
+        """Run the block on the ranks with `is_first` before the others begin it."""
         call = "rank_zero_first or main_process_first"
         if not is_first:
             self.wait(call)
@@ -182,5 +170,5 @@ def _joined(failures: dict[int, str], world_size: int) -> str:
 
 
 def _pack(result: Any) -> bytes:
-    # A table of many tensors is megabytes of JSON and the store takes 8 MiB a value; it packs 5 to 10 times.
+    # A table of many tensors is megabytes of JSON, of which the store takes 8 MiB per value. Packing saves a factor of 5 to 10.
     return zlib.compress(json.dumps(result, separators=(",", ":")).encode(), 1)

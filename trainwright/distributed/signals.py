@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop, recorded whatever the main thread is doing.
+"""Signals that ask a run to stop, recorded even while the main thread is blocked.
 
-A Python handler runs between two bytecodes of the main thread, so not while that waits in a collective for a rank that may
-have left it already. The interpreter also writes each signal's number into a pipe at once, which a thread reads.
+A Python handler runs between two bytecodes of the main thread, so it does not run while the main thread waits in a collective
+for a rank that may have left. The interpreter also writes the numbers of signals into a pipe at once, which a thread reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainwright.distributed.failures import leave
 
 STOP_SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
 STOPPED_EXIT_CODE = 75
-"""The exit code of a run that a signal has stopped and that was saved: "try again later" (EX_TEMPFAIL)."""
+"""The exit code of a run that a signal has stopped after a save: "try again later" (EX_TEMPFAIL)."""
 
 
 def is_interactive() -> bool:
@@ -38,23 +38,23 @@ def exit_code(number: int, is_saved: bool) -> int:
 class SignalWatch:
     """Records SIGTERM, SIGUSR1 and Ctrl-C between `open` and `close`, instead of their default action.
 
-    The user's own handlers are still called. A second Ctrl-C ends the process at once (at a prompt it raises
-    KeyboardInterrupt); any other signal after the first changes nothing. Ignored signals stay ignored. Python only allows the
-    main thread to install handlers: opened in another one, it records nothing.
+    The user's handlers are still called. A second Ctrl-C ends the process at once, or raises KeyboardInterrupt at a prompt. Any
+    other signal after the first changes nothing. Ignored signals stay ignored. Python allows only the main thread to install
+    handlers, so a watch that is opened in another thread records nothing.
 
-    `request` is called at the first signal, in any thread: it may neither block nor raise.
+    `request` is called at the first signal, in any thread. It must neither block nor raise.
     """
 
     def __init__(self, request: Callable[[], object]) -> None:
         self.first = 0
-        """The number of the first signal; 0 for none."""
+        """The number of the first signal, or 0."""
         self._request = request
         self._previous: dict[int, Any] = {}
         self._wakeup = self._outer_wakeup = self._reader = -1
         self._outer: SignalWatch | None = None
         self._thread: threading.Thread | None = None
         self._interrupts = {"handler": 0, "thread": 0}
-        """How many Ctrl-C the handler and the thread have seen; either may be delayed."""
+        """How many Ctrl-C the handler and the thread have seen. Either may be delayed."""
 
     def open(self) -> None:
         global _open
@@ -77,7 +77,7 @@ class SignalWatch:
         if self._thread is None:
             return
         _open, self._outer = self._outer, None
-        self._put_back()
+        self._restore()
         os.write(self._wakeup, b"\0")
         self._thread.join()
         os.close(self._reader)
@@ -85,12 +85,12 @@ class SignalWatch:
         self._thread = None
 
     def deliver(self) -> None:
-        """Send a recorded signal that nothing has acted on to this process again; after `close`."""
-        # Any other handler is the user's, and `_handle` has called it.
+        """Send a recorded signal to this process again, after `close`, if nothing has acted on it."""
+        # `_handle` has called any handler of the user.
         if self.first and self._previous.get(self.first) in (signal.SIG_DFL, signal.default_int_handler):
             os.kill(os.getpid(), self.first)
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         present = signal.set_wakeup_fd(-1)
         with contextlib.suppress(OSError, ValueError):  # it may have been closed since
             signal.set_wakeup_fd(self._outer_wakeup if present == self._wakeup else present)
@@ -99,11 +99,11 @@ class SignalWatch:
                 signal.signal(number, previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._note(number, "handler")
+        self._record(number, "handler")
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
-        if self._interrupts["handler"] > 1:  # at a prompt; elsewhere the process has ended
+        if self._interrupts["handler"] > 1:  # at a prompt, because elsewhere the process has ended
             raise KeyboardInterrupt
 
     def _read(self) -> None:
@@ -115,9 +115,9 @@ class SignalWatch:
                     with contextlib.suppress(OSError):
                         os.write(self._outer_wakeup, bytes([number]))
                 if number in self._previous:
-                    self._note(number, "thread")
+                    self._record(number, "thread")
 
-    def _note(self, number: int, where: str) -> None:
+    def _record(self, number: int, where: str) -> None:
         if number == signal.SIGINT:
             self._interrupts[where] += 1
             if self._interrupts[where] > 1 and not is_interactive():
@@ -130,17 +130,17 @@ class SignalWatch:
 _open: SignalWatch | None = None
 
 
-@functools.cache  # os has no way to unregister, so once a process
+@functools.cache  # once per process, because os cannot unregister it
 def _notice_forks() -> None:
-    """Remove the handlers from forked children: they would take a child's signals for this process's.
+    """Remove the handlers from forked children, in which they would report a child's signals as this process's.
 
-    Signals are blocked in a child until it has removed the handlers and the pipe that it inherited.
+    Signals are blocked in a child until it has removed the inherited handlers and pipe.
     """
     os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_reset_child)
 
 
 _held = threading.local()
-"""The mask of the thread that forks, as it was before."""
+"""The previous mask of the thread that forks."""
 
 
 def _block() -> None:
@@ -155,6 +155,6 @@ def _unblock() -> None:
 def _reset_child() -> None:
     watch = _open
     while watch is not None:  # the innermost first
-        watch._put_back()
+        watch._restore()
         watch = watch._outer
     _unblock()

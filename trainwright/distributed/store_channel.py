@@ -1,4 +1,9 @@
-"""Store channel: swaps small payloads between all ranks over the key-value store, without a collective."""
+"""Store channel: exchanges small payloads between all ranks over the key-value store, without a collective.
+
+A rank that waits in a call also finds out that another rank has moved past the call. After a while it requests the position of
+the rank that it waits for. That rank's watcher thread answers, because its main thread may be blocked in a collective that
+waits for the first rank in turn. Otherwise nothing is sent.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,11 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import NamedTuple
 
-from trainwright.distributed.rank_positions import Locate, RankPosition, RankPositions
-from trainwright.distributed.store import Store, post
+from trainwright.distributed.job_store import Store, post
 
 ON_ALL_RANKS = (
     "Make such calls on all ranks, in the same order: not under `if trainer.is_global_zero:` or "
@@ -18,21 +23,87 @@ ON_ALL_RANKS = (
 )
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
-YES, LEFT = 2**20, 2**40
-"""What a rank adds to the number of a question: yes (no is 1), and that it needs no answer any more."""
-
 PAUSED_PART = 1 / 32
-"""A waiting rank looks again after this part of the time that it has waited, within the two limits."""
+"""The pause of a waiting rank as a part of the time that it has waited, within the two limits."""
 LOOK_SECONDS = 0.5
-"""How often a waiting rank looks whether the others are still on their way."""
+"""How often a waiting rank checks whether the others have left or moved past the call."""
+
+
+Locate = Callable[[], tuple[tuple[int, ...], str]]
+"""Returns counters that only grow in a run, equal on all ranks at the same point, and the point in words."""
+
+
+class RankPosition(NamedTuple):
+    """Where a rank is in the sequence that all ranks go through."""
+
+    order: tuple[int, ...] = ()
+    """Of two ranks, the rank with the larger order is further on."""
+    text: str = ""
+    """The position in words, or empty if unknown."""
+
+
+class RankPositions:
+    """Reports this rank's position and requests the positions of others. Thread-safe."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._runs = 0
+        self._locate: Locate | None = None
+        self._lock = threading.Lock()
+        self._answered = 0
+
+    def locate_by(self, locate: Locate) -> None:
+        """Take positions from a loop whose end is unknown, from now on. Call it on every rank."""
+        with self._lock:
+            self._runs, self._locate = self._runs + 1, locate
+
+    @contextmanager
+    def located_by(self, locate: Locate) -> Iterator[None]:
+        """Take positions from a run during the block. Enter it on every rank. An inner run replaces the outer one."""
+        outer = self._locate
+        # Counted on entering and on leaving: a rank that has left a run is further on than a rank within it.
+        with self._lock:
+            self._runs, self._locate = self._runs + 1, locate
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._runs, self._locate = self._runs + 1, outer
+
+    def now(self) -> RankPosition:
+        with self._lock:
+            runs, locate = self._runs, self._locate
+        counts, text = ((), "") if locate is None else locate()
+        return RankPosition((runs, *counts), text)
+
+    def answer(self, store: Store) -> None:
+        """Post this rank's position if it was requested since the last answer. The watcher calls this."""
+        requested = store.add(_request_key(self._rank), 0)
+        if requested == self._answered:
+            return
+        # `locate` reads counters that the main thread changes meanwhile. If that fails, the next request is answered.
+        with suppress(Exception):
+            store.set(_reply_key(self._rank), json.dumps(self.now()))
+            self._answered = requested
+
+    def request(self, store: Store, rank: int) -> None:
+        """Request another rank's position; a later `reported` returns it."""
+        store.add(_request_key(rank), 1)
+
+    def reported(self, store: Store, rank: int) -> RankPosition | None:
+        """Return the latest position that another rank has reported, or None if it has reported none."""
+        if not store.check([_reply_key(rank)]):
+            return None
+        order, text = json.loads(store.get(_reply_key(rank)))
+        return RankPosition(tuple(order), text)
 
 
 class CallSkipped(RuntimeError):
-    """A rank that is waited for has moved past the call."""
+    """Another rank has moved past the call that this rank waits in."""
 
 
 class StoreChannel:
-    """Swaps payloads between all ranks in the order of their calls; only the main thread's channel has `positions`."""
+    """Exchanges payloads between all ranks in the order of their calls. Only the main thread's channel has `positions`."""
 
     def __init__(
         self, store: Store, rank: int, world_size: int, *, name: str = "main", positions: RankPositions | None = None
@@ -40,18 +111,18 @@ class StoreChannel:
         self.rank, self.world_size = rank, world_size
         self._store, self._name, self._positions = store, name, positions
         self._lock = threading.Lock()
-        self._calls = self._rounds = self._questions = 0
+        self._calls = 0
         self._subchannels: Counter[str] = Counter()
         self._has_given_up = False
 
     def subchannel(self, name: str) -> StoreChannel:
-        """Return a channel for a second thread; make those of one name on every rank, in the same order. Nothing is sent."""
+        """Return a channel for a second thread. Make channels of one name in the same order on every rank. Nothing is sent."""
         self._subchannels[name] += 1
         path = f"{self._name}/{name}/{self._subchannels[name]}"
         return StoreChannel(self._store, self.rank, self.world_size, name=path)
 
     def give_up(self) -> None:
-        """Make the call that waits here in another thread, and every later one that would wait, raise RuntimeError."""
+        """Make a call that waits in another thread, and every later call that would wait, raise RuntimeError."""
         self._has_given_up = True
 
     def locate_by(self, locate: Locate) -> None:
@@ -64,13 +135,13 @@ class StoreChannel:
         return nullcontext() if self._positions is None else self._positions.located_by(locate)
 
     def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
-        """Post this rank's payload and return those of all ranks, by rank. Call on every rank, in the same order.
+        """Post this rank's payload and return the payloads of all ranks, by rank. Call on every rank, in the same order.
 
         `call` names the call, with its step if it has one, and must be the same on all ranks.
 
         Raises:
             RuntimeError: the ranks have met in different calls, or another rank has skipped this call or has exited.
-            TimeoutError: a rank has not made it in time.
+            TimeoutError: a rank has not made the call in time.
         """
         own = RankPosition() if self._positions is None else self._positions.now()
         header = json.dumps([call, own.text]).encode()
@@ -79,9 +150,9 @@ class StoreChannel:
             self._calls += 1
             self._store.set(self._key(number, self.rank), header + b"\n" + payload)
             keys = [self._key(number, rank) for rank in range(self.world_size)]
-            self._wait(keys, call, own, timeout_seconds)  # for its own key too: that is the store's receipt
+            self._wait(keys, call, own, timeout_seconds)  # for this rank's key too, which is the store's receipt
             parts = [bytes(self._store.get(key)).split(b"\n", 1) for key in keys]
-            # Every rank has posted this call, so every rank has read the one before it.
+            # Every rank has posted this call, so every rank has read the previous one.
             if number > 0:
                 self._store.delete_key(self._key(number - 1, self.rank))
         headers = [json.loads(head) for head, _ in parts]
@@ -89,55 +160,12 @@ class StoreChannel:
             raise RuntimeError(_different_calls(headers))
         return [body for _, body in parts]
 
-    def begin_round(self) -> None:
-        """Number the questions from 0: the ranks may have left the round before after different ones."""
-        with self._lock:
-            self._rounds, self._questions = self._rounds + 1, 0
-
-    def on_any(self, is_here: bool, *, call: str, timeout_seconds: float) -> bool:
-        """Return whether it is so on any rank; one on which it is does not wait. Call on every rank, in the same order.
-
-        Raises:
-            RuntimeError: this rank waits for one that has exited.
-            TimeoutError: a rank has not made the call in time, and it is so on none of the others.
-        """
-        with self._lock:
-            key = f"question/{self._name}/{self._rounds}/{self._questions}"
-            self._questions += 1
-        answers = self._store.add(key, YES + LEFT if is_here else 1)
-        if not is_here:
-            answers = self._answered(key, answers, call, timeout_seconds)
-        if answers // LEFT == self.world_size:
-            self._store.delete_key(key)
-        return answers % LEFT >= YES
-
-    def _answered(self, key: str, answers: int, call: str, timeout_seconds: float) -> int:
-        """Wait until a question has an answer, and note that this rank has it."""
-        began = looked = time.monotonic()
-        while answers % LEFT < YES and answers % YES < self.world_size:
-            if self._has_given_up:
-                raise RuntimeError("this rank no longer waits for the others: its run has ended, or theirs have.")
-            now = time.monotonic()
-            if now > looked + LOOK_SECONDS:
-                looked = now
-                gone = [rank for rank in range(self.world_size) if self._store.check([f"left/{rank}"])]
-                if gone and self._store.add(key, 0) == answers:
-                    raise RuntimeError(f"rank {gone[0]} has exited while rank {self.rank} waits for it in {call}.")
-            if now > began + timeout_seconds:
-                raise TimeoutError(
-                    f"rank {self.rank} waited {timeout_seconds:g} s in {call} for {self.world_size - answers % YES} of "
-                    f"{self.world_size} ranks; every rank must make this call. See what they are doing, or allow more time."
-                )
-            time.sleep(min(max((now - began) * PAUSED_PART, SHORTEST_PAUSE), LONGEST_PAUSE))
-            answers = self._store.add(key, 0)
-        return self._store.add(key, LEFT)
-
     def announce(self, key: str) -> None:
         """Post a key for the other ranks to find."""
         post(self._store, f"announced/{self._name}/{key}", b"")
 
     def posted(self, payload: bytes) -> list[bytes | None]:
-        """Post this rank's payload, and return those that are there by now, by rank. The rank that posts last sees all."""
+        """Post this rank's payload, and return all payloads posted so far, by rank. The last rank sees all."""
         keys = [f"posted/{self._name}/{rank}" for rank in range(self.world_size)]
         post(self._store, keys[self.rank], payload)
         return [bytes(self._store.get(key)) if self._store.check([key]) else None for key in keys]
@@ -147,11 +175,11 @@ class StoreChannel:
 
         Raises:
             RuntimeError: rank 0 has exited.
-            TimeoutError: it has announced none in time.
+            TimeoutError: rank 0 has announced none in time.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
-            has_left = self._store.check(["left/0"])  # looked up first: it announces before it leaves
+            has_left = self._store.check(["left/0"])  # read first, because rank 0 announces before it leaves
             for key in keys:
                 if self._store.check([f"announced/{self._name}/{key}"]):
                     return key
@@ -162,19 +190,19 @@ class StoreChannel:
             time.sleep(LONGEST_PAUSE)
 
     def leave(self) -> None:
-        """Post that this rank makes no more calls."""
+        """Record that this rank makes no more calls."""
         post(self._store, f"left/{self.rank}", b"")
 
     def _key(self, call: int, rank: int) -> str:
         return f"exchange/{self._name}/{call}/{rank}"
 
     def _wait(self, keys: list[str], call: str, own: RankPosition, timeout_seconds: float) -> None:
-        # Polls, because a blocking wait would hold the connection against other threads and delay signal handlers.
+        # Polls, because a blocking wait would keep the connection from other threads and delay signal handlers.
         began = looked = time.monotonic()
         deadline = began + timeout_seconds
         missing = [] if self._store.check(keys) else list(reversed(keys))
         while missing:
-            # One key at a time: checking a thousand each time would keep the store busy.
+            # One key at a time, because checks of a thousand keys would keep the store busy.
             if self._store.check(missing[-1:]):
                 missing.pop()
                 continue
@@ -185,7 +213,7 @@ class StoreChannel:
                 absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise TimeoutError(
                     f"rank {self.rank} waited {timeout_seconds:g} s in {call} for rank(s) {absent} of {self.world_size}; "
-                    "every rank must make this call. See what those ranks are doing, or allow more time."
+                    "every rank must make this call. Find out what these ranks are doing, or allow more time."
                 )
             if now > looked + LOOK_SECONDS:
                 looked = now
@@ -195,7 +223,7 @@ class StoreChannel:
 
     def _refuse_left(self, keys: list[str]) -> None:
         for rank, key in enumerate(keys):
-            # The key is checked again: the rank may have posted it and left between the first two checks.
+            # The key is checked again, because the rank may have posted it and left between the first two checks.
             if not self._store.check([key]) and self._store.check([f"left/{rank}"]) and not self._store.check([key]):
                 raise RuntimeError(
                     f"rank {rank} has exited while rank {self.rank} waits for it in a call that every rank has to make (fit, "
@@ -205,16 +233,16 @@ class StoreChannel:
                 )
 
     def _refuse_passed(self, rank: int, key: str, call: str, own: RankPosition) -> None:
-        """Raise if the rank that is waited for has reported a position beyond this call; request its position again."""
+        """Raise CallSkipped if an awaited rank has reported a position beyond this call, then request its position again."""
         if self._positions is None:
             return
         other = self._positions.reported(self._store, rank)
-        # A rank posts a call before it moves on, so a call that is still missing was skipped, or comes out of order.
+        # A rank posts a call before it moves on, so a missing call was skipped, or comes out of order.
         if other is not None and other.order > own.order and not self._store.check([key]):
             if not own.text and not other.text:  # in a raw loop, whose order is the number of its collectives
                 raise CallSkipped(
                     f"rank {self.rank} makes a call in which rank {rank} is missing: {call}. Rank {rank} is elsewhere: it has "
-                    "made a further collective call, such as the averaging of gradients in a backward. "
+                    "made another collective call, such as the averaging of gradients in a backward. "
                     f"{ON_ALL_RANKS} Leave a loop on all ranks at the same batch."
                 )
             raise CallSkipped(
@@ -235,3 +263,11 @@ def _different_calls(calls: list[tuple[str, str]]) -> str:
 
 def _at(text: str) -> str:
     return f" ({text})" if text else ""
+
+
+def _request_key(rank: int) -> str:
+    return f"position/{rank}/requested"
+
+
+def _reply_key(rank: int) -> str:
+    return f"position/{rank}"

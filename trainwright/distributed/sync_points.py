@@ -1,15 +1,15 @@
-"""Sync points: boundaries of the loop that all ranks agree on over the key-value store, without a collective.
+"""Sync points: boundaries of the loop on which all ranks agree over the key-value store, without a collective.
 
     any rank requests it        -> its watcher thread posts the request, and the watchers of all ranks see it
     is_reached(step), first     -> posts step + 1 under its rank and returns at once
     is_reached(step), later     -> once all ranks have posted, the largest number is the agreed step
     is_reached(step) is True    at the first boundary not before the agreed step, the same on every rank
 
-Why no rank misses it: a collective of the training (the all-reduce of the gradients) lies between two boundaries, so a rank at
-a boundary knows that all others have left the one before it, and that the store has what they posted there (`post` waits for
-the store's receipt). The largest number, m, was posted at a boundary before m, as were all others, so every rank sees them all
-at m. An accelerator's collectives are only queued by the host, which may be many steps ahead of them: during a round a rank
-waits for its device before it reads.
+No rank misses it, because a collective of the training (the all-reduce of the gradients) lies between two boundaries. A rank at
+a boundary knows that all others have left the previous one, and that the store has their posts from there (`post` waits for the
+store's receipt). All numbers were posted at boundaries before the largest number, m, so every rank sees all of them at m. The
+host only queues an accelerator's collectives, and may be many steps ahead of them. During a round a rank therefore waits for
+its device before it reads.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 
-from trainwright.distributed.store import Store, post
+from trainwright.distributed.job_store import Store, post
 
 REQUESTS = "requests"
-"""The only key that the watchers read while nothing is requested: the number of requests posted so far."""
+"""The only key that the watchers read while nothing is requested: the number of requests so far."""
 
 
 class SyncPoints:
-    """The sync points of one connection, and what its watcher thread does for them.
+    """The sync points of one connection, which its watcher thread polls.
 
     Args:
-        store: the key-value store, on a connection of the loop's thread; None in a job of one process.
-        synchronize: waits until the device has done what was queued; None if collectives block the host.
+        store: the key-value store, on a connection of the loop's thread, or None in a job of one process.
+        synchronize: waits until the device has finished its queue, or None if collectives block the host.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SyncPoints:
         self._lock = threading.Lock()
 
     def make(self, name: str) -> SyncPoint:
-        """Return a new sync point. Those of one name pair up by their order: make them in the same order on every rank."""
+        """Return a new sync point. Points of one name pair up by order, so make them in the same order on every rank."""
         point = SyncPoint(self, f"{name}/{self._counts[name]}")
         self._counts[name] += 1
         with self._lock:
@@ -55,19 +55,19 @@ class SyncPoints:
         return point
 
     def poll(self, store: Store) -> None:
-        """Post this rank's requests and look for those of all; the watcher thread calls this, with its own connection."""
+        """Post this rank's requests and look for the requests of all. The watcher thread calls this, with its connection."""
         with self._lock:
             points = list(self._entries)
         if not points:
             return
         posted = [point.post_request(store) for point in points]
-        requests = store.add(REQUESTS, sum(posted))  # after the requests themselves, so that a new count finds them
+        requests = store.add(REQUESTS, sum(posted))  # after the requests, so that a new count finds them
         for point in points:
             point.poll(store, requests)
 
 
 class SyncPoint:
-    """Something that any rank may request at any time and that all ranks then do at the same boundary.
+    """An action that any rank may request at any time, and that all ranks then take at the same boundary.
 
     One object serves one run of the loop, for any number of rounds. A request not yet reached when the run ends is dropped.
 
@@ -77,10 +77,10 @@ class SyncPoint:
 
     def __init__(self, job: SyncPoints, name: str) -> None:
         self._job, self._name, self.rank = job, name, job.rank
-        self._lock = threading.Lock()  # between the loop and the watcher; request() takes none
+        self._lock = threading.Lock()  # between the loop and the watcher, but not in request()
         self._has_own_request = False
         self.is_pending = False
-        """Whether this rank knows of a request; until then `is_reached` need not be called."""
+        """Whether this rank knows of a request. Until then `is_reached` need not be called."""
         # Only the loop writes these:
         self._round, self._posted_round = 0, -1
         self._agreed_step: int | None = None
@@ -89,37 +89,37 @@ class SyncPoint:
         self._polled: tuple[int, int] | None = None
 
     def request(self) -> None:
-        """Request it, from any rank, thread or signal handler. Never blocks.
+        """Request the action, from any rank, thread or signal handler. Never blocks.
 
         `is_reached` returns True on every rank at some boundary after this call began, unless the run ends before. A request
-        made during a round joins it.
+        during a round joins it.
         """
         self._has_own_request = True
         if self._job.store is None:
             self.is_pending = True
 
     def claim(self) -> bool:
-        """Return whether this rank is the first to claim it, which one rank alone is. Not collective."""
+        """Return whether this rank is the first to claim it, which is true on exactly one rank. Not collective."""
         return self._job.store is None or self._job.store.add(f"{self._name}/claimed", 1) == 1
 
     def is_reached(self, step: int) -> bool:
-        """Return whether it is now. Call at every boundary on every rank, with the same steps, which never decrease.
+        """Return whether the boundary is now. Call at every boundary on every rank, with the same steps, which never decrease.
 
-        Costs one attribute read until something is requested, then a few reads of the store at each boundary.
+        Costs one attribute read until something is requested, then a few reads of the store per boundary.
         """
         return self.is_pending and self._advance(step)
 
     def post_request(self, store: Store) -> bool:
-        """For the watcher: post this rank's request; return whether there was a new one."""
+        """Post this rank's request and return whether it was new. The watcher calls this."""
         current = self._round
         if not self._has_own_request or self._requested_round == current:
             return False
-        store.set(self._request_key(current), "1")  # the receipt is the count of requests, which is raised next
+        store.set(self._request_key(current), "1")  # the count of requests, which is raised next, is the receipt
         self._requested_round = current
         return True
 
     def poll(self, store: Store, requests: int) -> None:
-        """For the watcher: look for a request if there are more than at the last look, or a new round has begun."""
+        """Look for a request if there are new ones, or a new round has begun. The watcher calls this."""
         current = self._round
         if self._polled == (current, requests):
             return
@@ -127,7 +127,7 @@ class SyncPoint:
         self._polled = (current, requests)
         if is_pending:
             with self._lock:
-                # The loop may have finished the round since: then the request was of the finished one.
+                # If the loop has finished the round since, the request belonged to it.
                 if self._round == current:
                     self.is_pending = True
 
@@ -157,7 +157,7 @@ class SyncPoint:
         with self._lock:
             self._round, self._agreed_step = finished + 1, None
             self._has_own_request = self.is_pending = False  # requests from here on belong to the next round
-        # Every rank has posted in this round, so every rank has finished the one before it.
+        # Every rank has posted in this round, so every rank has finished the previous one.
         if finished > 0:
             store.delete_key(self._step_key(finished - 1, self.rank))
             if self.rank == 0:

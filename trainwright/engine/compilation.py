@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.compiled_names import is_compiled
 from trainwright.devices.cuda import GraphGradients, makes_graphs
+from trainwright.tensor_names import is_compiled
 from trainwright.value_kinds import is_metric
 
 
 class Compiled:
     """Compiles the submodules that a module's steps call, until `undo`.
 
-    The module itself stays eager: its steps log, and a log call would break the graph. Whichever submodule a step calls, be
-    it `self.net` or `self.net.encoder`, is compiled whole at its first call; what that one calls is part of its graph.
-    torchmetrics objects, scripted modules and what the user has compiled are not compiled.
+    The module stays eager, because its steps log, and a log call would break the graph. Any submodule that a step calls, such
+    as `self.net` or `self.net.encoder`, is compiled whole at its first call, with the submodules that it calls. torchmetrics
+    objects, scripted modules and modules that the user has compiled are not compiled.
     """
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         self.options = dict(options)
-        # The compiler makes at most 8 graphs of one code object, for all layers of a class together, and then runs eagerly.
-        # torch 2.11 has no option against that; there each compiled function gets a copy of the code.
+        # The compiler makes at most 8 graphs of a code object, for all layers of a class together, and then runs eagerly.
+        # torch 2.11 has no option against that, so compiled functions get copies of the code there.
         self._has_isolation = "isolate_recompiles" in inspect.signature(torch.compile).parameters
         if self._has_isolation:
             self.options.setdefault("isolate_recompiles", True)
@@ -37,38 +37,38 @@ class Compiled:
         self.called: set[nn.Module] = set()
         """The submodules that a step has called, which run compiled."""
         self.is_within = False
-        """True while a compiled submodule runs: the submodules that it calls are part of its graph."""
-        self.modules = [each for each in _submodules(module) if type(each).forward is not nn.Module.forward]
+        """True while a compiled submodule runs. The submodules that it calls are part of its graph."""
+        self.modules = [layer for layer in _submodules(module) if type(layer).forward is not nn.Module.forward]
         """The submodules that would run compiled if a step called them."""
         self._functions: dict[Hashable, Callable[..., Any]] = {}
         self.gradients = GraphGradients(module) if makes_graphs(options) else None
-        """Keeps gradients from one call to the next; None without graphs of the device."""
-        for each in self.modules:
-            each._compiled_call_impl = _Call(self, each)
+        """Keeps gradients from one call to the next, or None if there are no graphs of the device."""
+        for layer in self.modules:
+            layer._compiled_call_impl = _Call(self, layer)
 
     def function_for(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the compiled function that calls a module; modules of the same class and shapes use one, and so its graphs."""
+        """Return the compiled function that calls a module, shared by modules of the same class and shapes."""
         self.called.add(module)
         tensors = (*module.named_parameters(), *module.named_buffers())
-        kind = (type(module), *((name, each.shape, each.dtype, each.requires_grad) for name, each in tensors))
+        kind = (type(module), *((name, value.shape, value.dtype, value.requires_grad) for name, value in tensors))
         if kind not in self._functions:
-            # The compiler skips the frames of torch's own layers, so those get one around them.
+            # The compiler skips the frames of torch's layers, so they get a frame around them.
             is_torchs = type(module).forward.__module__.startswith("torch.")
             function = _call if is_torchs else type(module)._call_impl
             self._functions[kind] = torch.compile(function if self._has_isolation else _copy_of_call(), **self.options)
         return self._functions[kind]
 
     def undo(self) -> None:
-        """Let the submodules run eagerly again."""
-        for each in self.modules:
-            if isinstance(each._compiled_call_impl, _Call):  # the user may have compiled it by hand since
-                del each._compiled_call_impl
+        """Make the submodules run eagerly again."""
+        for layer in self.modules:
+            if isinstance(layer._compiled_call_impl, _Call):  # the user may have compiled it by hand since
+                del layer._compiled_call_impl
         self.modules, self.called = [], set()
         self._functions.clear()
 
 
 class _Call:
-    """Replaces a submodule's call: its forward and hooks."""
+    """Replaces a submodule's call, which runs its forward and hooks."""
 
     def __init__(self, compiled: Compiled, module: nn.Module) -> None:
         self.compiled, self.module = compiled, module
@@ -100,12 +100,13 @@ def _copy_of_call() -> Callable[..., Any]:
 
 def _submodules(module: nn.Module) -> list[nn.Module]:
     """Return all submodules that may be compiled."""
+    submodules = [layer for layer in module.modules() if layer is not module]
+    opaque = [layer for layer in submodules if _is_opaque(layer)]
+    excluded = {inner for layer in opaque for inner in layer.modules()}
+    return [layer for layer in submodules if layer not in excluded]
 
-    def is_opaque(each: nn.Module) -> bool:
-        if is_metric(each) or is_compiled(each) or isinstance(each, torch.jit.ScriptModule):
-            return True
-        return each._compiled_call_impl is not None
 
-    submodules = [each for each in module.modules() if each is not module]
-    left_alone = {inner for each in submodules if is_opaque(each) for inner in each.modules()}
-    return [each for each in submodules if each not in left_alone]
+def _is_opaque(layer: nn.Module) -> bool:
+    if is_metric(layer) or is_compiled(layer) or isinstance(layer, torch.jit.ScriptModule):
+        return True
+    return layer._compiled_call_impl is not None

@@ -1,4 +1,4 @@
-"""Finiteness: a check of each save for NaN and infinity in what is trained, with the same result on every rank."""
+"""Finiteness: a check of each save for NaN and infinity in trained tensors, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -25,23 +25,26 @@ STATISTICS = ("running_mean", "running_var")
 class Finiteness:
     """Looks for NaN and infinity in trained parameters and in the running statistics of norms.
 
-    Other buffers and frozen parameters may hold such values by design (a mask of -inf), and so may tensors that held them
-    before the training: these are not checked. `read` returns the modules, and this rank's pieces of their tensors.
+    Other buffers and frozen parameters may contain such values by design (a mask of -inf), and so may tensors that contained
+    them before the training: these are not checked. `read` returns the modules, and this rank's pieces of their tensors.
     """
 
     def __init__(self, ranks: Ranks, read: Callable[[], tuple[Sequence[nn.Module], Sequence[Piece]]]) -> None:
         self._ranks, self._read = ranks, read
         self._exempt: set[str] = set()
         self._is_known = False
-        """Whether the weights have been found finite for the next save."""
+        """Whether the weights have been found finite for the next save, equal on all ranks."""
 
     def begin(self) -> None:
-        """Exempt what is not finite before the training."""
+        """Exempt the tensors that are not finite before the training."""
         modules, pieces = self._read()
         self._exempt = set(_found(_trained(modules), pieces))
 
     def fault(self) -> str:
-        """Return a text that names what is not finite on any rank; if empty, the next save does not check again. Collective."""
+        """Return a text that names tensors that are not finite on any rank. Collective.
+
+        If it is empty, the next save does not check again.
+        """
         return self._fault(*self._read())
 
     def look(
@@ -54,14 +57,12 @@ class Finiteness:
     ) -> None:
         """Warn of weights in a save that are not finite, unless `fault` has just checked them. Collective.
 
-        With `are_others` the pieces are not the modules' own, so `fault` has not.
+        With `are_others` the pieces are not the modules' tensors, so `fault` has not checked them.
 
         Raises:
             CheckpointError: they are not finite, and would replace another checkpoint.
         """
-        fault = (
-            "" if self._is_known and not are_others else self._fault(modules, pieces)
-        )  # known on every rank, or on none
+        fault = "" if self._is_known and not are_others else self._fault(modules, pieces)
         self._is_known = False
         if not fault:
             return
@@ -70,26 +71,26 @@ class Finiteness:
         rank_zero_warn(f"{fault}; checkpoint {path} is written with them.", stacklevel=4)
 
     def _fault(self, modules: Sequence[nn.Module], pieces: Sequence[Piece]) -> str:
-        own = _found(_trained(modules) - self._exempt, pieces)
-        names = list(dict.fromkeys(name for found in self._ranks.exchange(own, SAVE) for name in found))
+        found = self._ranks.exchange(_found(_trained(modules) - self._exempt, pieces), SAVE)
+        names = list(dict.fromkeys(name for local in found for name in local))
         self._is_known = not names
         more = f" and {len(names) - 1} more" if names[1:] else ""
         return f"the weights are not finite (NaN or infinity in {names[0]!r}{more})" if names else ""
 
 
 def _trained(modules: Iterable[nn.Module]) -> set[str]:
-    """Return the names, in a checkpoint, of what is checked."""
+    """Return the names, in a checkpoint, of the tensors to check."""
     names = set()
     for number, module in enumerate(modules):
         norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
         statistics = {getattr(layer, leaf) for layer in norms for leaf in STATISTICS}
         named = named_tensors(module)
-        names |= {prefix_of(number) + name for name, each in named if each.requires_grad or each in statistics}
+        names |= {prefix_of(number) + name for name, tensor in named if tensor.requires_grad or tensor in statistics}
     return names
 
 
 def _found(names: set[str], pieces: Iterable[Piece]) -> list[str]:
-    """Return the names of the pieces that are not finite, with one read from the device for each device and dtype."""
+    """Return the names of the pieces that are not finite, with one read from the device per device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
     for piece in pieces:
         tensor = piece.tensor
@@ -100,10 +101,10 @@ def _found(names: set[str], pieces: Iterable[Piece]) -> list[str]:
 
 
 def _not_finite(device_type: str, group: Sequence[tuple[str, Tensor]]) -> list[str]:
-    tensors = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for _, each in group]
+    tensors = [torch.view_as_real(value.resolve_conj()) if value.is_complex() else value for _, value in group]
     if device_type == "cpu":
         # Ten times as fast as a norm there.
-        extremes = torch.stack([torch.stack(torch.aminmax(each)) for each in tensors])
+        extremes = torch.stack([torch.stack(torch.aminmax(value)) for value in tensors])
     else:
         extremes = torch.stack(torch._foreach_norm(tensors, math.inf))[:, None]
     are_finite = extremes.isfinite().all(dim=1).tolist()  # an extreme is NaN where any element is

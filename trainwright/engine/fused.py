@@ -18,29 +18,24 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
-    """Make each group run fused that can, and whose `fused` and `foreach` are None; return whether any does.
+    """Fuse the groups whose `fused` and `foreach` are None, where possible. Return whether any group is fused.
 
-    Call it again for groups that were added since. `modules` are those that the optimizer steps: their embeddings may have
-    sparse gradients, which no fused kernel takes.
+    Call it again for groups that were added since. `modules` contain the parameters that the optimizer steps. Their embeddings
+    may have sparse gradients, which no fused kernel takes.
     """
-    kind = next((each for each in CLASSES if _steps_as(optimizer, each)), None)
+    kind = next((kind for kind in CLASSES if _steps_as(optimizer, kind)), None)
     if kind is None:
         return False
-    sparse = {
-        id(parameter)
-        for module in modules
-        for child in module.modules()
-        if getattr(child, "sparse", False) is True
-        for parameter in child.parameters(recurse=False)
-    }
+    layers = [layer for module in modules for layer in module.modules() if getattr(layer, "sparse", False) is True]
+    sparse = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
     for group in optimizer.param_groups:
-        if any(is_lazy(parameter) for parameter in group["params"]) and group.get("fused", False) is None:
+        if group.get("fused", False) is None and any(map(is_lazy, group["params"])):
             # For good: a later call, once the layers have run, would fuse it, but in a resumed run at another step.
             group["fused"] = False
         if _can_be_fused(group, kind, sparse):
             group["fused"] = True
             for parameter in group["params"]:
-                # The kernel needs the count of steps on the parameter's device; an unfused step keeps it in host memory.
+                # The kernel needs the count of steps on the parameter's device. An unfused step has it in host memory.
                 if "step" in (state := optimizer.state.get(parameter, {})):
                     state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -52,8 +47,8 @@ def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
 
 def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
     """Return whether an optimizer is of a class, or of a subclass that does not change the step."""
-    # torch wraps these methods of each class when its first instance is made, and when its compiler is loaded, so the
-    # functions inside are compared.
+    # Compares the inner functions, because torch wraps these methods when it makes the first instance of a class, and when its
+    # compiler is loaded.
     return isinstance(optimizer, kind) and all(
         inspect.unwrap(getattr(type(optimizer), name)) is inspect.unwrap(getattr(kind, name))
         for name in ("step", "_init_group")
@@ -63,52 +58,51 @@ def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
 def _can_be_fused(group: dict[str, Any], kind: type[Optimizer], sparse: set[int]) -> bool:
     if group.get("fused", False) is not None or group.get("foreach", False) is not None:
         return False
-    if group.get("capturable") or group.get("differentiable"):
+    if group.get("capturable") or group.get("differentiable") or group.get("dampening"):  # see _Watch
         return False
     if any(isinstance(value, Tensor) for value in (group["lr"], *group.get("betas", ()))):
         return False  # a kernel would round a tensor of float64
-    if group.get("dampening"):
-        return False  # see _Watch
     return all(_is_fit(parameter, kind) and id(parameter) not in sparse for parameter in group["params"])
 
 
 def _is_fit(parameter: Tensor, kind: type[Optimizer]) -> bool:
     if type(parameter) not in (Tensor, nn.Parameter) or parameter.is_meta:
         return False
-    # Fused kernels walk over memory regardless of strides. Only of a tensor whose elements are adjacent in memory does
-    # empty_like keep the strides.
+    # Fused kernels ignore strides. empty_like keeps the strides only if the tensor's elements are adjacent in memory.
     if parameter.dtype not in DTYPES or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
         return False
-    # On the CPU torch 2.13's fused SGD leaves most elements of a half-precision tensor as they were.
+    # On the CPU torch 2.13's fused SGD does not update most elements of a half-precision tensor.
     if kind is SGD and parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
         return False
     return fuses(parameter.device.type, kind.__name__, parameter.dtype)
 
 
 class _Watch:
-    """Called before each fused step of SGD and Adagrad, for what their unfused steps can do and the kernels cannot.
+    """Runs before fused steps of SGD and Adagrad, for abilities of the unfused steps that the kernels lack.
 
     SGD's kernel takes all momentum buffers or none, but a parameter may get its first gradient late, when it is unfrozen. It
-    gets a buffer of zeros then, which is what it would start from without dampening. A group with a gradient that turns out
-    to be sparse in the first step is unfused.
+    then gets a buffer of zeros, from which it would start without dampening. A group whose gradients turn out to be sparse in
+    the first step is unfused.
     """
 
     def __init__(self) -> None:
         self._is_first = True
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        groups = optimizer.param_groups
         if self._is_first:
             self._is_first = False
-            for group in optimizer.param_groups:
+            for group in groups:
                 if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in group["params"]):
                     group["fused"] = False
         state = optimizer.state
-        for group in optimizer.param_groups:
+        for group in groups:
             if not (group["fused"] and group.get("momentum")):
                 continue
-            if len(state) >= sum(len(each["params"]) for each in optimizer.param_groups):  # the usual step
+            if len(state) >= sum(len(other["params"]) for other in groups):  # the usual step
                 return
-            has_begun = any(state.get(parameter) for parameter in group["params"])
-            for parameter in group["params"] if has_begun else ():
+            if not any(state.get(parameter) for parameter in group["params"]):
+                continue
+            for parameter in group["params"]:
                 if parameter.requires_grad and not state.get(parameter):
                     state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -15,26 +15,27 @@ from trainwright.strategies import Strategy
 from trainwright.tensor_names import names_of, state_entries
 
 STRAY = "parameter"
-"""The name of a parameter that no module holds; the optimizer's number and the parameter's index there follow."""
+"""The name of a parameter in no module. The optimizer's number and the parameter's index there follow."""
 Named = list[tuple[Optimizer, dict[Tensor, str]]]
-"""Each optimizer, with the names of all parameters."""
+"""The optimizers, with the names of all parameters."""
 
 
 def model_pieces(strategy: Strategy, modules: Sequence[nn.Module]) -> list[Piece]:
     """Return this rank's pieces of the modules' tensors."""
-    pieces = (
-        (prefix_of(number), each) for number, module in enumerate(modules) for each in strategy.model_pieces(module)
-    )
-    return [dataclasses.replace(piece, name=prefix + piece.name) for prefix, piece in pieces]
+    return [
+        dataclasses.replace(piece, name=prefix_of(number) + piece.name)
+        for number, module in enumerate(modules)
+        for piece in strategy.model_pieces(module)
+    ]
 
 
 def computed_keys(strategy: Strategy, module: nn.Module) -> list[str]:
-    """Return the keys of computed state_dict entries, which no load can write into; raise CheckpointError if sharded."""
+    """Return the keys of computed state_dict entries, which no load can write into (CheckpointError if sharded)."""
     names = [name for name, _, is_in_use in state_entries(module) if not is_in_use]
-    if names and not strategy.holds_modules:
+    if names and not strategy.capabilities.holds_modules:
         raise CheckpointError(
-            f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from what it holds, of which each rank "
-            f"has a part, or a copy in low precision, under strategy={strategy.name!r}. Keep it as a parameter or buffer, or "
+            f"{names[0]!r} in the state_dict of {type(module).__name__} is computed from tensors of which each rank has a "
+            f"part, or a copy in low precision, under strategy={strategy.name!r}. Store it as a parameter or buffer, or "
             "choose 'ddp'."
         )
     return names
@@ -50,24 +51,24 @@ def optimizer_pieces(strategy: Strategy, named: Named) -> list[Piece]:
 
 
 def named_optimizers(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Named:
-    """Return each optimizer with the names of all parameters, of modules and stray."""
+    """Return the optimizers with the names of all parameters, in modules and stray."""
     names: dict[Tensor, str] = {}
     for number, module in enumerate(modules):
         for tensor, name in names_of(module).items():
             names.setdefault(tensor, prefix_of(number) + name)
     for number, position, stepped in _stepped(optimizers):
-        names.setdefault(stepped, f"{STRAY} {number}.{position}")  # unless a module holds it
+        names.setdefault(stepped, f"{STRAY} {number}.{position}")  # unless it is in a module
     return [(optimizer, names) for optimizer in optimizers]
 
 
 def stray_pieces(strategy: Strategy, modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> list[Piece]:
-    """Return this rank's pieces of the parameters that optimizers step and no module holds."""
-    own: set[Tensor] = {parameter for module in modules for parameter in module.parameters()}
+    """Return this rank's pieces of the parameters that optimizers step and that are in no module."""
+    known: set[Tensor] = {parameter for module in modules for parameter in module.parameters()}
     holder = nn.Module()  # strategies return the pieces of modules
     for number, position, parameter in _stepped(optimizers):
-        if parameter in own:
+        if parameter in known:
             continue
-        own.add(parameter)
+        known.add(parameter)
         name = f"{STRAY} {number}"
         if not hasattr(holder, name):
             holder.add_module(name, nn.Module())
@@ -79,14 +80,14 @@ def stray_pieces(strategy: Strategy, modules: Iterable[nn.Module], optimizers: S
 
 
 def _stepped(optimizers: Iterable[Optimizer]) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield each parameter with its optimizer's number and its index there."""
+    """Yield the parameters with their optimizers' numbers and their indices there."""
     for number, optimizer in enumerate(optimizers):
         for position, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             yield number, position, parameter
 
 
 def prefix_of(number: int) -> str:
-    """Return the prefix of a module's names; its dot sets it apart from the first module's, where torch allows none."""
+    """Return the prefix of a module's names, which begins with a dot, unlike names in the first module."""
     return f".{number}." if number else ""
 
 
@@ -98,13 +99,13 @@ def held_gradients(modules: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
         return part.detach()
 
     return [
-        {name: local(each.grad) for each, name in names_of(module).items() if each.grad is not None}
+        {name: local(tensor.grad) for tensor, name in names_of(module).items() if tensor.grad is not None}
         for module in modules
     ]
 
 
 def hold_gradients(modules: Sequence[nn.Module], held: Sequence[Mapping[str, Tensor]]) -> None:
-    """Restore what `held_gradients` returned on this rank, in a job of the same strategy and size."""
+    """Restore a result of `held_gradients` from this rank, in a job of the same strategy and size."""
     for module, gradients in zip(modules, held, strict=True):
         for parameter, name in names_of(module).items():
             if (gradient := gradients.get(name)) is not None:
@@ -112,17 +113,12 @@ def hold_gradients(modules: Sequence[nn.Module], held: Sequence[Mapping[str, Ten
 
 
 def _like(gradient: Tensor, parameter: Any) -> Tensor:
-    """Return a gradient on the parameter's device, sharded as the parameter."""
+    """Return a gradient on the parameter's device, sharded like the parameter."""
     gradient = gradient.to(parameter.device).clone()
     if not hasattr(parameter, "to_local"):
         return gradient
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        gradient,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,4 +1,4 @@
-"""Prepared: a user's objects as the Engine runs them, for loops that call them, and which replaces which."""
+"""Prepared: the user's optimizers, modules and schedulers as the Engine runs them, for loops that call them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 from trainwright.data.transfer import map_tensors
 from trainwright.engine.engine import Engine
-from trainwright.engine.gradients import clear_gradients
+from trainwright.engine.optimizers import clear_gradients
 from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import AccumulationWindows, ModelWindow
 from trainwright.precision.base import Closure
-from trainwright.strategies.base import Clipping, StepResult
+from trainwright.strategies.base import Clipping, StepResult, release
 
 
 class PreparedOptimizer(Optimizer):
@@ -29,13 +29,13 @@ class PreparedOptimizer(Optimizer):
     It has the groups, the state and the other attributes of the optimizer that it wraps, so schedulers may be built on it.
 
     Args:
-        optimizer: what the strategy prepared.
-        windows: whether a step is due; otherwise a call does nothing. None if each call steps.
+        optimizer: the optimizer that the strategy prepared.
+        windows: whether a step is due. If it is not, a call does nothing. None if every call steps.
         after_step, before_step: called with the result, and with the optimizer.
-        given: the user's own, if the strategy has replaced it.
+        given: the user's optimizer, if the strategy has replaced it.
         clip_norm: the limit on the gradients' norm in a step, if they were not clipped before.
         admit: called with the optimizer when a group was added to it.
-        has_loss: the loss is computed before a step, so a strategy that steps by itself leaves the closure uncalled.
+        has_loss: the loss is computed before a step, so a strategy that steps alone does not call the closure.
     """
 
     def __init__(
@@ -51,32 +51,32 @@ class PreparedOptimizer(Optimizer):
         admit: Callable[[Optimizer], None] | None = None,
         has_loss: bool = False,
     ) -> None:
-        # Optimizer.__init__ is not called: groups and state are the inner optimizer's, and only those.
+        # Optimizer.__init__ is not called, because groups and state are the inner optimizer's.
         self.optimizer = optimizer
         self.given = optimizer if given is None else given
         self.step_was_skipped = False
-        """Whether the latest step was left out because the gradients held an inf or a NaN."""
+        """Whether the latest step was skipped because the gradients contained an inf or a NaN."""
         self.steps_called = self.steps_made = 0
-        """How many times step was called, and how many times it stepped."""
+        """How often step was called, and how often it stepped."""
         self._engine, self._windows = engine, windows
         self._before_step, self._after_step = before_step, after_step
         self._clip_norm, self._admit, self._has_loss = clip_norm, admit, has_loss
         self._is_done = False
-        """Whether the current gradients have been stepped with."""
+        """Whether a step has used the current gradients."""
         self._began = windows.backwards if windows is not None else 0
-        """How many losses had been sent backward when the gradients were last cleared."""
+        """The number of backwards when the gradients were last cleared."""
         self._cleared_at: int | None = None
-        """The same count at a deferred `zero_grad`; None without one."""
+        """The number of backwards at a deferred `zero_grad`, or None."""
         self._stepped_in: tuple[ModelWindow, int] | None = None
-        """The window of the latest step, and how many batches it had had; None once a later one has begun."""
+        """The window of the latest step and its number of batches then, or None once a later window has begun."""
 
-    def __getattr__(self, name: str) -> Any:  # param_groups, state, and what else an optimizer has
+    def __getattr__(self, name: str) -> Any:  # param_groups, state and the other attributes
         if name == "optimizer":  # a copy that has no attributes yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Step at the window's end, unless the gradients are not finite; return what the closure first returned, if any."""
+        """Step at the window's end, unless the gradients are not finite. Return the closure's first result."""
         if closure is None:
             self.step_clipped()
             return None
@@ -88,7 +88,8 @@ class PreparedOptimizer(Optimizer):
 
         if self._windows is not None:
             self._refuse_closure(self._windows)
-        if self._has_loss or (self._engine.strategy.takes_closure and self._engine.precision.takes_closure):
+        takes_closure = self._engine.strategy.capabilities.takes_closure and self._engine.precision.takes_closure
+        if self._has_loss or takes_closure:
             self.step_clipped(call=call)
         else:
             # Gradients have to be final (averaged, unscaled) before such a step, so it cannot compute them itself.
@@ -100,15 +101,15 @@ class PreparedOptimizer(Optimizer):
     def step_clipped(
         self, norm: float | None = None, value: float | None = None, call: Closure | None = None
     ) -> StepResult | None:
-        """Clip, if given a limit, and step; None before the window's end."""
+        """Clip, if there is a limit, and step. Return None before the window's end."""
         windows, scale = self._windows, 1.0
         self.steps_called += 1
         if windows is not None:
             if not windows.current.is_at_end:
-                self._is_done, self._stepped_in = False, None  # a zero_grad that follows keeps this window's gradients
+                self._is_done, self._stepped_in = False, None  # a later zero_grad keeps this window's gradients
                 return None
             if self._cleared_at == windows.backwards:
-                self._drop_waiting()  # cleared after its last backward, it has nothing to step with
+                self._drop_waiting()  # cleared after the last backward, so there are no gradients
             self._cleared_at = None
             scale = windows.current.correct(self.optimizer)
         if self._clip_norm is not None and self.optimizer not in self._engine.strategy.finalized:
@@ -127,20 +128,20 @@ class PreparedOptimizer(Optimizer):
         return result
 
     def clip(self, norm: float | None, value: float | None) -> Tensor | None:
-        """Clip the gradients for the next step; return their norm before, if it was computed."""
+        """Clip the gradients for the next step. Return their norm before, if it was computed."""
         scale = self._windows.current.correct(self.optimizer) if self._windows is not None else 1.0
         if norm is not None and self._clip_norm is not None:
             norm = self._clip_norm
         return self._engine.strategy.clip_gradients(self.optimizer, Clipping(norm, value, scale))
 
     def _refuse_closure(self, windows: AccumulationWindows) -> None:
-        """Refuse a closure under settings that do not let the optimizer call it several times (TypeError)."""
+        """Raise TypeError for a closure under settings that do not allow several calls of it."""
         strategy, precision = self._engine.strategy, self._engine.precision
         if windows.usual_length > 1:
             reason = f"gradient_accumulation_steps={windows.usual_length}"
         elif not precision.takes_closure:
             reason = f"precision {precision.name!r}"
-        elif not strategy.takes_closure:
+        elif not strategy.capabilities.takes_closure:
             reason = f"strategy {strategy.name!r}"
         else:
             return
@@ -156,10 +157,10 @@ class PreparedOptimizer(Optimizer):
         With sync_grad False backward does not average gradients over ranks, for accumulation under manual optimization.
         """
         others = stepped_by(*self._engine.optimizers) - stepped_by(self)
-        frozen = [each for each in others if each.requires_grad]
+        frozen = [parameter for parameter in others if parameter.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(False)
-        self._engine.strategy.refresh_toggled()  # a reducer waits for the gradient of every parameter that requires one
+        self._engine.strategy.refresh_trainable((), in_step=True)
         if not sync_grad:
             self._engine.sync_gradients(False)
         try:
@@ -167,18 +168,18 @@ class PreparedOptimizer(Optimizer):
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(True)
-            self._engine.strategy.refresh_toggled()
+            self._engine.strategy.refresh_trainable((), in_step=True)
             if not sync_grad:
                 self._engine.sync_gradients(True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, except those of an accumulation window that has not ended."""
+        """Clear the gradients, unless their accumulation window has not ended."""
         windows = self._windows
         is_plain = (
             windows is None or (windows.usual_length == 1 and windows.current.is_at_end) or not windows.is_counting
         )
         is_clipped = self.optimizer in self._engine.strategy.finalized
-        # Loops call this in every batch, before the backward or after the step; only a window's gradients may be lost by it.
+        # Loops call this in every batch, before the backward or after the step. It must not lose a window's gradients.
         if (
             windows is None
             or is_plain
@@ -193,13 +194,13 @@ class PreparedOptimizer(Optimizer):
             windows.current.put_off(self._drop_waiting)
 
     def _is_between(self, windows: AccumulationWindows) -> bool:
-        """Return whether its own window has ended with a step, and the current one is that of other models."""
+        """Return whether its window has ended with a step, and the current window belongs to other models."""
         if self._stepped_in is None or windows.current is self._stepped_in[0]:
             return False
         return windows.is_over(*self._stepped_in) and windows.current.has_none_of(stepped_by(self))
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, also those that wait for the end of a window."""
+        """Clear the gradients, also if they wait for the end of a window."""
         self._is_done, self._cleared_at = False, None
         if set_to_none:
             clear_gradients(self.optimizer)
@@ -207,9 +208,8 @@ class PreparedOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none)
         if self._windows is not None:
             self._began = self._windows.backwards
-        strategy = self._engine.strategy
-        if self.optimizer in strategy.finalized:  # by a clip without a step
-            strategy.release(self.optimizer)
+        if self.optimizer in self._engine.strategy.finalized:  # by a clip without a step
+            release(self._engine.strategy, self.optimizer)
 
     def _drop_waiting(self) -> None:
         if self._cleared_at is not None:
@@ -238,17 +238,17 @@ class PreparedOptimizer(Optimizer):
 class PreparedModule(nn.Module):
     """A module whose forward runs through the strategy's wrapper and in the precision's context.
 
-    Its parameters, buffers and submodules have the names that they have in the user's own module, whose other attributes it
-    has too: a method of the user's, such as `generate`, runs in the precision's context, but not through the strategy's
-    wrapper, so it must not be trained through. A pickle is that module alone; a deep copy has a copy of it and runs in the
-    same precision, but belongs to no optimizer. With `to_float32`, half-precision outputs are converted, so that a loss is
-    computed in full precision.
+    Its parameters, buffers and submodules have the same names as in the user's module, and it has the module's other
+    attributes. A method of the user, such as `generate`, runs in the precision's context, but not through the strategy's
+    wrapper, so it must not be used for training. A pickle contains only the module. A deep copy has a copy of the module and
+    runs in the same precision, but belongs to no optimizer. With `to_float32`, half-precision outputs are converted, so that a
+    loss is computed in full precision.
     """
 
     def __init__(self, engine: Engine, module: nn.Module, *, to_float32: bool) -> None:
         super().__init__()
         self.forwards = self.method_calls = 0
-        """How many times it was called with gradients enabled, and how many times a method was in the precision's context."""
+        """How often it was called, and how often its methods ran in the precision's context, with gradients enabled."""
         self.module = module
         self._engine = engine
         self._to_float32 = to_float32
@@ -256,13 +256,13 @@ class PreparedModule(nn.Module):
         self.register_load_state_dict_pre_hook(_inner_names)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
-        if name in (own := self.__dict__.get("_modules", {})):
-            return own[name]
-        if "module" not in own:  # a copy that has no attributes yet
+        if name in (modules := self.__dict__.get("_modules", {})):
+            return modules[name]
+        if "module" not in modules:  # a copy that has no attributes yet
             raise AttributeError(name)
-        value = getattr(own["module"], name)
+        value = getattr(modules["module"], name)
         context = self._engine.precision.forward_context()
-        if context is None or not (inspect.ismethod(value) and value.__self__ is own["module"]):
+        if context is None or not (inspect.ismethod(value) and value.__self__ is modules["module"]):
             return value
 
         @wraps(value)
@@ -309,7 +309,7 @@ class PreparedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedModule:
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
-        memo[id(self._engine)] = self._engine  # which is not copied
+        memo[id(self._engine)] = self._engine  # not copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
@@ -326,11 +326,11 @@ class PreparedModule(nn.Module):
 
 
 class PreparedScheduler:
-    """A scheduler that skips its step when its optimizers skipped theirs; other attributes are the user's scheduler's.
+    """A scheduler that skips its step when its optimizers skipped a step, with the attributes of the user's scheduler.
 
     Args:
-        with_optimizer: False makes every call step.
-        repeats: steps of the user's scheduler for each step, up to its `total_steps`.
+        with_optimizer: if False, every call steps.
+        repeats: steps of the user's scheduler per step, up to its `total_steps`.
     """
 
     def __init__(
@@ -353,9 +353,9 @@ class PreparedScheduler:
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, unless its optimizer was called since the last time and did not step, or its window has not ended."""
+        """Step, unless its optimizer was called since and did not step, or its window has not ended."""
         called, made = self._counts()
-        # A loop may step it after each call of the optimizer's step, or, as at the end of an epoch, without one in between.
+        # A loop may call it after every call of the optimizer's step, or without one, as at the end of an epoch.
         is_due = made > self._made or (called == self._called and self._windows.current.is_at_end)
         self._called, self._made = called, made
         if self._with_optimizer and not is_due:
@@ -363,25 +363,26 @@ class PreparedScheduler:
         for _ in range(self._repeats):
             total = getattr(self.scheduler, "total_steps", None)
             if self._repeats > 1 and total is not None and self.scheduler.last_epoch >= total:
-                return  # OneCycleLR refuses a step beyond its last
+                return  # OneCycleLR rejects a step beyond its last
             self.scheduler.step(*args, **kwargs)
 
     def steps_since(self) -> list[int]:
-        """Return how many times its optimizers' step was called since its own last step, and how many times they stepped."""
+        """Return how often its optimizers' step was called since the scheduler's last step, and how often they stepped."""
         called, made = self._counts()
         return [called - self._called, made - self._made]
 
     def take_steps(self, called: int, made: int) -> None:
-        """Resume from what `steps_since` returned."""
+        """Resume from a result of `steps_since`."""
         all_called, all_made = self._counts()
         self._called, self._made = all_called - called, all_made - made
 
     def _counts(self) -> tuple[int, int]:
-        return sum(each.steps_called for each in self._optimizers), sum(each.steps_made for each in self._optimizers)
+        called = sum(optimizer.steps_called for optimizer in self._optimizers)
+        return called, sum(optimizer.steps_made for optimizer in self._optimizers)
 
 
 class Preparations:
-    """The prepared models, optimizers, loaders and schedulers, each in the order in which they were given."""
+    """The prepared models, optimizers, loaders and schedulers, in the order of their preparation."""
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
@@ -389,18 +390,18 @@ class Preparations:
         self.loaders: list[PreparedLoader] = []
         self.schedulers: list[PreparedScheduler] = []
 
-    def of(self, given: Any) -> Any:
-        """Return the prepared object for an object, which may be that itself; None if it was not prepared."""
+    def of(self, obj: Any) -> Any:
+        """Return the prepared form of an object, or None if it was not prepared."""
         every = (*self.models, *self.optimizers, *self.loaders, *self.schedulers)
-        return next((each for each in every if any(given is one for one in _forms(each))), None)
+        return next((prepared for prepared in every if any(obj is form for form in _forms(prepared))), None)
 
-    def to_prepare(self, given: Any) -> Any:
-        """Return the user's own object, if another Accelerator has prepared it; otherwise the object given."""
-        return given if self.of(given) is not None else _forms(given)[-1]
+    def to_prepare(self, obj: Any) -> Any:
+        """Return the user's object if another Accelerator has prepared it, otherwise the same object."""
+        return obj if self.of(obj) is not None else _forms(obj)[-1]
 
 
 def _forms(prepared: Any) -> tuple[Any, ...]:
-    """Return an object, and what it was prepared from, the user's own last."""
+    """Return an object and its earlier forms, the user's last."""
     if isinstance(prepared, PreparedModule):
         return prepared, prepared.module
     if isinstance(prepared, PreparedOptimizer):
@@ -411,23 +412,22 @@ def _forms(prepared: Any) -> tuple[Any, ...]:
 
 
 def stepped_by(*optimizers: Optimizer) -> set[Tensor]:
-    return {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
+    return {parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def kind_of(each: Any) -> str | None:
-    """Return which kind of object this is; None if it cannot be prepared."""
-    if isinstance(each, type):
+def kind_of(obj: Any) -> str | None:
+    """Return the kind of an object, or None if it cannot be prepared."""
+    if isinstance(obj, type):
         return None
-    if isinstance(each, nn.Module):
+    if isinstance(obj, nn.Module):
         return "module"
-    if isinstance(each, Optimizer):
+    if isinstance(obj, Optimizer):
         return "optimizer"
-    if isinstance(each, (DataLoader, PreparedLoader)):
+    if isinstance(obj, (DataLoader, PreparedLoader)):
         return "loader"
-    has_methods = all(callable(getattr(each, name, None)) for name in ("step", "state_dict"))
-    return (
-        "scheduler" if has_methods and not hasattr(each, "param_groups") else None
-    )  # with groups, a foreign optimizer
+    # With groups, it is a foreign optimizer.
+    is_scheduler = all(callable(getattr(obj, name, None)) for name in ("step", "state_dict"))
+    return "scheduler" if is_scheduler and not hasattr(obj, "param_groups") else None
 
 
 def _full_precision(tensor: Tensor) -> Tensor:
@@ -439,13 +439,13 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def _own_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename a state_dict's entries to the module's own names."""
+    """Rename a state_dict's entries to the names in the user's module."""
     _rename(state, f"{prefix}module.", prefix)
     _rename(getattr(state, "_metadata", {}), f"{prefix}module.", prefix, end=".")
 
 
 def _inner_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename a state_dict's entries from the module's own names, before it is loaded here."""
+    """Rename a state_dict's entries from the names in the user's module, before it is loaded here."""
     _rename(state, prefix, f"{prefix}module.")
 
 

@@ -1,24 +1,25 @@
-"""Prepared loaders: this rank's part of a user's loader, for raw loops, and which of several loaders a loop is over."""
+"""Prepared loaders: this rank's part of a user's loader, for raw loops, and which of several loaders a loop iterates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trainwright.data.batch_stream import sample_counts
 from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loaders import with_last
 from trainwright.data.source_state import SPACING
 from trainwright.data.transfer import to_device
 from trainwright.engine.engine import Engine
-from trainwright.ladder.loop_recorder import LoopRecorder
+from trainwright.overrides import LoopObserver
 
 
 class PreparedLoader:
-    """This rank's part of a loader, batch by batch on the device; each iteration is the next epoch.
+    """This rank's part of a loader, batch by batch on the device. Every iteration is the next epoch.
 
-    Every rank has the same number of batches. Some of the last ones may be smaller, and a rank without a sample repeats
-    another's: `last_sizes` has each rank's own samples. Other attributes (`dataset`, `batch_size`, `sampler`) are those of the
-    user's loader.
+    Every rank has the same number of batches. Some of the last ones may be smaller, and a rank without a sample repeats a batch
+    of another: `last_sizes` has the numbers of new samples by rank. Other attributes (`dataset`, `batch_size`, `sampler`) come
+    from the user's loader.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class PreparedLoader:
         self._epoch = self._batch = self._skipped = 0
         self._is_begun = False
         self._is_evaluated = False
-        """Whether the latest pass trained nothing and was left before its end, which is over for a checkpoint too."""
+        """Whether the latest pass trained nothing and was abandoned, so that it is over for a checkpoint too."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # a copy that has no attributes yet
@@ -55,23 +56,19 @@ class PreparedLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_begun:  # the previous pass was left before its end
+        if self._is_begun:  # the previous pass was abandoned
             self._end_epoch()
         self._is_begun, self.is_at_end, self._is_evaluated = True, False, False
         self._engine.refresh_trainable(if_changed=True)  # a raw loop may freeze layers between epochs
-        skipped, self._skipped = self._skipped, 0
-        if self._is_resumed and self._batch and not skipped:
-            self._choose_start()
-        if skipped and not self._batch and self._sharded.seeks:
-            self._batch = skipped
+        skipped = self._take_start()
         if self._before_epoch is not None and not self._batch:
             self._before_epoch()
         self._sharded.set_epoch(self._engine.seed, self._epoch, self._batch)
-        length, device = self._sharded.exact_length, self._engine.device
+        device = self._engine.device
         moves = self._moves and device.type != "cpu"
         iteration, is_left = self._iterations.begin(self), True
         try:
-            for batch, is_last in with_last(self._sharded, self._batch, length):
+            for batch, is_last in with_last(self._sharded, self._batch, self._sharded.exact_length):
                 self.is_at_end = is_last
                 self._batch += 1
                 if self._batch <= skipped:
@@ -84,9 +81,18 @@ class PreparedLoader:
             if self._iterations.end(iteration, is_left) and is_left:
                 self._is_evaluated = not iteration.has_trained
 
+    def _take_start(self) -> int:
+        """Determine the first batch of the pass. Return how many batches of its epoch to read and skip."""
+        skipped, self._skipped = self._skipped, 0
+        if self._is_resumed and self._batch and not skipped:
+            self._choose_start()
+        if skipped and not self._batch and self._sharded.seeks:
+            self._batch = skipped
+        return skipped
+
     @property
     def epoch(self) -> int:
-        """Return the number of the epoch that the next batch belongs to; a loop that reads it resumes within that epoch."""
+        """Return the number of the next batch's epoch; a loop that reads it resumes within that epoch."""
         self._iterations.has_read_epoch = True
         return self._epoch
 
@@ -96,7 +102,7 @@ class PreparedLoader:
         self._is_resumed, self._iterations.has_read_epoch = True, False
 
     def _choose_start(self) -> None:
-        """Begin a resumed epoch at its start if the loop has not read `epoch`: loops for Accelerate skip batches themselves."""
+        """Begin a resumed epoch at its start if the loop has not read `epoch`, because loops for Accelerate skip batches."""
         position = f"batch {self._batch} of epoch {self._epoch}"
         text = f"load_state: the loader continues at {position}."
         if not (self._continues or self._iterations.has_read_epoch):
@@ -107,19 +113,19 @@ class PreparedLoader:
             print(text)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of an epoch, from its start; the current epoch continues from its position."""
+        """Choose the epoch of the next iteration, which begins at its start. The current epoch continues from its position."""
         at = self._epoch + (self._is_begun and self._batch > 0)
         if epoch != at:
             self.load_state_dict({"epoch": epoch, "batch": 0})
 
     def skip(self, num_batches: int) -> None:
-        """Let the next iteration begin at this batch of its epoch."""
+        """Begin the next iteration at this batch of its epoch."""
         if not self._is_begun and self._batch > num_batches:
             self.load_state_dict({"epoch": self._epoch, "batch": 0})
         self._skipped = num_batches
 
     def _end_epoch(self) -> None:
-        """End the epoch where it is, so that the sources' states of this moment begin the next one."""
+        """End the epoch here, so that the sources' present states begin the next one."""
         self._sharded.load_state_dict(self._sharded.state_dict(self._batch, is_over=True))
         self._epoch, self._batch = self._epoch + 1, 0
 
@@ -128,24 +134,24 @@ class PreparedLoader:
 
     @property
     def batches_left(self) -> int | None:
-        """Return how many batches are left in the epoch, the current one included; None if the length is unknown."""
+        """Return how many batches of the epoch remain, with the current one, or None if the length is unknown."""
         length = self._sharded.exact_length
         return None if length is None else length - self._batch + 1
 
     @property
     def total_batch_size(self) -> int | None:
-        """Return the samples of all ranks' batches together; None if the loader has no batch size."""
+        """Return the number of samples in all ranks' batches, or None if the loader has no batch size."""
         size = getattr(self.loader, "batch_size", None)
         return size if size is None or self._splits else size * self._engine.world_size
 
     @property
     def total_dataset_length(self) -> int:
-        """Return the samples of the dataset; TypeError if it has no length."""
+        """Return the number of samples in the dataset (TypeError if it has no length)."""
         return len(self.loader.dataset)
 
     @property
     def last_sizes(self) -> list[int] | None:
-        """Return, by rank, how many samples of the current batch are its own; None if all are, and equally many."""
+        """Return how many samples of the current batch are new, by rank, or None if all ranks have equally many."""
         return self._sharded.uneven.get(self._batch - 1)
 
     @property
@@ -154,7 +160,7 @@ class PreparedLoader:
         return self._sharded.weight_at(self._batch - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch: "sources" as this rank sees them, the rest the same on every rank."""
+        """Return the position of the next batch, the same on every rank except for "sources"."""
         is_over = (self.is_at_end or self._is_evaluated) and self._batch > 0
         epoch, batch = (self._epoch + 1, 0) if is_over else (self._epoch, self._batch)
         return {"epoch": epoch, "batch": batch, **self._sharded.state_dict(self._batch, is_over=is_over)}
@@ -172,49 +178,49 @@ class Iteration:
     def __init__(self, loader: PreparedLoader, moment: int, trainings: int) -> None:
         self.loader, self.trainings = loader, trainings
         self.is_left = self.has_trained = False
-        """Whether it was abandoned before its end; and, once it is over, whether it trained something."""
+        """Whether it was abandoned, and, once it is over, whether it trained something."""
         self.began = self.latest = moment
-        """When it began, and when it gave its latest batch, counted in batches of all loaders."""
+        """The times of its beginning and of its latest batch, counted in batches of all loaders."""
 
 
 class Iterations:
-    """The passes that are under way, as a loop may read several loaders, and which of them the loop is over."""
+    """The passes under way, and which of them the loop iterates, because a loop may read several loaders."""
 
-    def __init__(self, recorder: LoopRecorder | None = None) -> None:
-        self._recorder = recorder
+    def __init__(self, observer: LoopObserver | None = None) -> None:
+        self._observer = observer
         self.has_read_epoch = False
         """Whether the loop has read a loader's `epoch` since the latest `load_state`."""
         self._open: list[Iteration] = []
         self._moment = self._trainings = 0
         self._looked = 0
-        """When `current` was last called."""
+        """The time of the last call of `current`."""
         self._outer: PreparedLoader | None = None
         self._found: tuple[Iteration | None, bool] = (None, True)
 
     def begin(self, loader: PreparedLoader) -> Iteration:
-        """Note that a pass over a loader begins, which ends an earlier one over the same loader."""
-        for each in [each for each in self._open if each.loader is loader]:
-            self.end(each, is_left=True)
+        """Record the beginning of a pass over a loader, which ends an earlier pass over the same loader."""
+        for earlier in [iteration for iteration in self._open if iteration.loader is loader]:
+            self.end(earlier, is_left=True)
         self._moment += 1
-        if self._recorder is not None:
-            self._recorder.note_pass()
+        if self._observer is not None:
+            self._observer.note_pass()
         self._open.append(Iteration(loader, self._moment, self._trainings))
         return self._open[-1]
 
     def note_batch(self, iteration: Iteration, batch: Any) -> None:
         self._moment += 1
         iteration.latest = self._moment
-        if self._recorder is not None:
-            self._recorder.note_batch(batch)
+        if self._observer is not None:
+            self._observer.note_batch(next(iter(sample_counts(batch)), None))
 
     def note_training(self) -> None:
-        """Note a backward or a step."""
+        """Record a backward or a step."""
         self._trainings += 1
-        if self._recorder is not None:
-            self._recorder.note_training()
+        if self._observer is not None:
+            self._observer.note_training()
 
     def end(self, iteration: Iteration, is_left: bool) -> bool:
-        """End a pass; return whether it was under way."""
+        """End a pass. Return whether it was under way."""
         if iteration not in self._open:
             return False
         self._open.remove(iteration)
@@ -222,23 +228,24 @@ class Iterations:
         return True
 
     def current(self) -> tuple[Iteration | None, bool]:
-        """Return the pass that the loop is over, and whether that is certain.
+        """Return the pass that the loop iterates, and whether that is certain.
 
-        Of the passes that gave a batch since the last call, it is the one found then, or else the first of them; or one that
-        began after that one's latest batch, a loop within the loop.
+        Of the passes with a batch since the last call, it is the previous result, or else the first. If another pass began
+        after the latest batch of that pass, it is an inner loop and wins.
         """
         if self._looked == self._moment and self._found[0] in self._open:
             return self._found
-        fresh = sorted((each for each in self._open if each.latest > self._looked), key=lambda each: each.latest)
+        fresh = [iteration for iteration in self._open if iteration.latest > self._looked]
+        fresh.sort(key=lambda iteration: iteration.latest)
         self._looked = self._moment
         if not fresh:
             self._found = (self._open[-1] if self._open else None, True)
             return self._found
-        outer = next((each for each in fresh if each.loader is self._outer), None)
+        outer = next((iteration for iteration in fresh if iteration.loader is self._outer), None)
         found = fresh[0] if outer is None else outer
         self._outer = found.loader
-        for each in fresh:
-            if each.began > found.latest:
-                found = each
+        for iteration in fresh:
+            if iteration.began > found.latest:
+                found = iteration
         self._found = (found, len(fresh) == 1 or found is outer)
         return self._found

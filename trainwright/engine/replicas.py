@@ -1,7 +1,7 @@
-"""Replicas: what must be the same on every rank of a job: the model's layout, and settings that no collective compares.
+"""Replicas: checks that the model's layout, and settings that no collective compares, are the same on every rank.
 
-Compared over the key-value store. Layouts come before the first collective on weights, where tensors that differ would hang or
-be read as one another. A setting that a script draws by chance on each rank lets the replicas drift apart unnoticed.
+They are compared over the key-value store. Layouts come before the first collective on weights, which would hang or mix up
+tensors that differ. If every rank chooses a setting by chance, the replicas would drift apart unnoticed.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainwright.compiled_names import clean_name
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import UNSAVED_KEYS
+from trainwright.tensor_names import clean_name
 
 Row = tuple[str, str]
 """A tensor's name, and its description for the comparison."""
 Settings = dict[str, str]
-"""Values as text, by what they are."""
+"""Values as text, by their descriptions."""
 SHOWN = 5
-"""How many settings an error names."""
+"""The number of settings that an error names."""
 ADVICE = (
     "A setting that each rank chooses by itself (by chance, by the clock, by a study) has to be the same on all: choose it "
     "after tw.seed_everything, hand rank 0's to the others with trainer.engine.broadcast, or pass it on the command line."
@@ -33,10 +33,10 @@ ADVICE = (
 
 
 def refuse_unlike_models(module: nn.Module, ranks: Ranks) -> None:
-    """Refuse a model that is not the same on every rank (ValueError, on every rank). Collective."""
-    layouts: list[list[Row]] = (
-        [] if ranks.world_size == 1 else ranks.differing(layout_of(module), "comparing the models")
-    )
+    """Raise ValueError on every rank for a model that differs between ranks. Collective."""
+    if ranks.world_size == 1:
+        return
+    layouts: list[list[Row]] = ranks.differing(layout_of(module), "comparing the models")
     if not layouts:
         return
     rank = next(rank for rank, layout in enumerate(layouts) if layout != layouts[0])
@@ -59,49 +59,53 @@ def layout_of(module: nn.Module) -> list[Row]:
         frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
         return f"{kind} {shape} and {tensor.dtype}{frozen}"
 
-    rows = [(clean_name(name), described(each, "parameter")) for name, each in module.named_parameters()]
-    return rows + [(clean_name(name), described(each, "buffer")) for name, each in module.named_buffers()]
+    rows = [(clean_name(name), described(tensor, "parameter")) for name, tensor in module.named_parameters()]
+    return rows + [(clean_name(name), described(tensor, "buffer")) for name, tensor in module.named_buffers()]
 
 
 def refuse_groups(module: nn.Module) -> None:
-    """Raise TypeError for a module whose own `parameters()` returns an optimizer's groups, or anything but tensors."""
-    for path, each in module.named_modules():
-        if type(each).parameters is nn.Module.parameters:
+    """Raise TypeError for a module whose `parameters()` returns an optimizer's groups, or anything but tensors."""
+    for path, layer in module.named_modules():
+        if type(layer).parameters is nn.Module.parameters:
             continue
-        for given in each.parameters():
-            if not isinstance(given, Tensor):
-                where = f"{path!r} ({type(each).__name__})" if path else type(each).__name__
+        for parameter in layer.parameters():
+            if not isinstance(parameter, Tensor):
+                where = f"{path!r} ({type(layer).__name__})" if path else type(layer).__name__
                 raise TypeError(
-                    f"parameters() of {where} returns {a_type_of(given)}; it has to return tensors, as torch's does. Give the "
-                    "method that returns an optimizer's groups another name, such as parameter_groups."
+                    f"parameters() of {where} returns {a_type_of(parameter)}; it has to return tensors, as torch's does. Give "
+                    "the method that returns an optimizer's groups another name, such as parameter_groups."
                 )
 
 
 def refuse_unlike_optimizers(optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
-    """Refuse optimizers whose kinds or options differ across ranks (ValueError, on every rank). Collective."""
+    """Raise ValueError on every rank for optimizers whose kinds or options differ between ranks. Collective."""
     if unlike := _unlike(optimizer_settings(optimizers), ranks):
-        raise ValueError(f"the optimizers of the ranks differ, and so would their weights: {_listed(unlike)}. {ADVICE}")
+        raise ValueError(f"the optimizers of the ranks differ, and so would their weights: {unlike}. {ADVICE}")
 
 
 def refuse_unlike_arguments(arguments: Mapping[str, Any], owner: str, ranks: Ranks) -> None:
-    """Refuse plain arguments that differ across ranks (ValueError, on every rank). Collective."""
+    """Raise ValueError on every rank for plain arguments that differ between ranks. Collective."""
     if unlike := _unlike({name: repr(value) for name, value in arguments.items() if is_plain(value)}, ranks, owner):
-        raise ValueError(f"the ranks gave the {owner} other arguments: {_listed(unlike)}. {ADVICE}")
+        raise ValueError(f"the ranks gave the {owner} other arguments: {unlike}. {ADVICE}")
 
 
 def warn_of_unlike_settings(module: nn.Module, hyper_parameters: Mapping[str, Any], ranks: Ranks) -> None:
-    """Warn if hyper-parameters, or numbers among a module's attributes, differ across ranks. Collective."""
+    """Warn if hyper-parameters, or numbers among a module's attributes, differ between ranks. Collective."""
     settings = {f"hyper-parameter {name!r}": repr(value) for name, value in hyper_parameters.items() if is_plain(value)}
-    unlike = _unlike(settings | _attribute_settings(module), ranks)
-    # A module that keeps its rank's number does so on purpose.
+    settings |= {
+        f"attribute {f'{path}.{name}'.lstrip('.')!r}": repr(value)
+        for path, child in module.named_modules()
+        for name, value in vars(child).items()
+        if type(value) in (bool, int, float) and not name.startswith("_")
+    }
+    # A module that stores its rank's number does so on purpose.
     numbers = [str(rank) for rank in range(ranks.world_size)]
-    unlike = {name: values for name, values in unlike.items() if values != numbers}
-    if unlike:
-        rank_zero_warn(f"the ranks train modules of different settings: {_listed(unlike)}. {ADVICE}", stacklevel=2)
+    if unlike := _unlike(settings, ranks, accepted=numbers):
+        rank_zero_warn(f"the ranks train modules of different settings: {unlike}. {ADVICE}", stacklevel=2)
 
 
 def optimizer_settings(optimizers: Iterable[Optimizer]) -> Settings:
-    """Return the kinds of optimizers and their options, apart from those that choose an implementation."""
+    """Return the kinds of optimizers and their options, except options that choose an implementation."""
     settings: Settings = {}
     for number, optimizer in enumerate(optimizers):
         where = f"optimizer {number}"
@@ -116,40 +120,27 @@ def optimizer_settings(optimizers: Iterable[Optimizer]) -> Settings:
     return settings
 
 
-def _attribute_settings(module: nn.Module) -> Settings:
-    return {
-        f"attribute {f'{path}.{name}'.lstrip('.')!r}": repr(value)
-        for path, child in module.named_modules()
-        for name, value in vars(child).items()
-        if type(value) in (bool, int, float) and not name.startswith("_")
-    }
-
-
-def _unlike(settings: Settings, ranks: Ranks, owner: str = "run") -> dict[str, list[str]]:
-    """Return the settings that differ across ranks, each with its values by rank."""
+def _unlike(settings: Settings, ranks: Ranks, owner: str = "run", accepted: Sequence[str] = ()) -> str:
+    """Return the settings that differ between ranks in words, except if their values are the `accepted` ones."""
     by_rank: list[Settings] = ranks.differing(settings, f"comparing settings of the {owner}")
-    names = dict.fromkeys(name for each in by_rank for name in each)
-    values = {name: [each.get(name, "nothing") for each in by_rank] for name in names}
-    return {name: each for name, each in values.items() if len(set(each)) > 1}
-
-
-def _listed(unlike: dict[str, list[str]]) -> str:
     texts = []
-    for name, values in unlike.items():
-        rank = next(rank for rank, value in enumerate(values) if value != values[0])
-        texts.append(f"{name} is {values[0]} on rank 0 and {values[rank]} on rank {rank}")
+    for name in dict.fromkeys(name for local in by_rank for name in local):
+        values = [local.get(name, "nothing") for local in by_rank]
+        if len(set(values)) > 1 and values != accepted:
+            rank = next(rank for rank, value in enumerate(values) if value != values[0])
+            texts.append(f"{name} is {values[0]} on rank 0 and {values[rank]} on rank {rank}")
     return joined(texts)
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Return the first of the texts as one, with the number of the others."""
+    """Return the first texts as one, with the number of the others."""
     return "; ".join(texts[:SHOWN]) + (f", and {len(texts) - SHOWN} more" if len(texts) > SHOWN else "")
 
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is a number, a text, a boolean, None, or made of these."""
     if isinstance(value, (list, tuple)):
-        return all(is_plain(each) for each in value)
+        return all(map(is_plain, value))
     if isinstance(value, dict):
         return all(map(is_plain, [*value, *value.values()]))
     return value is None or type(value) in (bool, int, float, str)

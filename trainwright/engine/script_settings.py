@@ -1,4 +1,4 @@
-"""ScriptSettings: the optimizer and scheduler settings that a script has chosen, compared with a checkpoint's.
+"""ScriptSettings: the script's optimizer and scheduler settings, compared with a checkpoint's.
 
 The settings are recorded as text when the objects are prepared, so values that training changes do not count as differences.
 """
@@ -15,7 +15,7 @@ from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
 
 SCHEDULERS, OPTIMIZER_SETTINGS = FRESH = ("schedulers", "optimizer_settings")
-"""The kinds of settings that `fresh` takes from the script instead of from the checkpoint."""
+"""The kinds of settings that `fresh` takes from the script instead of the checkpoint."""
 RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """Values of a parameter group that belong to its scheduler, if there is one."""
 PROGRESS = ("last_epoch", "base_lrs", "T_cur", "T_i")
@@ -23,7 +23,7 @@ PROGRESS = ("last_epoch", "base_lrs", "T_cur", "T_i")
 
 
 def checked_fresh(fresh: Any, ckpt_path: Any = None) -> tuple[str, ...]:
-    """Return the names in `fresh`; ValueError for others, and for a command that is repeated with "auto"."""
+    """Return the names in `fresh` (ValueError for unknown ones, and with ckpt_path="auto")."""
     names = tuple(fresh) if isinstance(fresh, (tuple, list, set)) else (fresh,)
     if any(name not in FRESH for name in names):
         raise ValueError(
@@ -37,16 +37,16 @@ def checked_fresh(fresh: Any, ckpt_path: Any = None) -> tuple[str, ...]:
 
 
 class ScriptSettings:
-    """The settings of one run's optimizers and schedulers, each kind under its name in FRESH."""
+    """The settings of one run's optimizers and schedulers, by their kinds in FRESH."""
 
     def __init__(self) -> None:
         self.stored: dict[str, Settings] = {kind: {} for kind in FRESH}
-        """The settings in effect, for checkpoints: the script's, or those of the checkpoint that the run has resumed from."""
+        """The settings in effect, for checkpoints, from the script or the checkpoint that the run has resumed from."""
         self._script: dict[str, Settings] = {kind: {} for kind in FRESH}
         self._schedulers: list[Any] = []
 
     def note_optimizers(self, optimizers: Sequence[Any], *, is_first: bool) -> None:
-        """Record the settings of all optimizers; those of an earlier call, which come first, may have been trained since."""
+        """Record the settings of new optimizers. Earlier ones, which come first, may have been trained since."""
         if is_first:  # others are of another run
             self.note_schedulers([])
         for known in (self._script, self.stored):
@@ -58,19 +58,19 @@ class ScriptSettings:
         self.stored[SCHEDULERS] = self._script[SCHEDULERS] = _scheduler_settings(schedulers)
 
     def check(self, state: Mapping[str, Any], path: str, fresh: Collection[str]) -> None:
-        """Reject a checkpoint of other schedulers (CheckpointError), unless `fresh` names them."""
-        states, own = state.get("lr_schedulers"), self._script[SCHEDULERS].get("classes", "")
+        """Raise CheckpointError for a checkpoint of other schedulers, unless `fresh` contains "schedulers"."""
+        states, classes = state.get("lr_schedulers"), self._script[SCHEDULERS].get("classes", "")
         if states is None or SCHEDULERS in fresh:  # a hook may have removed them
             return
         saved = state.get("settings", {}).get(SCHEDULERS, {}).get("classes")  # None in older checkpoints
-        if saved != own if saved is not None else len(states) != len(self._schedulers):
+        if saved != classes if saved is not None else len(states) != len(self._schedulers):
             raise CheckpointError(
-                f"{path}: it was saved with {saved or len(states)} as schedulers, and this run has {own or 0}. Build the same "
-                "to resume, or pass fresh='schedulers' to start this run's at their step 0, at the script's learning rate."
+                f"{path}: it was saved with {saved or len(states)} as schedulers, and this run has {classes or 0}. Build the "
+                "same to resume, or pass fresh='schedulers' to start this run's at their step 0, at the script's learning rate."
             )
 
     def resume(self, state: Mapping[str, Any], path: str, fresh: Collection[str], unused: Sequence[str] = ()) -> None:
-        """Load the schedulers' states after the optimizers', and warn once of all that differs from the script.
+        """Load the schedulers' states after the optimizers', and warn once of all differences to the script.
 
         `unused` are the keys of the callback states that no callback has loaded.
         """
@@ -79,20 +79,21 @@ class ScriptSettings:
             scheduler.load_state_dict(saved_state)
             if OPTIMIZER_SETTINGS in fresh:
                 _take_rates(scheduler)
-        now, texts, kinds, text = _scheduler_settings(self._schedulers), list[str](), list[str](), ""
-        for kind, own in self._script.items():
+        now = _scheduler_settings(self._schedulers)
+        texts, kinds = list[str](), list[str]()
+        for kind, script in self._script.items():
             settings = {} if kind in fresh else state.get("settings", {}).get(kind, {})
-            if fresh:  # also a new scheduler brings its rates
-                settings = {name: value for name, value in settings.items() if name.partition(" ")[0] not in RATES}
-            # A scheduler's state may lack a setting, which is the script's then.
-            saved = {name: value for name, value in settings.items() if now.get(name, "") != own.get(name)}
-            self.stored[kind] = own | saved
-            # The rate follows from initial_lr, and a scheduler's private attributes follow from the public ones.
-            unlike = [name for name in own.keys() & saved.keys() if own[name] != saved[name]]
-            unlike = sorted(name for name in unlike if f"initial_{name}" not in own)
-            unlike = [name for name in unlike if not name.startswith("_")] or unlike
-            texts += [f"{name} is {saved[name]} there and {own[name]} here" for name in unlike]
-            kinds += [kind] if unlike else []
+            # With fresh settings, a new scheduler brings its rates too. A scheduler's state may lack a setting of the script.
+            saved = {
+                name: value
+                for name, value in settings.items()
+                if not (fresh and name.partition(" ")[0] in RATES) and now.get(name, "") != script.get(name)
+            }
+            self.stored[kind] = script | saved
+            if unlike := _unlike(script, saved):
+                texts += [f"{name} is {saved[name]} there and {script[name]} here" for name in unlike]
+                kinds.append(kind)
+        text = ""
         if texts:
             text = f" the script's settings differ, and the checkpoint's are used: {joined(texts)}."
             begins = " (the schedulers then begin at step 0)" if SCHEDULERS in kinds else ""
@@ -103,10 +104,18 @@ class ScriptSettings:
             rank_zero_warn(f"{path}:{text}", stacklevel=2)
 
 
-def fresh_group(stored: Mapping[str, Any], present: Mapping[str, Any], fresh: Collection[str]) -> dict[str, Any]:
-    """Return the values of a parameter group to restore, with those of the script that `fresh` names.
+def _unlike(script: Settings, saved: Settings) -> list[str]:
+    """Return the names of differing settings, without those that follow from others."""
+    # The rate follows from initial_lr, and a scheduler's private attributes follow from its public ones.
+    names = sorted(name for name in script.keys() & saved.keys() if script[name] != saved[name])
+    names = [name for name in names if f"initial_{name}" not in script]
+    return [name for name in names if not name.startswith("_")] or names
 
-    If a schedule continues with new settings of the optimizer, its current rate changes as the initial rate does.
+
+def fresh_group(stored: Mapping[str, Any], present: Mapping[str, Any], fresh: Collection[str]) -> dict[str, Any]:
+    """Return the values of a parameter group to restore, with the script's values for the kinds in `fresh`.
+
+    If a schedule continues with new settings of the optimizer, its current rate changes like the initial rate.
     """
     if not fresh:
         return dict(stored)
@@ -122,27 +131,27 @@ def fresh_group(stored: Mapping[str, Any], present: Mapping[str, Any], fresh: Co
 
 
 def _take_rates(scheduler: Any) -> None:
-    """Set the base rates of a scheduler, and of those within it, to the initial rates of its optimizer."""
-    for each in (scheduler, *(inner for _, inner in _within(scheduler, ""))):
-        if rates := getattr(each, "base_lrs", None):
-            rates[:] = [group["initial_lr"] for group in each.optimizer.param_groups]
+    """Set the base rates of a scheduler, and of its inner schedulers, to the initial rates of its optimizer."""
+    for _, inner in _all_schedulers(scheduler, ""):
+        if rates := getattr(inner, "base_lrs", None):
+            rates[:] = [group["initial_lr"] for group in inner.optimizer.param_groups]
 
 
 def _scheduler_settings(schedulers: Sequence[Any]) -> Settings:
     settings, classes = Settings(), list[str]()
     for number, scheduler in enumerate(schedulers):
-        for where, each in ((f"scheduler {number}", scheduler), *_within(scheduler, f"scheduler {number}")):
-            classes.append(type(each).__name__)
-            for name, value in getattr(each, "__dict__", {}).items():
+        for where, inner in _all_schedulers(scheduler, f"scheduler {number}"):
+            classes.append(type(inner).__name__)
+            for name, value in getattr(inner, "__dict__", {}).items():
                 if name not in PROGRESS and not name.startswith("_") and is_plain(value):
                     settings[f"{name} of {where}"] = repr(value)
     return {"classes": ", ".join(classes), **settings}
 
 
-def _within(scheduler: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield the schedulers that a scheduler steps, such as those of SequentialLR, numbered after `where`."""
+def _all_schedulers(scheduler: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield a scheduler and the schedulers that it steps, such as in SequentialLR, numbered after `where`."""
+    yield where, scheduler
     values = getattr(scheduler, "__dict__", {}).values()
-    inner = [each for value in values for each in (value if isinstance(value, (list, tuple)) else [value])]
-    for number, each in enumerate(each for each in inner if isinstance(each, LRScheduler)):
-        yield f"{where}.{number}", each
-        yield from _within(each, f"{where}.{number}")
+    items = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+    for number, inner in enumerate(item for item in items if isinstance(item, LRScheduler)):
+        yield from _all_schedulers(inner, f"{where}.{number}")

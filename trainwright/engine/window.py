@@ -1,4 +1,4 @@
-"""Accumulation windows: which batch ends one, and what its losses are divided by, in the Trainer and in a raw loop."""
+"""Accumulation windows of the Trainer and the raw loop: which batch ends one, and how its losses are weighted and divided."""
 
 from __future__ import annotations
 
@@ -17,41 +17,48 @@ LOW = (torch.float16, torch.bfloat16)
 
 
 class AccumulationWindow:
-    """One accumulation window: the batches of one optimizer step.
+    """The batches of one optimizer step: which batch ends the window, and how its losses and gradients are scaled.
 
-    It ends after its usual number of batches, or with the data. Its losses are divided by the length that is known at its
-    first batch; if it ends earlier, its gradients are multiplied by `correction` before the step. The Trainer's loop does not
-    note windows of one batch, which it never leaves open.
+    A window ends after its usual number of batches, or with the data. Its losses are divided by the length that is known at its
+    first batch. If it ends earlier, its gradients are multiplied by `correction` before the step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine, *, syncs_each_batch: bool = False) -> None:
         self.length = 1
-        """Batches of this window as known at its first, which its losses are divided by: the usual number, or what is left."""
+        """Batches of this window, as known at its first batch. The losses are divided by this number."""
+        self.usual_length = 1
+        """Batches of a window that the data does not cut short.
+
+        The window ends there, or with the last batch, and not after `length` batches: a loader may yield more than its length.
+        """
         self.has_gradients = False
         """Whether gradients wait for the step."""
         self.is_open = False
         """Whether gradients wait, or batches of this window are still to come."""
         self.is_at_start = self.is_at_end = True
         """Whether the current batch is the window's first, and whether it is its last."""
-        self._planned = 1
-        """The usual number of batches. The window ends there, or with the last batch, and not after `length` batches, because
-        a loader may give more batches than its length."""
+        self._engine, self._syncs_each_batch = engine, syncs_each_batch
         self._divisor: float | None = None
-        """What the losses of this window are divided by; None before the first."""
+        """The number that this window's losses are divided by. None before the first loss."""
         self._position = 0
         """Batches that have ended."""
         self._count = 1
         """Batches, the current one included."""
 
     def begin_batch(self, usual_length: int, batches_left: int | None, is_last: bool) -> None:
-        """Begin a batch of this window, or of the next; `batches_left` in the data includes it, and is None if unknown."""
+        """Begin a batch of this window or of the next, and average gradients over the ranks in its last batch only.
+
+        `batches_left` in the data includes this batch. It is None if unknown.
+        """
         self.is_at_start = self._position == 0
         if self.is_at_start:
-            self._divisor, self._planned, self.length = None, usual_length, usual_length
+            self._divisor, self.usual_length, self.length = None, usual_length, usual_length
             if batches_left is not None:
                 self.length = max(1, min(usual_length, batches_left))
         self._count = self._position + 1
-        self.is_at_end = is_last or self._count >= self._planned  # is_last, since the length may have been wrong
+        self.is_at_end = is_last or self._count >= self.usual_length  # is_last, since the length may have been wrong
+        if self.usual_length > 1:
+            self._engine.sync_gradients(self.is_at_end or self._syncs_each_batch)
 
     def end_batch(self) -> None:
         """End the current batch, and the window with its last."""
@@ -62,7 +69,7 @@ class AccumulationWindow:
             self._position, self.is_open = self._count, True
 
     def hold_gradients(self) -> None:
-        """Note that gradients wait for the step."""
+        """Keep the window open until the gradients that now wait are stepped with or dropped."""
         self.has_gradients = self.is_open = True
 
     def drop(self) -> None:
@@ -71,11 +78,11 @@ class AccumulationWindow:
         self._position, self._count = 0, 1
         self.is_at_start = self.is_at_end = True
 
-    def divide(self, loss: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a loss divided for this window; `dtype` is that of the step's own loss, if it differs."""
+    def scale(self, loss: Tensor, weight: float = 1.0) -> Tensor:
+        """Return a loss weighted by this rank's samples in its round, and divided for this window."""
         if self._divisor is None:
-            self._divisor = divisor_of(self.length, dtype or loss.dtype)
-        return in_float32(loss) / self._divisor
+            self._divisor = divisor_of(self.length, loss.dtype)
+        return scaled(loss, weight, self._divisor)
 
     @property
     def correction(self) -> float:
@@ -86,8 +93,15 @@ class AccumulationWindow:
         return (self._divisor or self.length) / self._count if self.is_at_end else 1.0
 
 
+def scaled(loss: Tensor, weight: float, divisor: float) -> Tensor:
+    """Return a loss times a rank's weight, divided by a window's divisor: the same bits in both loops."""
+    if weight != 1.0:
+        loss = in_float32(loss) * weight
+    return loss if divisor == 1.0 else in_float32(loss) / divisor
+
+
 def divisor_of(length: int, dtype: torch.dtype) -> float:
-    """Return what a window's losses are divided by: its length, or the nearest number whose reciprocal the dtype holds."""
+    """Return a window's length, or for a low-precision loss the nearest number whose reciprocal its dtype represents."""
     # The gradient that enters a loss has the loss's dtype. A third is 0.2 % too large in bfloat16, in every gradient. So the
     # losses are divided by the reciprocal of that, and `correction` multiplies the gradients, in their own dtype, by the rest.
     return 1.0 / torch.tensor(1.0 / length, dtype=dtype).item() if dtype in LOW else length
@@ -102,7 +116,7 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
     """The window of one set of models in a raw loop, empty for all: entered once for each of its batches."""
 
     def __init__(self, windows: AccumulationWindows, models: tuple[nn.Module, ...] = ()) -> None:
-        super().__init__()
+        super().__init__(windows.engine, syncs_each_batch=windows.syncs_each_batch)
         self._windows, self._models = windows, models
         self._iteration: Iteration | None = None
         """The pass over a loader that it began in."""
@@ -136,7 +150,6 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
         left = loader.batches_left if loader is not None and is_certain else None
         self.begin_batch(windows.usual_length, left, loader is not None and loader.is_at_end)
         self.end_batch()  # here and not on exit: a user may leave the block by an exception, or a break
-        windows.engine.sync_gradients(self.is_at_end or windows.syncs_each_batch)
 
     def __exit__(self, *error: object) -> None:
         return None
@@ -257,17 +270,20 @@ class AccumulationWindows:
         if length == 1 and not any(each.is_open for each in self._windows.values()):
             self.engine.sync_gradients(True)  # which a window of length 1 does not set again in each batch
 
-    def divide(self, loss: Tensor) -> Tensor:
-        """Return a loss divided for the current window, and count it as sent backward.
+    def scale_loss(self, loss: Tensor, *, weighs_round: bool) -> Tensor:
+        """Return a loss scaled for the current window, and count it as sent backward.
 
-        For a loop that counts its batches by itself, it is divided by the usual length.
+        For a loop that counts its batches by itself, the loss is divided by the usual length. With `weighs_round` it is also
+        weighted by this rank's samples in the round of the current batch.
         """
         self.backwards += 1
         self._has_gradients = True
         self.iterations.note_training()
+        iteration = self.iterations.current()[0] if weighs_round else None
+        weight = 1.0 if iteration is None else iteration.loader.weight
         if self.usual_length > 1 and not self._windows:
-            return in_float32(loss) / self.usual_length
-        return loss if self.current.length == 1 else self.current.divide(loss)
+            return scaled(loss, weight, self.usual_length)
+        return self.current.scale(loss, weight)
 
     def clear(self) -> None:
         """Note that no gradients wait any more: they have been stepped with, or dropped."""

@@ -13,23 +13,9 @@ import torch
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.seeding import rng_state, set_rng_state
 from trainwright.distributed.environment import JOB_VARIABLE, Environment, announced
-from trainwright.strategies import SPAWNING, Strategy
 
 if TYPE_CHECKING:
     from trainwright.launch.nodes import Nodes
-
-
-def start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_call_workers: bool) -> int:
-    """Replace this process with the launcher, or return how many workers each call starts; LaunchError if it can do neither."""
-    from trainwright.launch.command import calls_workers, check_worker_calls
-    from trainwright.launch.processes import launch
-
-    reason = f"devices={num_processes}"
-    spawns = isinstance(strategy, str) and strategy in SPAWNING
-    if can_call_workers and num_nodes == 1 and (spawns or calls_workers()):  # workers are on this machine only
-        check_worker_calls(reason)
-        return num_processes
-    launch(num_processes, num_nodes=num_nodes, reason=reason)
 
 
 def call_in_workers(
@@ -42,13 +28,13 @@ def call_in_workers(
     nodes: Nodes | None = None,
     defaults: dict[str, str] | None = None,
 ) -> Any:
-    """Run `function(folder, **named)` on every rank of a new job, and return rank 0's result: plain data and tensors.
+    """Run `function(folder, **named)` on every rank of a new job, and return rank 0's result, plain data and tensors.
 
-    The workers start with this process's generators, default dtype and matmul precision. `nodes` and `defaults` are those of
+    The workers start with this process's generators, default dtype and matmul precision. `nodes` and `defaults` are passed to
     `run_in_workers`.
 
     Raises:
-        TypeError: an argument that cannot be copied there, or a result that cannot be returned.
+        TypeError: an argument cannot be copied there, or a result cannot be returned.
         WorkerFailed, LaunchError: a rank has failed, or the job could not be started.
     """
     from trainwright.launch.notebook import run_in_workers
@@ -57,10 +43,12 @@ def call_in_workers(
         "dtype": torch.get_default_dtype(),
         "matmul": torch.get_float32_matmul_precision(),
         "seed": torch.initial_seed(),
-        "rng": {**rng_state(), "device": None},  # each worker computes on its own device
+        "rng": {**rng_state(), "device": None},  # every worker computes on its device
     }
-    given = {**named, "the called function": function, "settings": settings, "asked": asked}
-    result = run_in_workers(_begin, given, num_processes, folder=folder, asked=asked, nodes=nodes, defaults=defaults)
+    arguments = {**named, "the called function": function, "settings": settings, "asked": asked}
+    result = run_in_workers(
+        _begin, arguments, num_processes, folder=folder, asked=asked, nodes=nodes, defaults=defaults
+    )
     return None if result is None else decode(*result)
 
 
@@ -76,14 +64,14 @@ def call_in_job(
     """Run `function(*args)` on every rank of a new job, and return rank 0's result; a single rank is this process.
 
     Args:
-        num_processes: those on this node.
+        num_processes: processes on this node.
         asked: the call that needs the job, for errors.
-        node: how many nodes the job has, this one's number, the main one's address and port; None for this one alone.
-        defaults: the precision and the accelerator, by the Engine's names, for settings that the function leaves open.
+        node: the number of nodes, this node's number, and the main node's address and port; None for one node.
+        defaults: the precision and the accelerator, by the Engine's names, for settings that the function does not choose.
 
     Raises:
         TypeError: something cannot be copied to the processes or back.
-        RuntimeError: this process is a worker of a job itself.
+        RuntimeError: this process is a worker of a job.
         WorkerFailed, LaunchError: a rank has failed, or the processes could not be started.
     """
     from trainwright.launch.command import check_worker_calls
@@ -116,7 +104,7 @@ def _begin(folder: Path, settings: dict[str, Any], asked: str, **named: Any) -> 
     function = named.pop("the called function")
     torch.set_default_dtype(settings["dtype"])
     torch.set_float32_matmul_precision(settings["matmul"])
-    torch.manual_seed(settings["seed"])  # of every device's generator
+    torch.manual_seed(settings["seed"])  # for the generators of all devices
     set_rng_state(settings["rng"])
     result = function(folder, **named)
     if Environment.detect().rank != 0:

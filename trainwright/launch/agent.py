@@ -24,10 +24,10 @@ from trainwright.distributed.signals import STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError
 from trainwright.launch.graceful_shutdown import GracefulShutdown
 from trainwright.launch.nodes import Job
-from trainwright.launch.pipe_logs import PipeLogs
+from trainwright.launch.output import PipeLogs
 from trainwright.launch.rendezvous import GONE, NodeRendezvous
 
-LEAVE_SECONDS = 1.0  # for the other ranks to flush their output and exit on their own once a failure is posted
+LEAVE_SECONDS = 1.0  # for the other ranks to flush their output and exit after a failure is posted
 END_SECONDS = 2.0  # for a rank to end after posting its failure
 CLOSE_SECONDS = 3.0  # between SIGTERM and SIGKILL to a rank
 TIDY_SECONDS = 5.0  # between SIGTERM and SIGKILL to the loader workers of a rank that has ended
@@ -43,13 +43,13 @@ class JobAgent(LocalElasticAgent):
         self.rendezvous = NodeRendezvous(job.nodes, job.num_processes, job.max_restarts, self._kill_all)
         self.failures = self.rendezvous.failures(0)
         self.logs = PipeLogs(job.logs, lambda: self.rendezvous.round.number)
-        bootstrap = str(Path(__file__).with_name("bootstrap.py"))
+        entry = str(Path(__file__).with_name("entry.py"))
         spec = WorkerSpec(
             role="trainwright",
             local_world_size=job.num_processes,
             rdzv_handler=self.rendezvous,
             entrypoint=sys.executable,
-            args=("-I", "-S", bootstrap, str(os.getpid()), *job.command),
+            args=("-I", "-S", entry, "attached", str(os.getpid()), *job.command),
             max_restarts=job.max_restarts,
             monitor_interval=0.05,
         )
@@ -68,7 +68,7 @@ class JobAgent(LocalElasticAgent):
         self._code = 1
 
     def run_job(self) -> tuple[int, str]:
-        """Run the job to its end; return its exit code and a text to print once the workers' output is."""
+        """Run the job to its end. Return its exit code and a text to print once the workers' output is."""
         self._code, text = self._run_job()
         return self._code, text
 
@@ -194,11 +194,11 @@ class JobAgent(LocalElasticAgent):
     def _send(self, number: int) -> int:
         running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]
         for each in running:
-            each.send_signal(number)  # not to its process group: the rank ends its own loader workers
+            each.send_signal(number)  # not to its process group: the rank ends its loader workers
         return len(running)
 
     def _stopping(self) -> RunResult | None:
-        """Return the state of ranks that a signal is stopping; None without a signal, or if a rank has failed.
+        """Return the state of ranks that a signal is stopping, or None if there is no signal or a rank has failed.
 
         Raises:
             SignalException: the signal has killed a rank, or the ranks' time is over.
@@ -235,8 +235,8 @@ class JobAgent(LocalElasticAgent):
         return set()
 
     def _job_has_failed(self) -> bool:
-        """Return whether a rank of any node has failed; the main node also posts a failure for a node whose launcher ended."""
-        if not self._has_lost_main:  # otherwise torch prints a stack for each request
+        """Return whether a rank of any node has failed. The main node also posts a failure for a node whose launcher ended."""
+        if not self._has_lost_main:  # otherwise torch prints a stack for every request
             try:
                 if self.failures.count() > 0:
                     return True
@@ -255,19 +255,19 @@ class JobAgent(LocalElasticAgent):
         """`_wait_for_nodes` has waited."""
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        # Elastic's own record looks up the fully qualified host name, which takes seconds without a name server.
+        # Elastic's record looks up the fully qualified host name, which takes seconds without a name server.
         return Event(f"torchelastic.worker.status.{state}", source=source)
 
     def _handlers(self) -> dict[int, Any]:
         return cast("dict[int, Any]", getattr(self._pcontext, "subprocess_handlers", {}))
 
     def _exit_codes(self) -> dict[int, int]:
-        """Return the exit codes of the ended workers by local rank; negative for a signal."""
+        """Return the exit codes of the ended workers by local rank (negative: killed by a signal)."""
         codes = {rank: handler.proc.poll() for rank, handler in self._handlers().items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def _close_workers(self, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
-        """End the running ranks: after a failure they may first exit on their own, then come SIGTERM and SIGKILL."""
+        """End the running ranks: after a failure they may exit by themselves before SIGTERM and SIGKILL."""
         codes = self._exit_codes()
         failed = {rank: code for rank, code in codes.items() if code != 0}
         if self._stopped_code is not None:
@@ -311,7 +311,7 @@ class JobAgent(LocalElasticAgent):
         return self.rendezvous.first_rank(self.rendezvous.node_rank)
 
     def _kill_groups(self, ranks: Any) -> None:
-        """Kill what ended ranks have left in their process groups; SIGTERM comes first, so that loader workers can clean up."""
+        """Kill the processes that ended ranks left behind. SIGTERM comes first, so that loader workers can clean up."""
         groups = {self._handlers()[rank].proc.pid for rank in ranks}
         deadline = time.monotonic() + TIDY_SECONDS
         for signal_number in (signal.SIGTERM, 0, signal.SIGKILL):
@@ -398,7 +398,7 @@ def _describe_exit(code: int) -> str:
 
 
 def run(job: Job) -> int:
-    """Run a job's workers on this node until all have ended or one has failed; return the exit code."""
+    """Run a job's workers on this node until all have ended or one has failed. Return the exit code."""
     for name in ("torch.distributed.elastic", "torchelastic"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings

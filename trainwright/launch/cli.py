@@ -1,29 +1,31 @@
 """The command line: `trainwright launch` runs a script or a module in several processes, on one machine or several.
 
-Each subcommand is a line in `COMMANDS`, or one that `__main__.py` adds. Flags override the environment, which overrides
+The subcommands are in `COMMANDS`, and `__main__.py` adds others. Flags override the environment, which overrides
 the config, which overrides defaults (sources.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from trainwright.devices.cores import num_cores
+from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.launch.columns import lay_out, terminal_width
-from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, nearest
-from trainwright.launch.dry_run import describe_job
+from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, nearest, printable
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
-from trainwright.launch.output import refuse_links
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, supervise
-from trainwright.launch.sources import FLAGS, Given, NameCheck, Setting, Sources
-from trainwright.launch.variables import printable
+from trainwright.launch.setting_sources import FLAGS, Given, LaunchSetting, NameCheck, Sources
+
+__all__ = ["Parser", "check_config", "check_script", "split_command"]
 
 NODE_FIELDS = {
     "num_nodes": "count",
@@ -33,7 +35,8 @@ NODE_FIELDS = {
     "min_nodes": "fewest",
     "rendezvous_seconds": "wait_seconds",
 }
-"""The settings that describe the job's machines, with the fields of `Nodes`; the last two are those of several machines."""
+"""The settings that describe the job's machines, with the fields of `Nodes`. The last two are for several machines."""
+LOG_NAME = re.compile(r"rank\d+\.log")
 Command = tuple[Callable[[Sequence[str], NameCheck], int], str]
 """The function of a subcommand, which gets the arguments after its name and returns the exit code, and a line of help."""
 
@@ -46,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, Command] | None = None) -> int:
-    """Run the subcommand that the arguments name and return the exit code; `others` are further subcommands."""
+    """Run the subcommand that the arguments name and return the exit code. `others` are further subcommands."""
     commands = {**COMMANDS, **(others or {})}
     parser = Parser(prog="trainwright", usage="trainwright COMMAND ...", add_help=False)
     name = arguments[0] if arguments else "--help"
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, 
         )
         return 0
     if name not in commands:
-        parser.error(f"{name!r} is not a command; choose from {', '.join(commands)}.{nearest(name, commands)}")
+        parser.error(f"{name!r} is not a command. Choose from {', '.join(commands)}.{nearest(name, commands)}")
     run, _ = commands[name]
     return run(arguments[1:], check_names)
 
@@ -98,17 +101,27 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     return supervise(job, passed_on)
 
 
+def refuse_links(folder: str) -> None:
+    """Refuse a folder in which a rank's log is a symbolic link (OSError)."""
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if LOG_NAME.fullmatch(name) and os.path.islink(path):
+            raise OSError(
+                f"{path} is a symbolic link, which is never written through. Remove it, or give another folder."
+            )
+
+
 def check_script(command: Sequence[str]) -> None:
     """Refuse a command without a script or a module, or whose script does not exist (ValueError)."""
     if not command:
-        raise ValueError("no script was given; pass one, or -m and a module, after the options.")
+        raise ValueError("no script was given. Pass one, or -m and a module, after the options.")
     if command[0] == "-m":
         return
-    what = "pass the path of a script, or -m and the name of a module."
+    what = "Pass the path of a script, or -m and the name of a module."
     if not os.path.exists(command[0]):
-        raise ValueError(f"file {command[0]!r} does not exist; {what}")
+        raise ValueError(f"file {command[0]!r} does not exist. {what}")
     if os.path.isdir(command[0]) and not os.path.exists(os.path.join(command[0], "__main__.py")):
-        raise ValueError(f"{command[0]!r} is a folder without a __main__.py, so Python cannot run it; {what}")
+        raise ValueError(f"{command[0]!r} is a folder without a __main__.py, so Python cannot run it. {what}")
 
 
 COMMANDS: dict[str, Command] = {
@@ -126,13 +139,13 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
     )
     add = parser.add_argument
     actions = [
-        add("--devices", metavar="N", help="processes on this machine, one for each device; -1 for all, auto (the default) for "
-            "every GPU, or one process"),
+        add("--devices", metavar="N", help="processes on this machine, one for each device. -1: all devices. "
+            "auto (the default): every GPU, or one process"),
         add("--cpu", action=argparse.BooleanOptionalAction, help="compute on the CPU even if there is a GPU"),
         add("--strategy", metavar="NAME", help="how the processes divide the work, such as ddp or deepspeed"),
         add("--precision", metavar="NAME", help="such as 32-true, 16-mixed or bf16-mixed; also 32, fp16 or bf16"),
         add("--gradient-accumulation-steps", metavar="N", help="batches per optimizer step"),
-        add("--num-nodes", metavar="N", help="machines of the job; run this command on each of them (default: 1)"),
+        add("--num-nodes", metavar="N", help="machines of the job. Run this command on each of them (default: 1)"),
         add("--nodes", metavar="MIN:MAX", help="instead of --num-nodes and --node-rank: the job runs on MIN to MAX machines, "
             "numbered as they arrive; one number is both"),
         add("--node-rank", metavar="N", help="this machine's number, from 0 (or the variable NODE_RANK)"),
@@ -177,23 +190,23 @@ def split_command(
     return list(arguments), []
 
 
-def resolve(sources: Sources) -> dict[str, Setting]:
-    """Return all settings with the source of each (ValueError if one is wrong, or two exclude each other)."""
+def resolve(sources: Sources) -> dict[str, LaunchSetting]:
+    """Return all settings with their sources (ValueError if one is wrong, or two contradict)."""
     if JOB_VARIABLE in sources.variables or "RANK" in sources.variables:
         raise ValueError(
-            "this process is itself a rank of a job (the environment has RANK); start one launcher on each machine. Run the "
+            "this process is itself a rank of a job (the environment has RANK). Start one launcher on each machine. Run the "
             "script without trainwright launch here, or unset the variable."
         )
     # Not at the top: it imports torch, which looks for GPUs as the config's variables say.
-    from trainwright.devices import accelerator
+    from trainwright.devices import hardware
 
     on_cpu = sources.on_cpu()
-    num_gpus = 0 if on_cpu else accelerator.count()
-    kind = (accelerator.built_for() if num_gpus else None) or "cpu"
+    num_gpus = 0 if on_cpu else hardware.count()
+    kind = (hardware.built_for() if num_gpus else None) or "cpu"
     cpu = sources.find("cpu")
     settings = {
         "devices": _devices(sources.find("devices"), num_gpus, kind),
-        "accelerator": Setting(kind, cpu.source if cpu is not None else f"default: {num_gpus} GPU(s) here"),
+        "accelerator": LaunchSetting(kind, cpu.source if cpu is not None else f"default: {num_gpus} GPU(s) here"),
         "strategy": _text(sources.find("strategy"), "auto"),
         "precision": _text(sources.find("precision"), None),
         "gradient_accumulation_steps": _number(sources.find("gradient_accumulation_steps"), default=None, least=1),
@@ -208,8 +221,8 @@ def resolve(sources: Sources) -> dict[str, Setting]:
     return settings
 
 
-def check_config(config: Config, check_names: NameCheck, *, with_environment: bool = False) -> dict[str, Setting]:
-    """Return the settings that a config gives without flags, or with what the environment says (ValueError if one is wrong)."""
+def check_config(config: Config, check_names: NameCheck, *, with_environment: bool = False) -> dict[str, LaunchSetting]:
+    """Return the settings of a config without flags, or with the environment's (ValueError if one is wrong)."""
     variables = {name: os.environ[name] for name in KEY_OF if with_environment and name in os.environ}
     sources = Sources(argparse.Namespace(**dict.fromkeys(FLAGS)), variables, config)
     settings = sources.check_names(check_names, resolve(sources))
@@ -217,25 +230,25 @@ def check_config(config: Config, check_names: NameCheck, *, with_environment: bo
     return settings
 
 
-def _nodes(settings: Mapping[str, Setting]) -> Nodes:
+def _nodes(settings: Mapping[str, LaunchSetting]) -> Nodes:
     return Nodes(**{field: settings[name].value for name, field in NODE_FIELDS.items() if name in settings})
 
 
-def _devices(given: Given | None, num_gpus: int, kind: str) -> Setting:
+def _devices(given: Given | None, num_gpus: int, kind: str) -> LaunchSetting:
     if given is None or given.text == "auto":
         from trainwright.devices.abilities import num_together
 
-        return Setting(num_together(kind) or 1, "default" if given is None else f"{given.source} (auto)")
+        return LaunchSetting(num_together(kind) or 1, "default" if given is None else f"{given.source} (auto)")
     if given.text == "-1":
-        return Setting(num_gpus or num_cores(), given.source)
+        return LaunchSetting(num_gpus or num_cores(), given.source)
     number = _number(given, default=1, least=1, more=", -1 for all, or auto").value
     if num_gpus and number > num_gpus:
-        raise ValueError(f"{given.label}: torch sees {num_gpus} GPU(s) here; pass at most that many, or add --cpu.")
-    return Setting(number, given.source)
+        raise ValueError(f"{given.label}: torch sees {num_gpus} GPU(s) here. Pass at most that many, or add --cpu.")
+    return LaunchSetting(number, given.source)
 
 
-def _range(sources: Sources) -> tuple[Setting, Setting] | None:
-    """Return the fewest and the most machines, if a range was given; a flag for a fixed number overrides the config's range."""
+def _range(sources: Sources) -> tuple[LaunchSetting, LaunchSetting] | None:
+    """Return the fewest and the most machines, if a range was given. A flag for a fixed number overrides the config's range."""
     given = sources.find("nodes")
     if given is None:
         return None
@@ -258,62 +271,64 @@ def _range(sources: Sources) -> tuple[Setting, Setting] | None:
             f"{given.label}: expected MIN:MAX, two integers of at least 1, the second not smaller, such as 1:4, or "
             "one number."
         )
-    return Setting(numbers[0], given.source), Setting(numbers[1], given.source)
+    return LaunchSetting(numbers[0], given.source), LaunchSetting(numbers[1], given.source)
 
 
-def _node(sources: Sources, num_nodes: Setting, *, is_range: bool) -> dict[str, Setting]:
+def _node(sources: Sources, num_nodes: LaunchSetting, *, is_range: bool) -> dict[str, LaunchSetting]:
     """Return which of the job's machines this is, and the address and port at which they meet."""
     names = ("node_rank", "main_address", "main_port", "rendezvous_seconds")
     if num_nodes.value == 1:
-        # What the config says of several nodes does not count where a flag says that there is one.
+        # A flag for one node overrides the config's settings of several nodes.
         flags_only = num_nodes.source in (FLAGS["num_nodes"], FLAGS["nodes"])
         rank, address, port, wait = (sources.find(name, flags_only=flags_only, environment=False) for name in names)
         for each in (address, wait):
             if each is not None:
                 raise ValueError(
-                    f"{each.label} is for several machines; add --num-nodes N or --nodes, or leave it out."
+                    f"{each.label} is for several machines. Add --num-nodes N or --nodes, or leave it out."
                 )
         return {
             "node_rank": _number(rank, default=0),
-            "main_address": Setting(LOOPBACK, "default"),
+            "main_address": LaunchSetting(LOOPBACK, "default"),
             "main_port": _number(port, default=0),
         }
     rank, address, port, wait = (sources.find(name) for name in names)
     flag = f"--{'nodes' if is_range else 'num-nodes'} {num_nodes.value}"
     if rank is None and not is_range:
         raise ValueError(
-            f"{flag} was given, but not this machine's number; pass --node-rank, from 0 to {num_nodes.value - 1}, or set "
+            f"{flag} was given, but not this machine's number. Pass --node-rank, from 0 to {num_nodes.value - 1}, or set "
             "NODE_RANK."
         )
-    number = Setting(None, "by arrival") if is_range else _number(rank, default=0)
+    number = LaunchSetting(None, "by arrival") if is_range else _number(rank, default=0)
     if address is None:
         which = "at which all meet" if is_range else "with --node-rank 0"
         raise ValueError(
-            f"{flag} was given, but no main address; pass --main-address, the name or address of the machine {which}, or set "
+            f"{flag} was given, but no main address. Pass --main-address, the name or address of the machine {which}, or set "
             "MASTER_ADDR, the same on every machine."
         )
     return {
         "node_rank": number,
-        "main_address": Setting(address.text, address.source),
+        "main_address": LaunchSetting(address.text, address.source),
         "main_port": _number(port, default=DEFAULT_PORT),
         "rendezvous_seconds": _number(wait, default=WAIT_SECONDS),
     }
 
 
-def _text(given: Given | None, default: str | None) -> Setting:
-    return Setting(default, "default") if given is None else Setting(given.text, given.source)
+def _text(given: Given | None, default: str | None) -> LaunchSetting:
+    return LaunchSetting(default, "default") if given is None else LaunchSetting(given.text, given.source)
 
 
-def _number(given: Given | None, *, default: int | None, least: int = 0, more: str = "") -> Setting:
+def _number(given: Given | None, *, default: int | None, least: int = 0, more: str = "") -> LaunchSetting:
     if given is None:
-        return Setting(default, "default")
-    # int() alone also takes " 5" and "1_000"; isdigit alone takes superscripts, which int() refuses.
+        return LaunchSetting(default, "default")
+    # int() would also take " 5" and "1_000", and isdigit() superscripts, which int() rejects.
     if not (given.text.isascii() and given.text.isdigit()) or int(given.text) < least:
         raise ValueError(f"{given.label}: expected an integer of at least {least}{more}.")
-    return Setting(int(given.text), given.source)
+    return LaunchSetting(int(given.text), given.source)
 
 
-def _describe(command: Sequence[str], settings: Mapping[str, Setting], sources: Sources, new: Mapping[str, str]) -> str:
+def _describe(
+    command: Sequence[str], settings: Mapping[str, LaunchSetting], sources: Sources, new: Mapping[str, str]
+) -> str:
     what = command[1] if command[0] == "-m" else command[0]
     lines = [f"trainwright launch: {settings['devices'].value} process(es) of {what} on this machine"]
     config = sources.config
@@ -326,4 +341,23 @@ def _describe(command: Sequence[str], settings: Mapping[str, Setting], sources: 
         (f"env {name}", printable(shown(name, value)), config.variables[name].where) for name, value in new.items()
     ]
     lines += lay_out(rows, terminal_width(sys.stderr), indent=2, shortened=(1, 2))
-    return "\n".join([*lines, *sources.contradictions(settings)]) + "\n"
+    return "\n".join([*lines, *sources.contradictions(settings), *sources.contradicted_variables()]) + "\n"
+
+
+def describe_job(job: Job, passed_on: Mapping[str, Any], new: Mapping[str, str]) -> str:
+    """Return a job's command, its processes, and the variables that the launcher would set."""
+    count = job.num_processes
+    ranks = f"0 to {count - 1}" if count > 1 else "0"
+    world = f"WORLD_SIZE={count}" if job.nodes.count == 1 else f"WORLD_SIZE of all {job.nodes.count} machines"
+    where = f"{job.nodes.address}:{job.nodes.port or 'a free port'}"
+    machine = "a machine" if job.nodes.rank is None else f"machine {job.nodes.rank}"
+    machines = f"{job.nodes.least} to {job.nodes.count}" if job.nodes.rank is None else f"{job.nodes.count}"
+    lines = [
+        f"would run {count} process(es) on {machine} of {machines}, which meet at {where}:",
+        f"  {shlex.join(job.command)}",
+        f"with LOCAL_RANK {ranks}, LOCAL_WORLD_SIZE={count}, {world}, and:",
+        *(f"  {name}={shlex.quote(shown(name, value))}" for name, value in new.items()),
+    ]
+    chosen = {name: value for name, value in passed_on.items() if value is not None}
+    lines.append(f"what the script leaves open is set to: {json.dumps(chosen) if chosen else 'nothing'}")
+    return "\n".join(lines if new else [lines[0], lines[1], lines[2].replace(", and:", ""), lines[-1]])

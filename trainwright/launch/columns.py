@@ -1,4 +1,4 @@
-"""Columns: tables that fit the terminal they are printed on; what goes to a pipe or a file is whole."""
+"""Columns: tables that fit the terminal they are printed on. Pipes and files get whole tables."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import TextIO
 
+__all__ = ["fill", "lay_out", "terminal_width"]
+
 GAP = 2
 LEAST_WIDTH = 20
-"""A column is not shortened below this; it still shows the end of a path."""
+"""A column is not shortened below this. It still shows the end of a path."""
 
 
 def terminal_width(stream: TextIO | None) -> int | None:
-    """Return the columns of the terminal behind a stream; None if it is a pipe or a file."""
+    """Return the columns of the terminal behind a stream, or None if it is a pipe or a file."""
     return shutil.get_terminal_size().columns if stream is not None and stream.isatty() else None
 
 
 def shorten(text: str, width: int) -> str:
-    """Return a text with "..." for its middle if it is longer; more is left of its end, which tells paths apart."""
+    """Return a text with "..." for its middle if it is longer. More is left of its end, which tells paths apart."""
     if len(text) <= width:
         return text
     first = (width - 3) // 4
@@ -39,15 +41,15 @@ def lay_out(
     shortened: Collection[int] = (),
     dropped: Sequence[int] = (),
 ) -> list[str]:
-    """Return the lines of a table that fit a width: some columns are shortened, and if that is not enough, others are left out.
+    """Return the lines of a table that fit a width: columns are shortened, and if that is not enough, others are dropped.
 
     Args:
         rows: the cells, of which the first row has the heads.
-        width: that of the terminal, or None for whole cells.
-        indent: blanks before each line.
+        width: the terminal's, or None for whole cells.
+        indent: blanks before the lines.
         right: the columns of numbers, which are aligned at their ends.
         shortened: the columns of paths.
-        dropped: the columns that can be left out, the first one first.
+        dropped: the columns that can be dropped, in this order.
     """
     columns = list(range(len(rows[0])))
     candidates = list(dropped)

@@ -1,4 +1,4 @@
-"""Whether and how this process's own command can be run again, once for each worker."""
+"""Whether and how this process's command can be run again, once per worker."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Obstacle(NamedTuple):
 
 
 def own_command(reason: str) -> tuple[list[str], str]:
-    """Return the command that started this process and its directory; raise LaunchError if it cannot be run again."""
+    """Return the command that started this process and its directory. Raise LaunchError if it cannot be run again."""
     if (obstacle := _find_obstacle()) is not None:
         raise LaunchError(
-            f"{reason} needs several processes, and this process was started {obstacle.found}; only a script, a module (-m) or "
+            f"{reason} needs several processes, and this process was started {obstacle.found}. Only a script, a module (-m) or "
             f"-c code can be run again in each of them. {obstacle.advice}"
         )
     return [sys.executable, *_in_hydras_folders(sys.orig_argv)[1:]], _start_directory()
@@ -39,7 +39,9 @@ def calls_workers() -> bool:
     obstacle = _find_obstacle()
     if obstacle is not None:
         return obstacle.can_call_workers
-    return getattr(sys.modules["__main__"], "__file__", None) is None  # what cannot be run again was found above
+    return (
+        getattr(sys.modules["__main__"], "__file__", None) is None
+    )  # other commands that cannot be run again were found above
 
 
 def check_worker_calls(reason: str) -> None:
@@ -47,7 +49,7 @@ def check_worker_calls(reason: str) -> None:
     obstacle = _find_obstacle()
     if obstacle is not None and not obstacle.can_call_workers:
         raise LaunchError(
-            f"{reason} needs several processes, and this process was started {obstacle.found}; only the first process of a "
+            f"{reason} needs several processes, and this process was started {obstacle.found}. Only the first process of a "
             f"program can start others. {obstacle.advice}"
         )
 

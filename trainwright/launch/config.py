@@ -1,4 +1,4 @@
-"""Config: the YAML file that holds what `trainwright launch` uses where a flag or the environment says nothing."""
+"""Config: the YAML file with settings for `trainwright launch`, and the environment variables that concern a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trainwright.distributed.environment import JOB_VARIABLE
+from trainwright.distributed.masking import shown
 from trainwright.launch.processes import GRACE_VARIABLE
+
+__all__ = [
+    "KEYS",
+    "Config",
+    "Entry",
+    "checked_variable",
+    "config_path",
+    "find_config",
+    "nearest",
+    "of_jobs",
+    "printable",
+    "set_variables_of",
+]
 
 CONFIG_VARIABLE = "TRAINWRIGHT_CONFIG"
 """The variable that names the config, where --config-file does not."""
@@ -31,7 +45,7 @@ KEYS = {
     "logs": "a folder that keeps the output of each rank",
     "env": "environment variables of the processes; those that are set already stay",
 }
-"""What a config may hold, each with what it means."""
+"""The keys of a config, with their meanings."""
 OTHER_WORDS = {
     "num_processes": "devices",
     "num_machines": "num_nodes",
@@ -42,7 +56,7 @@ OTHER_WORDS = {
     "use_cpu": "cpu",
     "multi_gpu": "devices",
 }
-"""Keys of Accelerate's configs and flags of its launcher, and ours for each."""
+"""Keys of Accelerate's configs and flags of its launcher, and the names that we use instead."""
 KEY_OF = {
     "NODE_RANK": "node_rank",
     "MASTER_ADDR": "main_address",
@@ -62,18 +76,18 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """What a config holds, by key."""
+    """The entries of a config, by key."""
 
     path: str | None = None
     source: str = "default"
-    """What named the file: a flag, a variable, or "default"."""
+    """The flag or the variable that named the file, or "default"."""
     values: dict[str, Entry] = field(default_factory=dict)
     variables: dict[str, Entry] = field(default_factory=dict)
     """The variables under `env`."""
 
 
 def config_path(given: str | None, variables: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Return the path of the config and what named it: the flag, the variable, or "default" for the user's own."""
+    """Return the path of the config, and the flag or variable that named it, or "default"."""
     variables = os.environ if variables is None else variables
     if given is not None:
         return given, "--config-file"
@@ -87,20 +101,20 @@ def find_config(given: str | None, variables: Mapping[str, str] | None = None) -
     """Return the config that a flag or the environment names, or else the user's, which need not exist.
 
     Raises:
-        ValueError: the file that was named does not exist or cannot be read, or what it holds is wrong; with file and line.
+        ValueError: a named file does not exist or cannot be read, or an entry is wrong (with its file and line).
     """
     path, source = config_path(given, variables)
     if not os.path.exists(path):
         if source == "default":
             return Config()
         raise ValueError(
-            f"{source} names {path!r}, which does not exist; pass the path of a config, or write one with trainwright config."
+            f"{source} names {path!r}, which does not exist. Pass the path of a config, or write one with trainwright config."
         )
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: the config cannot be read ({error}); pass the path of a YAML file.") from error
+        raise ValueError(f"{path}: the config cannot be read ({error}). Pass the path of a YAML file.") from error
     return Config(path, source, *_parse(path, text))
 
 
@@ -121,7 +135,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark is not None else ""
-        raise ValueError(f"{path}{line}: this is not YAML ({error.problem}); correct the line.") from error
+        raise ValueError(f"{path}{line}: this is not YAML ({error.problem}). Correct the line.") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: this is not YAML ({' '.join(str(error).split())}).") from error
     values: dict[str, Entry] = {}
@@ -133,7 +147,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
             )
         if key not in KEYS:
             hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else nearest(key, KEYS)
-            raise ValueError(f"{where}: {key!r} is not a key of a config; expected one of {', '.join(KEYS)}.{hint}")
+            raise ValueError(f"{where}: {key!r} is not a key of a config. Expected one of {', '.join(KEYS)}.{hint}")
         if key == "env":
             variables = {
                 name: checked_variable(name, Entry(_scalar(each, name, where), where))
@@ -146,7 +160,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
 
 
 def _pairs(path: str, node: Any, what: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the keys of a mapping with their lines and values; a key that comes twice is refused."""
+    """Yield the keys of a mapping with their lines and values. A repeated key is rejected."""
     import yaml
 
     if node is None or _is_null(node):
@@ -158,7 +172,7 @@ def _pairs(path: str, node: Any, what: str) -> Iterator[tuple[str, str, Any]]:
         where = f"{path}:{key.start_mark.line + 1}"
         name = _scalar(key, what, where)
         if name in seen:
-            raise ValueError(f"{where}: {name!r} is there twice, first at {seen[name]}; remove one.")
+            raise ValueError(f"{where}: {name!r} is there twice, first at {seen[name]}. Remove one.")
         seen[name] = where
         yield name, where, value
 
@@ -168,7 +182,7 @@ def _scalar(node: Any, name: str, where: str) -> str:
     import yaml
 
     if not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"{where}: {name} is {_kind(node)}; expected a single value.")
+        raise ValueError(f"{where}: {name} is {_kind(node)}. Expected a single value.")
     return str(node.value)
 
 
@@ -183,11 +197,57 @@ def _kind(node: Any) -> str:
 def checked_variable(name: str, entry: Entry) -> Entry:
     """Return the entry of a variable, which a config may set (ValueError otherwise)."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ValueError(f"{entry.where}: {name!r} is not the name of a variable; expected only letters, digits and _.")
+        raise ValueError(f"{entry.where}: {name!r} is not the name of a variable. Expected only letters, digits and _.")
     if name in KEY_OF:
-        raise ValueError(f"{entry.where}: env has {name}; set the key {KEY_OF[name]!r} instead.")
+        raise ValueError(f"{entry.where}: env has {name}. Set the key {KEY_OF[name]!r} instead.")
     if name in OWN_VARIABLES:
-        raise ValueError(f"{entry.where}: env has {name}, which trainwright launch sets itself; remove it.")
+        raise ValueError(f"{entry.where}: env has {name}, which trainwright launch sets itself. Remove it.")
     if "\0" in entry.text:
-        raise ValueError(f"{entry.where}: the value of {name} holds a NUL character, which no variable can; remove it.")
+        raise ValueError(f"{entry.where}: the value of {name} holds a NUL character, which no variable can. Remove it.")
     return entry
+
+
+BEGINNINGS = (
+    "TRAINWRIGHT",
+    "TORCH",
+    "TORCHELASTIC",
+    "PYTORCH",
+    "GLOO",
+    "OMP",
+    "MKL",
+    "DS",
+    "DEEPSPEED",
+    "OMPI_COMM_WORLD",
+)
+"""The first parts of the names of a job's variables, before an underscore."""
+NAMES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("PMI_RANK", "PMI_SIZE"),
+}
+
+
+def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of this process, or those given, that concern launchers, torch and devices, with secrets hidden."""
+    from trainwright.devices import cuda
+
+    variables = os.environ if variables is None else variables
+    beginnings = tuple(f"{each}_" for each in (*BEGINNINGS, *cuda.VARIABLES))
+    return {
+        name: shown(name, variables[name]) for name in sorted(variables) if name in NAMES or name.startswith(beginnings)
+    }
+
+
+def set_variables_of(config: Config) -> dict[str, str]:
+    """Set the variables of a config that are not set yet, before torch looks for GPUs. Return all that are."""
+    os.environ.update({name: entry.text for name, entry in config.variables.items() if name not in os.environ})
+    return dict(os.environ)
+
+
+def printable(text: str) -> str:
+    """Return a text on one line, with control characters as escapes: they would change a terminal."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    )

@@ -13,23 +13,23 @@ from trainwright.distributed.signals import STOP_SIGNALS
 
 
 class GracefulShutdown:
-    """Passes the first SIGTERM, SIGUSR1 or Ctrl-C on to the ranks; a second Ctrl-C kills them at once.
+    """Passes the first SIGTERM, SIGUSR1 or Ctrl-C on to the ranks. A second Ctrl-C kills them at once.
 
     Args:
-        send: sends a signal to each running rank and returns how many there are.
+        send: sends a signal to all running ranks and returns their number.
         seconds: how long the ranks have to exit.
     """
 
     def __init__(self, send: Callable[[int], int], seconds: float) -> None:
         self.number = 0
-        """The signal that was passed on; 0 for none."""
+        """The signal that was passed on, or 0 for none."""
         self.seconds = seconds
         self._send = send
         self._deadline: float | None = None
         self._interrupts = 0
 
     def install(self) -> None:
-        """Replace elastic's handlers, which each start of the workers installs; ignored signals stay ignored."""
+        """Replace elastic's handlers, which every start of the workers installs. Ignored signals stay ignored."""
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
@@ -46,7 +46,7 @@ class GracefulShutdown:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def describe(self) -> str:
-        """Return what happened to ranks that did not exit in time."""
+        """Return a message about ranks that did not exit in time."""
         if self._interrupts > 1:
             return "trainwright: second Ctrl-C; the ranks were killed.\n"
         why = f" after {signal.Signals(self.number).name}" if self.number else ""
@@ -63,5 +63,5 @@ class GracefulShutdown:
         elif not self.number:
             self.number = number
             self.start_timer()
-            if self._send(number) == 0:  # all ranks have left already; this process waits for something else
+            if self._send(number) == 0:  # all ranks have left already. This process waits for something else
                 raise SignalException(f"signal {number}", sigval=signal.Signals(number))

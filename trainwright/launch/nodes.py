@@ -1,4 +1,4 @@
-"""What a launcher runs, which of the job's machines it runs on, and the address at which these meet."""
+"""The job of a launcher: its command, its machines, and the address at which they meet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT_SECONDS = 300
 class Nodes:
     """The machines of a job, and which of them this is.
 
-    Node 0 is the main one; `address` and `port` are its name or IP address, as all nodes reach it, and its port. Port 0
+    Node 0 is the main one. `address` and `port` are its name or IP address, as all nodes reach it, and its port. Port 0
     chooses a free one, for a job of one node.
 
     Raises:
@@ -26,18 +26,18 @@ class Nodes:
     count: int = 1
     """How many there are, at most."""
     rank: int | None = 0
-    """This machine's number; None if the nodes are numbered as they arrive, after the one that has the main address."""
+    """This machine's number, or None if the nodes are numbered as they arrive, after the main one."""
     address: str = LOOPBACK
     port: int = 0
     fewest: int | None = None
-    """With how many the job starts if no more come; None for `count`."""
+    """With how many the job starts if no more come, or None for `count`."""
     wait_seconds: float = WAIT_SECONDS
     """How long the nodes wait for the fewest."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:
             raise ValueError(
-                f"num_nodes={self.count!r} is not an integer of at least 1; pass the number of machines of the job."
+                f"num_nodes={self.count!r} is not an integer of at least 1. Pass the number of machines of the job."
             )
         if self.rank is not None and not 0 <= self.rank < self.count:
             raise ValueError(
@@ -45,7 +45,7 @@ class Nodes:
                 f"{self.count - 1}. Give each node its own number, by --node-rank or the variable NODE_RANK."
             )
         if not 0 <= self.port < 65536 or (self.port == 0 and self.count > 1):
-            raise ValueError(f"main_port={self.port} is not a port; pass one from 1 to 65535, the same on every node.")
+            raise ValueError(f"main_port={self.port} is not a port. Pass one from 1 to 65535, the same on every node.")
 
     @property
     def least(self) -> int:
@@ -57,7 +57,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Job:
-    """What one launcher runs on its machine: `num_processes` workers, each with the same command."""
+    """The work of one launcher on its machine: `num_processes` workers with the same command."""
 
     command: list[str]
     num_processes: int
@@ -65,7 +65,7 @@ class Job:
     max_restarts: int = 0
     """How many times all ranks are restarted after a failure."""
     logs: str | None = None
-    """The folder that keeps each rank's output, in a file of its own."""
+    """The folder for the output of the ranks, one file per rank."""
     report: str | None = None
     """A file to which the launcher writes the line about the rank that failed first."""
     grace_seconds: float = 120.0
@@ -79,7 +79,7 @@ def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not variables.get(name)]
     if missing:
         raise ValueError(
-            f"num_nodes={num_nodes} was given, but the environment has no {' and no '.join(missing)}; set NODE_RANK (this "
+            f"num_nodes={num_nodes} was given, but the environment has no {' and no '.join(missing)}. Set NODE_RANK (this "
             "node's number, from 0), MASTER_ADDR and MASTER_PORT (the main node's) and start the script on each node, or start "
             "it there with trainwright launch, torchrun or srun."
         )

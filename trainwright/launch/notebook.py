@@ -1,29 +1,35 @@
 """Worker calls: run a function in every worker of a new job and return rank 0's result.
 
-For a process whose own command cannot be run again: a notebook, a REPL, a test runner. The same launcher as a script's starts
+For a process whose command cannot be run again: a notebook, a REPL, a test runner. The same launcher as a script's starts
 the workers, as fresh interpreters: a fork could not use a device that is in use here.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import json
+import linecache
 import os
 import re
+import selectors
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from types import FrameType
+from typing import Any, TextIO, cast
 
 from trainwright.distributed.environment import JOB_VARIABLE, Environment
 from trainwright.distributed.failures import summarize
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError, RunStopped, WorkerFailed
-from trainwright.launch.carried_traceback import carry, render
 from trainwright.launch.nodes import Nodes
 from trainwright.launch.packing import pack, read_result, unpack, write_result
 from trainwright.launch.processes import launcher_command
-from trainwright.launch.relay import run_launcher
 
 WORK, SEARCH_PATH, RESULT, REPORT = "work", "search_path.json", "result", "report"
 
@@ -38,10 +44,10 @@ def run_in_workers(
     nodes: Nodes | None = None,
     defaults: dict[str, str] | None = None,
 ) -> Any:
-    """Run `function(folder, **named)` in every worker of a new job; return what it returned on rank 0, None on other nodes.
+    """Run `function(folder, **named)` in every worker of a new job. Return rank 0's result, or None on other nodes.
 
     Args:
-        function: imported by the workers, or copied to them if they cannot; returns plain data and tensors.
+        function: imported by the workers, or copied to them if they cannot. It returns plain data and tensors.
         named: its arguments, by the names that errors use for them.
         num_processes: the workers on this node.
         folder: an empty folder for this job only.
@@ -57,10 +63,10 @@ def run_in_workers(
     pack(folder / WORK, {**named, "the function": function}, asked)
     lists = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
     (folder / SEARCH_PATH).write_text(json.dumps({**lists, "defaults": defaults or {}}), encoding="utf-8")
-    worker = str(Path(__file__).with_name("worker.py"))
+    entry = str(Path(__file__).with_name("entry.py"))
     # -W, -X, -O and others of this interpreter, which a new one would not have.
     flags = cast("list[str]", cast(Any, subprocess)._args_from_interpreter_flags())
-    command = [sys.executable, *flags, worker, str(folder)]
+    command = [sys.executable, *flags, entry, "worker", str(folder)]
     code = run_launcher(launcher_command(num_processes, command, nodes, report=str(folder / REPORT)))
     if code == 0 and nodes is not None and nodes.rank != 0:
         return None
@@ -75,7 +81,7 @@ def run_in_workers(
 
 
 def work(folder: str) -> None:
-    """Do the work in a worker, and write what rank 0 returned."""
+    """Do the work in a worker, and write rank 0's result."""
     path = Path(folder)
     defaults = json.loads((path / SEARCH_PATH).read_text(encoding="utf-8"))["defaults"]
     os.environ[JOB_VARIABLE] = json.dumps({**json.loads(os.environ[JOB_VARIABLE]), **defaults})
@@ -100,10 +106,10 @@ def work(folder: str) -> None:
 def _failed(folder: Path, code: int, asked: str) -> Exception:
     report = folder / REPORT
     if code == 0:
-        return WorkerFailed(f"{asked}: a worker exited before its work was done; do not call sys.exit() in it.")
+        return WorkerFailed(f"{asked}: a worker exited before its work was done. Do not call sys.exit() in it.")
     if not report.exists():
         return LaunchError(
-            f"{asked}: the launcher of its workers ended with exit code {code} before their work was done; its output is "
+            f"{asked}: the launcher of its workers ended with exit code {code} before their work was done. Its output is "
             "above. Run the work as a script to see more."
         )
     text = report.read_text(encoding="utf-8").strip()
@@ -118,3 +124,134 @@ def _failed(folder: Path, code: int, asked: str) -> Exception:
         text = f"{text} ({carried['summary']})"
     rank = errors[0].name.removeprefix("error-")
     return WorkerFailed(f"{asked}: {text}\n\nOn rank {rank}:\n{render(carried['traceback'])}")
+
+
+END_SECONDS = 4.5  # for the launcher to end its workers, to which it gives 3 s between the first signal and SIGKILL
+
+
+def run_launcher(command: list[str]) -> int:
+    """Run the launcher as a child, pass signals on, and return its exit code (KeyboardInterrupt if it ends after a Ctrl-C)."""
+    # NOTE: the kernel kills the child when the *thread* that started it ends. That is this one, which waits for it.
+    entry = str(Path(__file__).with_name("entry.py"))
+    streams = [each for each in (sys.stdout, sys.stderr) if each is not None]
+    for stream in streams:
+        stream.flush()
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", entry, "attached", str(os.getpid()), *command],
+        stdin=subprocess.DEVNULL,  # this process may be reading its program from there
+        stdout=_target(sys.stdout, sys.__stdout__, 1),
+        stderr=_target(sys.stderr, sys.__stderr__, 2),
+        start_new_session=True,  # so that a Ctrl-C in the terminal reaches this process only, which passes it on
+    ) as process:
+        try:
+            with _passing_on(process) as passed:
+                _relay(process)
+                code = process.wait()
+        except BaseException as error:
+            _end(process, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            raise
+        if signal.SIGINT in passed:
+            raise KeyboardInterrupt
+        return code
+
+
+@contextlib.contextmanager
+def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Pass the first signal of every kind on to the launcher, and yield their list. A second Ctrl-C interrupts."""
+    passed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
+        yield passed
+        return
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        if number not in passed:
+            passed.append(number)
+            process.send_signal(number)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    previous = {number: signal.signal(number, pass_on) for number in handled}
+    try:
+        yield passed
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def _target(stream: TextIO | None, original: TextIO | None, fd: int) -> int | None:
+    """Return None to inherit this process's stream, or a pipe if a notebook or a test has replaced the stream."""
+    with contextlib.suppress(OSError, ValueError):
+        if stream is not None and stream is original and stream.fileno() == fd:
+            return None
+    return subprocess.PIPE
+
+
+def _relay(process: subprocess.Popen[bytes]) -> None:
+    """Print the launcher's output until it has ended and all is printed."""
+    pipes: list[tuple[Any, TextIO | None]] = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+    with selectors.DefaultSelector() as selector:
+        for pipe, stream in pipes:
+            if pipe is not None:
+                decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+                selector.register(pipe, selectors.EVENT_READ, (decoder, stream))
+        while selector.get_map():
+            has_ended = process.poll() is not None  # before the select, so that nothing printed until then is missed
+            ready = selector.select(timeout=0.1)
+            for key, _ in ready:
+                chunk = os.read(key.fd, 1 << 16)
+                decoder, stream = key.data
+                if stream is not None:
+                    stream.write(decoder.decode(chunk, final=not chunk))
+                    stream.flush()
+                if not chunk:
+                    selector.unregister(key.fileobj)
+            if has_ended and not ready:  # a process that outlives its rank may still hold the pipe
+                return
+
+
+def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Make the launcher end its workers. They end with it in any case."""
+    try:
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+
+
+CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+def carry(error: BaseException) -> list[dict[str, Any]]:
+    """Return an exception and its causes as plain data, the first cause first."""
+    parts: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    link = ""
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        frames = [
+            [each.filename, each.lineno, each.name, each.line] for each in traceback.extract_tb(current.__traceback__)
+        ]
+        text = "".join(traceback.format_exception_only(current))
+        parts.insert(0, {"frames": frames, "text": text, "link": link})
+        is_caused = current.__cause__ is not None
+        link = CAUSE if is_caused else CONTEXT
+        current = current.__cause__ if is_caused or current.__suppress_context__ else current.__context__
+    return parts
+
+
+def render(parts: list[dict[str, Any]]) -> str:
+    """Return the text of a carried traceback. Source lines that the worker did not have are looked up here."""
+    text = ""
+    for part in parts:
+        frames = [
+            traceback.FrameSummary(name, number, function, line=line or linecache.getline(name, number).strip() or None)
+            for name, number, function, line in part["frames"]
+        ]
+        lines = traceback.format_list(traceback.StackSummary.from_list(frames))
+        text += f"Traceback (most recent call last):\n{''.join(lines)}{part['text']}{part['link']}"
+    return text

@@ -1,17 +1,20 @@
-"""The workers' output: rank 0 writes to the terminal, if there is one; the others' lines get the rank as a prefix."""
+"""The workers' output: rank 0 writes to the terminal, if there is one. Lines of the other ranks get the rank as a prefix."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import selectors
+import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
-LOG_NAME = re.compile(r"rank\d+\.log")
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
 MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
 
 
@@ -23,18 +26,8 @@ class _Source:
     pending: bytes = b""
 
 
-def refuse_links(folder: str) -> None:
-    """Refuse a folder in which a rank's log is a symbolic link (OSError)."""
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        if LOG_NAME.fullmatch(name) and os.path.islink(path):
-            raise OSError(
-                f"{path} is a symbolic link, which is never written through; remove it, or give another folder."
-            )
-
-
 class PrefixedOutput:
-    """Prints the lines that arrive in its pipes, each with its own prefix, from one thread."""
+    """Prints the lines that arrive in its pipes, with the prefixes of the pipes, from one thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -43,7 +36,7 @@ class PrefixedOutput:
         self._thread = threading.Thread(target=self._run, name="trainwright-output", daemon=True)
 
     def open_pipe(self, prefix: str, target: TextIO, log: str | None = None) -> str:
-        """Return a path for a worker's stream; the file `log` gets its lines too, without the prefix."""
+        """Return a path for a worker's stream. The file `log` gets its lines too, without the prefix."""
         read_fd, write_fd = os.pipe()
         self._write_fds.append(write_fd)
         self._selector.register(read_fd, selectors.EVENT_READ, _Source(prefix.encode(), target, log))
@@ -51,7 +44,7 @@ class PrefixedOutput:
         return f"/dev/fd/{write_fd}"
 
     def start(self) -> None:
-        """Start printing; close the launcher's own write ends, so that a pipe ends with its worker."""
+        """Start printing. Close the launcher's write ends, so that a pipe ends with its worker."""
         for fd in self._write_fds:
             os.close(fd)
         self._write_fds.clear()
@@ -75,18 +68,52 @@ class PrefixedOutput:
             self._print(key.data, b"")
 
     def _print(self, source: _Source, chunk: bytes) -> None:
-        """Print the lines that a chunk completes; an empty one is the end of the stream."""
+        """Print the lines that a chunk completes. An empty one is the end of the stream."""
         *lines, source.pending = (source.pending + chunk).split(b"\n")
         if source.pending and (not chunk or len(source.pending) > MAX_LINE_BYTES):
             lines.append(source.pending)
             source.pending = b""
         if not lines:
             return
-        # A progress bar redraws its line after each carriage return: only the last state is printed.
+        # A progress bar redraws its line after a carriage return: only the last state is printed.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        with contextlib.suppress(OSError, ValueError):  # keep reading the pipes even if our own output is closed
+        with contextlib.suppress(OSError, ValueError):  # keep reading the pipes even if our output is closed
             source.target.buffer.write(b"".join(source.prefix + line + b"\n" for line in shown))
             source.target.buffer.flush()
         if source.log is not None:
             with contextlib.suppress(OSError), open(source.log, "ab") as file:
                 file.writelines(line + b"\n" for line in shown)
+
+
+class PipeLogs(LogsSpecs):
+    """Rank 0 inherits the terminal. The other ranks write into pipes. With a folder, files store the output too."""
+
+    def __init__(self, folder: str | None, start_number: Callable[[], int]) -> None:
+        super().__init__()
+        self.output = PrefixedOutput()
+        self._folder, self._start_number = folder, start_number
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull  # elastic's log folder is not used
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return where the ranks' streams go. An empty path is the launcher's stream."""
+        self.output = PrefixedOutput()
+        stdouts: dict[int, str] = {}
+        stderrs: dict[int, str] = {}
+        for local_rank, variables in envs.items():
+            variables["TORCHELASTIC_ERROR_FILE"] = ""
+            variables["TORCHELASTIC_RESTART_COUNT"] = str(self._start_number())
+            rank = int(variables["RANK"])
+            prefix = f"[rank{rank}] " if rank else ""
+            log = None if self._folder is None else str(Path(self._folder, f"rank{rank}.log"))
+            for streams, target in ((stdouts, sys.stdout), (stderrs, sys.stderr)):
+                # In a terminal rank 0 writes directly, for its progress bars. Elsewhere lines of ranks must not mix.
+                is_direct = rank == 0 and log is None and target.isatty()
+                streams[local_rank] = "" if is_direct else self.output.open_pipe(prefix, target, log)
+            if rank == 0 and log is None and sys.stdout.isatty():
+                continue
+            if "PYTHONUNBUFFERED" not in os.environ:  # a pipe would buffer lines, and lose them in a crash
+                variables["PYTHONUNBUFFERED"] = "1"
+        return LogsDest(stdouts, stderrs, {}, {}, dict.fromkeys(envs, os.devnull))

@@ -1,7 +1,7 @@
-"""Packing of work for another process of the same user with cloudpickle, and the name of what cannot be packed.
+"""Packing of work for another process of the same user with cloudpickle, and the name of a part that cannot be packed.
 
-Classes and functions that the other process could not import are packed too: those of a notebook, of `__main__`, and of
-modules that a test runner made. Tensors are written from their own memory, without a copy.
+Classes and functions that the other process could not import are packed too: from a notebook, from `__main__`, and from
+modules that a test runner made. Tensors are written from their memory, without a copy.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ADVICE = (
 )
 DEEPEST = 40
 LARGE_BYTES = 1 << 20
-"""Numpy arrays from this size on are written from their own memory too, as tensors."""
+"""Numpy arrays from this size on are written from their memory too, as tensors."""
 NUMBERS = frozenset(("int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64", "bool"))
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Cloudpickle's, which also packs what is in modules that a fresh interpreter would not find."""
+    """Cloudpickle's pickler, which also packs the contents of modules that a fresh interpreter would not find."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,7 +42,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             super().dump(obj)
         finally:
             for module in self._carried:
-                # The registry is that of the whole process, which may use cloudpickle itself.
+                # The registry belongs to the whole process, which may use cloudpickle itself.
                 cloudpickle.unregister_pickle_by_value(module)
             self._carried.clear()
 
@@ -101,7 +101,7 @@ def _find_spec(name: str, path: Any) -> ModuleSpec | None:
 
 
 def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
-    """Write the work to a file (TypeError if something in it cannot be copied; the message says where it is)."""
+    """Write the work to a file (TypeError with the place of a part that cannot be copied)."""
     try:
         torch.save(dict(work), path, pickle_module=sys.modules[__name__], pickle_protocol=5)
     except Exception as error:  # whatever an object's __reduce__ or __getstate__ raises
@@ -116,7 +116,7 @@ def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
 
 
 def unpack(path: Path) -> dict[str, Any]:
-    """Read what `pack` has written, onto the CPU. It is trusted: another process of this user wrote it."""
+    """Read the file of `pack`, onto the CPU. It is trusted: another process of this user wrote it."""
     work: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
     return work
 
@@ -126,7 +126,7 @@ def write_result(path: Path, result: Any) -> None:
 
 
 def read_result(path: Path) -> Any:
-    """Read what `write_result` has written; `weights_only` admits plain data and tensors only."""
+    """Read the file of `write_result`. `weights_only` admits plain data and tensors only."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -158,7 +158,7 @@ def find_culprit(value: Any, where: str, reason: str) -> tuple[str, Any, str]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an object, each with the name of where it is."""
+    """Yield the names and the parts of an object."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):

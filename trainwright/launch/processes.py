@@ -15,11 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from trainwright.devices.cores import num_cores
+from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.network import LOOPBACK, loopback_interface
 from trainwright.launch.command import own_command
 from trainwright.launch.nodes import Job, Nodes, nodes_of
+
+__all__ = ["GRACE_VARIABLE", "launcher_command"]
 
 HANDLED_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")
 
@@ -30,7 +32,7 @@ GRACE_VARIABLE, GRACE_SECONDS = "TRAINWRIGHT_GRACE_SECONDS", 120
 def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script") -> NoReturn:
     """Replace this process by the launcher, which runs the same command in several workers.
 
-    Code before the call in the script runs again in each worker. `reason` is what needs the processes, for errors. With
+    Code before the call in the script runs again in every worker. `reason` says in errors why the processes are needed. With
     several nodes, which of them this is comes from NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
     Raises:
@@ -56,7 +58,7 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
 def launcher_command(
     num_processes: int, command: list[str], nodes: Nodes | None = None, report: str | None = None
 ) -> list[str]:
-    """Return the command line of a launcher, as `main` reads it; `report` is that of `Job`."""
+    """Return the command line of a launcher, as `main` reads it. `report` is the `Job`'s."""
     flags = [flag for flag, is_set in (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)) if is_set]
     options: dict[str, object] = {"--num-processes": num_processes}
     if nodes is not None and (nodes.count > 1 or nodes.port):
@@ -67,8 +69,16 @@ def launcher_command(
         options["--add-path"] = Path(torch_file).parent.parent
     if report is not None:
         options["--report"] = report
-    start = str(Path(__file__).with_name("start.py"))
-    return [sys.executable, *flags, start, *(str(each) for pair in options.items() for each in pair), "--", *command]
+    entry = str(Path(__file__).with_name("entry.py"))
+    return [
+        sys.executable,
+        *flags,
+        entry,
+        "launcher",
+        *(str(each) for pair in options.items() for each in pair),
+        "--",
+        *command,
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def supervise(job: Job, defaults: dict[str, str | None]) -> int:
-    """Run a job's workers on this node and return its exit code; `defaults` are settings that the script may leave open."""
+    """Run a job's workers on this node and return its exit code. `defaults` are settings that the script may leave open."""
     warnings.simplefilter("ignore")  # the job's output is the workers'
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  # a service may have none
     _prepare_signals()
@@ -109,14 +119,14 @@ def grace_seconds(variables: Mapping[str, str]) -> int:
     given = variables.get(GRACE_VARIABLE) or str(GRACE_SECONDS)
     if not (given.isascii() and given.isdigit()):
         raise ValueError(
-            f"the environment has {GRACE_VARIABLE}={given!r}; expected an integer of at least 0, in seconds. Set it to the "
+            f"the environment has {GRACE_VARIABLE}={given!r}. Expected an integer of at least 0, in seconds. Set it to the "
             f"longest time of a step and a save, or unset it for {GRACE_SECONDS}."
         )
     return int(given)
 
 
 def _prepare_signals() -> None:
-    """Exit quietly on a signal until elastic installs its handlers; ignored signals stay ignored (nohup)."""
+    """Exit quietly on a signal until elastic installs its handlers. Ignored signals stay ignored (nohup)."""
     handled = [name for name in HANDLED_SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     for name in handled:
         signal.signal(signal.Signals[name], _leave_on_signal)
@@ -128,7 +138,7 @@ def _leave_on_signal(number: int, _: FrameType | None) -> None:
 
 
 def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
-    """Set the variables of all workers of this node; elastic adds those of each rank."""
+    """Set the variables of all workers of this node. Elastic adds the variables of single ranks."""
     is_alone = job.nodes.count == 1
     settings = {"version": 1, "launcher_pid": os.getpid(), "num_processes": job.num_processes, "loopback": is_alone}
     given = {name: value for name, value in defaults.items() if value is not None}
@@ -138,7 +148,7 @@ def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if "OMP_NUM_THREADS" not in os.environ:
-        # Without it each rank's torch starts one thread per core.
+        # Without it every rank's torch starts one thread per core.
         os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // job.num_processes))
     for name in ("TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT"):
         os.environ.pop(name, None)  # they would open a file and a port

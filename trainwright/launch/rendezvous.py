@@ -1,4 +1,4 @@
-"""The rendezvous of a job's nodes: a store that the main node holds, and the nodes that run each start of the job."""
+"""The rendezvous of a job's nodes: a store that the main node holds, and the nodes that run every start of the job."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from trainwright.distributed.failures import FailureLog
+from trainwright.distributed.job_store import STORE_PREFIX, Store, post, stores
 from trainwright.distributed.network import claim_port, is_own_address, is_own_name, listen_at, resolve
-from trainwright.distributed.store import STORE_PREFIX, Store, post, stores
 from trainwright.errors import LaunchError
-from trainwright.launch.heartbeat import Heartbeat
 from trainwright.launch.nodes import Nodes
-from trainwright.launch.roster import Member, Roster, Round
+from trainwright.launch.roster import Heartbeat, Member, Roster, Round
 
 STORE_SECONDS = 300.0  # that the store may take to answer the first request
-NOTICE_SECONDS = 5.0  # after which a node prints what it is waiting for
+NOTICE_SECONDS = 5.0  # after which a node prints whom it is waiting for
 LEAVE_SECONDS = 10.0  # that the main node keeps the store for the others at the end
 CUT_SECONDS = 20.0  # between the loss of the main node and the end of a launcher that still waits for its answer
 T = TypeVar("T")
 GONE = (RuntimeError, OSError)
-"""What an attempt to reach the main node raises once it has gone."""
+"""The errors of an attempt to reach the main node after it has gone."""
 MAIN_IS_GONE = (
     "the launcher of node 0, the main node, has ended or cannot be reached; the nodes meet there, so the job ends. Start it "
     "again on all nodes, the main one included."
@@ -71,7 +70,7 @@ class NodeRendezvous(RendezvousHandler):
             post(self._agents, "main", json.dumps({"terms": self._terms(), "heartbeat": self.heartbeat.port}))
 
     def _open_store(self) -> tuple[Any, bool]:
-        """Hold or find the job's store; return it, and whether this is the main node."""
+        """Hold or find the job's store. Return it, and whether this is the main node."""
         if self.nodes.rank is not None:
             return (self._hold_store(), True) if self.nodes.rank == 0 else (self._find_store(), False)
         if not is_own_address(self.nodes.address):
@@ -89,7 +88,7 @@ class NodeRendezvous(RendezvousHandler):
         _, number = resolve(self.nodes.address)
         if self.nodes.count > 1 and is_own_name(self.nodes.address, number):
             raise LaunchError(
-                f"the main address {self.nodes.address!r} is {number} on this node, which no other node can reach; give this "
+                f"the main address {self.nodes.address!r} is {number} on this node, which no other node can reach. Give this "
                 "node's IP address as the main address."
             )
         # TCPStore itself would listen on all interfaces, so it gets a bound socket.
@@ -151,11 +150,11 @@ class NodeRendezvous(RendezvousHandler):
                 return found
             if not is_new:
                 raise LaunchError(
-                    "the job has started again without this node, whose ranks had not ended in time; start its launcher again "
+                    "the job has started again without this node, whose ranks had not ended in time. Start its launcher again "
                     "to join."
                 )
             self.round = Round(found.number, found.restarts)  # without its members
-            _say("the job runs on other nodes; this one joins at its next restart, unless the job has its most nodes.")
+            _say("the job runs on other nodes. This one joins at its next restart, unless the job has its most nodes.")
 
     def _arrive(self) -> None:
         assert self.heartbeat is not None
@@ -164,21 +163,21 @@ class NodeRendezvous(RendezvousHandler):
             if own != theirs:
                 which = "this node" if self.nodes.rank is None else f"node {self.nodes.rank}"
                 raise LaunchError(
-                    f"{own} was given to {which}, but {theirs} to the main node; give all nodes of a job the same."
+                    f"{own} was given to {which}, but {theirs} to the main node. Give all nodes of a job the same."
                 )
         self._arrival = self._agents.add("arrivals", 1)
         post(self._agents, f"node/{self._arrival}", json.dumps(asdict(self.own)))
         post(self._agents, f"ready/{self._arrival}", "-1")
-        # Last: for each node that has connected, the main node reads both keys, and would wait for them.
+        # Last: when a node has connected, the main node reads both keys, and would wait for them.
         self.heartbeat.connect(self._arrival, main["heartbeat"])
         threading.Thread(target=self._watch_main, name="trainwright-heartbeat", daemon=True).start()
 
     def _terms(self) -> list[str]:
-        """Return what has to be the same on all nodes."""
+        """Return the terms that must be the same on all nodes."""
         return [str(self.nodes), f"max_restarts={self._max_restarts}"]
 
     def _next_round(self, _: float) -> Round | None:
-        """Return the round after this node's last one, or None; raise if the job has ended."""
+        """Return the round after this node's last one, or None. Raise if the job has ended."""
         assert self.heartbeat is not None
         if self._agents.check([f"refused/{self._arrival}"]):
             raise LaunchError(self._agents.get(f"refused/{self._arrival}").decode())
@@ -188,7 +187,7 @@ class NodeRendezvous(RendezvousHandler):
                 _say("the job has ended without this node.")
                 raise RendezvousGracefulExitError
             raise LaunchError(
-                f"the main node has ended the job, with exit code {ended['code']}; see what it has printed."
+                f"the main node has ended the job, with exit code {ended['code']}. See what it has printed."
             )
         if self.heartbeat.lost():
             raise LaunchError(MAIN_IS_GONE)
@@ -228,7 +227,7 @@ class NodeRendezvous(RendezvousHandler):
         return max(node for node in range(self.num_nodes) if self.first_rank(node) <= rank)
 
     def lost_nodes(self) -> list[int]:
-        """Return the nodes of this round whose launcher is gone without having left; away from the main node, only that one."""
+        """Return the lost nodes of this round. Other nodes than the main one only see the main one."""
         if self.heartbeat is None:
             return []
         if self._roster is not None:
@@ -237,14 +236,14 @@ class NodeRendezvous(RendezvousHandler):
         return [arrivals.index(each) for each in self.heartbeat.lost() if each in arrivals and not self.has_left(each)]
 
     def say_finished(self, signal_number: int = 0) -> None:
-        """Announce that all processes of this node have succeeded, or were stopped by a signal; 0 if its launcher got none."""
+        """Announce that all processes of this node have succeeded, or that this signal (0: none) stopped them."""
         post(self._agents, self._finished(self._arrival), str(signal_number))  # this launcher may end right after
 
     def all_finished(self) -> bool:
         return bool(self._agents.check([self._finished(each) for each in self.round.arrivals]))
 
     def signals(self) -> list[int]:
-        """Return what each node has announced once all have finished, in the order of their ranks."""
+        """Return the numbers that the nodes announced after they finished, in the order of their ranks."""
         return [int(self._agents.get(self._finished(each))) for each in self.round.arrivals]
 
     def _finished(self, arrival: int) -> str:
@@ -255,7 +254,7 @@ class NodeRendezvous(RendezvousHandler):
         return bool(self._agents.check([f"left/{arrival}"]))
 
     def leave(self, code: int = 1) -> None:
-        """Leave the job; the main node, which holds the store, says how it ended and waits until all others have left."""
+        """Leave the job. The main node, which holds the store, says how it ended and waits until all others have left."""
         if self.heartbeat is None or self._has_left.is_set():
             return
         self._has_left.set()
@@ -276,7 +275,7 @@ class NodeRendezvous(RendezvousHandler):
             if self._claim is not None:
                 self._claim.close()
 
-    # What elastic asks of any rendezvous. It decides itself who may join, at each start, so it never closes.
+    # Elastic calls these methods of any rendezvous. This one decides at every start who may join, so it never closes.
 
     @property
     def use_agent_store(self) -> bool:
@@ -301,7 +300,7 @@ class NodeRendezvous(RendezvousHandler):
         return True  # the store ends with the launcher
 
     def _wait(self, find: Callable[[float], T | None], describe: Callable[[], str], *, has_end: bool = True) -> T:
-        """Wait until something is found, given the seconds that have passed; say what is missing after a while."""
+        """Wait until something is found, given the seconds that have passed. After a while print who is missing."""
         began, has_printed = time.monotonic(), False
         while True:  # polls rather than blocks, so that Python can run signal handlers
             waited = time.monotonic() - began
@@ -309,7 +308,7 @@ class NodeRendezvous(RendezvousHandler):
                 return found
             if has_end and waited > self.nodes.wait_seconds:
                 raise LaunchError(
-                    f"waited {self.nodes.wait_seconds:g} s for {describe()}; start the job on every node with the same "
+                    f"waited {self.nodes.wait_seconds:g} s for {describe()}. Start the job on every node with the same "
                     "number of nodes, main address and port. See whether the others have started, and whether a firewall is "
                     "in between."
                 )

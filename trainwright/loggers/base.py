@@ -1,4 +1,4 @@
-"""The logger contract, the logger that does nothing, and how loggers convert values."""
+"""The logger contract, the logger that does nothing, and the conversion of values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
 
 Params = Mapping[str, Any] | argparse.Namespace
-"""The hyper-parameters that a logger takes."""
+"""The hyper-parameters that a logger accepts."""
 RunResult = Literal["success", "failed", "interrupted"]
-"""Lightning's words, which `finalize` gets. Users read them as the states finished, failed and stopped (run_record.py)."""
+"""Lightning's words for `finalize`. Users see the states finished, failed and stopped (run_record.py)."""
 
 
 class KeptCheckpoints(Protocol):
-    """What a logger may read of a ModelCheckpoint: the paths that it keeps."""
+    """The attributes of a ModelCheckpoint that a logger may read."""
 
     best_model_path: str
     last_model_path: str
@@ -28,17 +28,17 @@ class KeptCheckpoints(Protocol):
 
 
 class Logger:
-    """The base of loggers: override what yours can record; the rest does nothing.
+    """The base of loggers: override the methods that yours supports. The others do nothing.
 
-    The trainer calls `start` on every rank at the start of a run, then on rank 0: `log_hyperparams` and `log_graph` once,
-    `log_metrics` for each row, `state_dict` at each checkpoint, `flush` at each epoch's end, `finalize` and `close` at the end.
-    Calls from user code on other ranks have to do nothing. An Accelerator calls `start` on a rank that does not write before it
-    has chosen where rank 0 writes, or never.
+    The trainer calls `start` on every rank at the start of a run. It calls the other methods on rank 0: `log_hyperparams` and
+    `log_graph` once, `log_metrics` for every row, `state_dict` at checkpoints, `flush` at the end of an epoch, and `finalize`
+    and `close` at the end of the run. Calls from user code on other ranks must do nothing. An Accelerator calls `start` on the
+    other ranks before it has chosen rank 0's folder, or never.
 
     A remote logger resumes its run with three methods. `state_dict` returns the remote run's id and the step up to which rows
-    have arrived; with an empty state the next run is a new one. `load_state_dict` keeps the state of the logger of the same
-    class (of several, in order). `start` then opens the run of that id, on the rank that writes. The resumed run logs the rows
-    after that step again: overwrite them, or skip them. Without a `log_dir`, checkpoints go to default_root_dir.
+    have arrived. With an empty state the next run is a new one. `load_state_dict` gets the state of the logger of the same
+    class, and several loggers of a class in order. `start` then opens the run of that id on rank 0. The resumed run logs the
+    rows after that step again: overwrite or skip them. If a logger has no `log_dir`, checkpoints go to default_root_dir.
 
     >>> class Printed(tw.Logger):
     ...     def log_metrics(self, metrics, step=None):
@@ -50,28 +50,28 @@ class Logger:
     """
 
     log_dir: str | None = None
-    """The folder of this run; None before `start`, or without a folder."""
+    """The folder of this run, or None before `start` or if there is no folder."""
     save_dir: str | None = None
-    """The folder of all runs; None without a folder."""
+    """The folder of all runs, or None."""
     root_dir: str | None = None
-    """The folder of the runs of this name; None without a folder."""
+    """The folder of the runs of this name, or None."""
     name: str | None = None
-    """The common name of this logger's runs."""
+    """The common name of the runs of this logger."""
     version: int | str | None = None
-    """The version of this run among them."""
+    """The version of this run."""
     experiment: Any = None
-    """The underlying writer, for anything beyond this contract."""
+    """The underlying writer, for its other methods."""
     _has_warned_of_images = False
     _has_trained = _is_continued = False
     """Whether a fit has used this logger, and whether the next fit resumes its run."""
 
     @classmethod
     def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
-        """Return a logger for a raw loop that chose it by name; override it if the constructor has other arguments."""
+        """Return a logger that a raw loop chose by name. Override it if the constructor has other arguments."""
         return cls(**options)
 
     def begin_fit(self) -> None:
-        """Called on every rank before the `start` of a fit: a new run, unless it resumes the run of this logger."""
+        """Called on every rank before the `start` of a fit. It begins a new run, or resumes this logger's run."""
         if self._has_trained and not self._is_continued:
             self._leave_run()
         self._has_trained, self._is_continued = True, False
@@ -80,64 +80,64 @@ class Logger:
         """Leave the run, so that the next `start` begins another one."""
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
-        """Choose where this run logs. Collective: called at the start of each run, on every rank.
+        """Choose the place of this run, at its start.
 
-        `agreed(text)` returns rank 0's text on every rank.
+        `agreed(text)` returns rank 0's text on every rank. Collective: called on every rank.
         """
 
     def log_hyperparams(self, params: Params, metrics: Mapping[str, Any] | float | None = None) -> None:
-        """Record the hyper-parameters of the run, with metrics where the logger has both; called once by the trainer."""
+        """Record the hyper-parameters of the run, and metrics if the logger supports it. The trainer calls it once."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write one row; the step defaults to that of the previous row."""
+        """Write one row. The default step is the step of the previous row."""
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write images by name: each an array, a tensor or a list of images; warn once if this logger stores none."""
+        """Write images by name: arrays, tensors or lists of images. Warn once if this logger cannot."""
         if not self._has_warned_of_images:
             self._has_warned_of_images = True
             warnings.warn(
-                f"{type(self).__name__}.log_images({', '.join(map(repr, values))}) stores nothing, since this logger takes no "
+                f"{type(self).__name__}.log_images({', '.join(map(repr, values))}) stores nothing, since this logger stores no "
                 "images. Pass a TensorBoardLogger too, as in logger=[tw.CSVLogger(), tw.TensorBoardLogger()].",
                 stacklevel=2,
             )
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Record the graph of the model; called once by the trainer."""
+        """Record the graph of the model. The trainer calls it once."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this logger's position as plain data for a checkpoint, once everything before it is written; on rank 0."""
+        """Write all rows, and return the position as plain data for a checkpoint. Called on rank 0."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from the position in a checkpoint; called on every rank before `start`, if the checkpoint has one."""
+        """Resume from the position in a checkpoint. Called on every rank before `start`."""
 
     def save(self) -> None:
-        """Write what is buffered; `flush` calls it by default."""
+        """Write the buffered rows. `flush` calls it by default."""
 
     def flush(self) -> None:
-        """Make what was logged durable; called at the end of each epoch."""
+        """Make all rows durable. Called at the end of every epoch."""
         self.save()
 
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
         """Draw the curves of this run, and return the path of the file."""
         raise NotImplementedError(
-            f"{type(self).__name__}.plot() was called, but it writes no files to draw from; CSVLogger and TensorBoardLogger "
-            "can draw theirs. Pass the Trainer one of them too."
+            f"{type(self).__name__}.plot() was called, but it writes no files to draw from. CSVLogger and TensorBoardLogger "
+            "do. Pass the Trainer one of them too."
         )
 
     def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
-        """Called on rank 0 once a checkpoint of a ModelCheckpoint is complete; with async_save, at the next save or the end."""
+        """Called on rank 0 after a complete save of a ModelCheckpoint. An async save may complete at the next one."""
 
     def finalize(self, status: RunResult) -> None:
-        """Called at the end of a run, before `close`, with the run's result."""
+        """Called with the run's result at its end, before `close`."""
 
     def close(self) -> None:
-        """Flush and close; called at the end of a run, also after a failure."""
+        """Flush and close. Called at the end of a run, also after a failure."""
         self.flush()
 
 
 def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a getter for `experiment` that gives an object which does nothing on all ranks but 0.
+    """Return a getter for `experiment` whose value does nothing on other ranks than 0.
 
     >>> class Mine(tw.Logger):
     ...     @property
@@ -154,10 +154,10 @@ def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], An
 
 
 class SilentExperiment:
-    """Has every attribute, accepts every call, is a context manager and an empty collection, and does nothing."""
+    """Does nothing: it has every attribute, accepts every call, and is a context manager and an empty collection."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle look up protocols that this object does not have
+        if name.startswith("__"):  # protocols of copy and pickle, which it lacks
             raise AttributeError(name)
         return self
 
@@ -176,7 +176,7 @@ class SilentExperiment:
 
 
 class SilentLogger(Logger):
-    """Replaces the loggers in a trial run (`fast_dev_run`): every call does nothing, and as a list of loggers it is empty."""
+    """Replaces the loggers under `fast_dev_run`: its calls do nothing, and as a list of loggers it is empty."""
 
     name = ""
     version = ""
@@ -201,7 +201,7 @@ class SilentLogger(Logger):
 
 
 def to_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the metrics as Python numbers; the items of a dict become name/key. TypeError if a value is not one number."""
+    """Return the metrics as Python numbers. Items of a dict become name/key. TypeError if a value is not one number."""
     numbers: dict[str, Any] = {}
     for name, value in metrics.items():
         if prefix and name not in ("step", "epoch"):
@@ -222,13 +222,13 @@ def _number(name: str, value: Any) -> float:
     if hasattr(value, "item") and (size() if callable(size) else size) == 1:
         return value.detach().item() if hasattr(value, "detach") else value.item()  # type: ignore[no-any-return]
     raise TypeError(
-        f"the metric {name!r} was given to a logger as {a_type_of(value)}; expected numbers, tensors or arrays of "
-        "one element, or dicts of them."
+        f"a logger got the metric {name!r} as {a_type_of(value)}; expected numbers, tensors or arrays of one element, or "
+        "dicts of them."
     )
 
 
 def to_dict(params: Params) -> dict[str, Any]:
-    """Return hyper-parameters as a dict; raise TypeError unless they are a Mapping or a Namespace."""
+    """Return hyper-parameters as a dict, or raise TypeError if they are not a Mapping or a Namespace."""
     if isinstance(params, argparse.Namespace):
         return dict(vars(params))
     if not isinstance(params, Mapping):
@@ -236,13 +236,22 @@ def to_dict(params: Params) -> dict[str, Any]:
     return dict(params)
 
 
+def flattened(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested hyper-parameters as name/key and value."""
+    for key, value in params.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def to_json(value: Any) -> Any:
-    """Return the value as JSON data; other types become lists or text."""
+    """Return the value as JSON data. Other types become lists or text."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Enum):
         return to_json(value.value)
-    if isinstance(value, str):  # yaml refuses subclasses, such as numpy's
+    if isinstance(value, str):  # yaml rejects subclasses, such as the ones of numpy
         return str.__str__(value)
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)

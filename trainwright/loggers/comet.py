@@ -9,39 +9,38 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from trainwright.loggers.base import RunResult
-from trainwright.loggers.noted_rows import NotedRows
-from trainwright.loggers.remote import RemoteLogger, Row, channels_last, unseeded
+from trainwright.loggers.base import RunResult, SilentExperiment
+from trainwright.loggers.remote import RemoteLogger, Row, RowJournal, channels_last, unseeded
 
 MODES = ("get_or_create", "get", "create")
 QUIET = {"log_code": False, "log_graph": False, "auto_output_logging": False, "display_summary_level": 0}
-"""What the client does not record by itself, unless it is given."""
+"""Records of the client that are off by default."""
 
 
 class CometLogger(RemoteLogger):
     """Writes to an experiment of Comet (extra `comet`).
 
     Without an API key it is offline, and a warning says how to upload it. A run that resumes from a checkpoint continues the
-    experiment of the same key. The client has one experiment in each process; opening another one ends it.
+    experiment of the same key. The client has one experiment per process, and another one ends it.
 
-    Offline, each process leaves an archive in `save_dir` when it ends; `comet upload` joins those of one experiment. What a
-    killed process wrote since it began stays in the client's temporary folder.
+    Offline, every process writes an archive into `save_dir` at its end. `comet upload` joins the archives of an experiment.
+    The rows of a killed process stay in the client's temporary folder.
 
     Args:
-        api_key: the key; None for the client's own configuration, such as COMET_API_KEY.
-        workspace: the workspace; None for the default one.
-        project: the project; None for the client's own configuration.
-        experiment_key: the key of an experiment to continue or to make, of 32 to 50 letters and digits; None for a new one.
+        api_key: the key, by default from the client's configuration, such as COMET_API_KEY.
+        workspace: the workspace, by default the client's default.
+        project: the project, by default from the client's configuration.
+        experiment_key: the key of an experiment to continue or to make, of 32 to 50 letters and digits. None makes a new one.
         mode: "get_or_create" (the default), "get" or "create".
-        online: False writes archives only; None chooses by the API key.
+        online: False only writes archives. With None this depends on the API key.
         prefix: put before the name of every metric, with a dash.
         save_dir: the folder of archives, a local path.
-        name: the experiment's name; None for one that the service makes up.
-        log_model: True uploads the checkpoints of each ModelCheckpoint as models at the end of the run, "all" each one once
-            it is complete.
-        kwargs: further arguments of comet_ml.ExperimentConfig, such as tags= and log_code=.
+        name: the experiment's name. With None the service chooses one.
+        log_model: True uploads the checkpoints of every ModelCheckpoint as models at the end of the run, "all" as soon as they
+            are complete.
+        kwargs: other arguments of comet_ml.ExperimentConfig, such as tags= and log_code=.
 
     Raises:
         ImportError: comet_ml is not installed.
@@ -80,24 +79,20 @@ class CometLogger(RemoteLogger):
         self._experiment: Any = None
         self._is_offline = False
         self._has_begun = False
-        """Whether the experiment was opened, so that it exists from then on."""
-        self._noted = NotedRows("CometLogger")
-
-    @classmethod
-    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
-        return cls(**{"project": project, "save_dir": save_dir or ".", **options})
+        """Whether the experiment was opened before, so that it exists."""
+        self._journal = RowJournal("CometLogger")
 
     @property
     def experiment(self) -> Any:
-        """Return the client's experiment; on all ranks but 0 an object that does nothing. Before a fit it opens it."""
-        return self._current() if self._begin() else self._silent()
+        """Return the client's experiment, opened if necessary, or on other ranks than 0 an object that does nothing."""
+        return self._current() if self._begin() else SilentExperiment()
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
         self._is_open = self._is_open and not self._experiment.ended
         super().start(agreed, is_writer=is_writer)
 
     def _current(self) -> Any:
-        """Return the experiment, opened again if another one has ended it since."""
+        """Return the experiment, reopened if another one has ended it."""
         if self._experiment.ended:
             with unseeded():
                 self._open(self._id)
@@ -109,13 +104,13 @@ class CometLogger(RemoteLogger):
         if self._online is None and not (self._api_key or comet.get_api_key(None, comet.get_config())):
             self._is_offline = True
             warnings.warn(
-                f"Comet has no API key, so the experiment is written to an archive in {self.save_dir}; upload it with `comet "
-                "upload`. Pass online=False to leave out this warning, or set COMET_API_KEY.",
+                f"Comet has no API key, so the experiment is written to an archive in {self.save_dir}. Upload it with `comet "
+                "upload`. Pass online=False to avoid this warning, or set COMET_API_KEY.",
                 stacklevel=2,
             )
         os.makedirs(self.save_dir, exist_ok=True)
         options = {**QUIET, "offline_directory": self.save_dir, "name": self._name, **self._options}
-        is_continued = self._has_begun or (run_id is not None and run_id != self._given_id)
+        is_continued = self._has_begun or (run_id is not None and run_id != self.given_id)
         self._experiment = comet.start(
             api_key=self._api_key,
             workspace=self._workspace,
@@ -131,20 +126,20 @@ class CometLogger(RemoteLogger):
 
     @property
     def _rows_file(self) -> Path:
-        """Return the file of the rows that were written."""
+        """Return the file of the written rows."""
         return Path(self.save_dir, f"trainwright-{self._id}.steps")
 
     def _rows_there(self) -> Iterator[tuple[int, int, str]]:
-        return self._noted.read(self._rows_file, ended=self._is_offline)
+        return self._journal.read(self._rows_file, ended=self._is_offline)
 
     def _write(self, rows: deque[Row]) -> None:
         while rows:
-            if self._experiment.ended:  # it would drop them
-                raise RuntimeError("the experiment was ended, as the client has one at a time and another was opened")
+            if self._experiment.ended:  # it would drop the rows
+                raise RuntimeError("another experiment was opened, which ended this one: the client has one at a time")
             row = rows[0]
             self._experiment.log_metrics(row.values, step=row.step)
             rows.popleft()
-            self._noted.note(self._rows_file, row)
+            self._journal.add(self._rows_file, row)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         self._current().log_parameters(params)
@@ -156,12 +151,12 @@ class CometLogger(RemoteLogger):
         experiment, self._experiment = self._experiment, None
         experiment.log_other("trainwright_status", status)
         experiment.end()
-        self._noted.end(self._rows_file)
+        self._journal.end(self._rows_file)
 
     # -- beyond numbers ----------------------------------------------------------------------------------------------------
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write images by name: each an array, a tensor or a list of images; options are those of the client's log_image."""
+        """Write images by name: arrays, tensors or lists of images. The client's log_image gets the options."""
         for key, images in values.items():
             for image in list(images) if isinstance(images, (list, tuple)) else [images]:
                 at = self._step if step is None else step
@@ -169,7 +164,7 @@ class CometLogger(RemoteLogger):
                     value = channels_last(image) if "image_channels" not in options else image
                     name = f"{self.prefix}-{key}" if self.prefix else key
                     self._current().log_image(value, name=name, step=at, **options)
-                    self._noted.note(self._rows_file, Row(at, self._next_time(), {f"image {key}": None}))
+                    self._journal.add(self._rows_file, Row(at, self._next_time(), {f"image {key}": None}))
 
     def log_model(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         """Upload a checkpoint, or another folder or file, as a model of the experiment."""

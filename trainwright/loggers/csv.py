@@ -1,4 +1,4 @@
-"""The CSV logger: a folder per run, with the metrics in metrics.csv and the hyper-parameters in hparams.json."""
+"""The CSV logger: a folder per run, with metrics.csv and hparams.json."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ import fsspec
 from trainwright.arguments import refuses_unknown
 from trainwright.distributed.environment import Environment
 from trainwright.loggers.base import SilentExperiment
-from trainwright.loggers.files import is_local, write_file
+from trainwright.loggers.files import TABLE_NAME, is_local, write_file
 from trainwright.loggers.folder import FolderLogger, Row
 from trainwright.paths import open_no_link
-
-TABLE_NAME = "metrics.csv"
 
 
 class CSVLogger(FolderLogger):
     """Writes `<save_dir>/<name>/version_<n>/metrics.csv` and `hparams.json`.
 
-    The columns are step, epoch, then the metrics in order of appearance; a new metric adds a column. Rows are buffered and
+    The columns are step, epoch, then the metrics in order of appearance. A new metric adds a column. Rows are buffered and
     written by a thread: every 100 rows, about every ten seconds, at an epoch's end, and at the end of the run.
 
     Args:
-        save_dir: a path or an fsspec URL; by default the trainer's default_root_dir.
+        save_dir: a path or an fsspec URL, by default the trainer's default_root_dir.
         name: the folder of all runs.
-        version: the run's folder; by default version_<n> with the next free n.
+        version: the run's folder, by default version_<n> with the next free n.
         prefix: put before the name of every metric, with a dash.
         flush_logs_every_n_steps: the number of rows that are written together.
 
@@ -58,7 +56,7 @@ class CSVLogger(FolderLogger):
     ) -> None:
         if isinstance(flush_logs_every_n_steps, bool) or not isinstance(flush_logs_every_n_steps, int):
             raise TypeError(
-                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r} is not an int; give the number of rows."
+                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r} is not an int; pass the number of rows."
             )
         if flush_logs_every_n_steps < 1:
             raise ValueError(f"flush_logs_every_n_steps={flush_logs_every_n_steps} must be at least 1.")
@@ -72,7 +70,7 @@ class CSVLogger(FolderLogger):
 
     @property
     def experiment(self) -> Any:
-        """Return the writer of rows and hyper-parameters; on all ranks but 0 an object that does nothing."""
+        """Return the writer of rows and hyper-parameters, or on other ranks than 0 an object that does nothing."""
         is_writer = self._is_writer and Environment.detect().rank == 0
         return CSVExperiment(self) if is_writer else SilentExperiment()
 
@@ -103,7 +101,7 @@ class CSVLogger(FolderLogger):
         self._open().cut()
 
     def _take_open_row(self) -> None:
-        """Take the row that a checkpoint of an earlier version holds instead of the file."""
+        """Add the row that checkpoints of an earlier version contain instead of the file."""
         if row := self._position.pop("open_row", None):
             self._rows.insert(0, dict(row))
 
@@ -125,7 +123,7 @@ class CSVLogger(FolderLogger):
 
 
 class CSVExperiment:
-    """Writes rows and hyper-parameters to the files of a CSVLogger, which are the run's."""
+    """Writes rows and hyper-parameters to the files of a CSVLogger."""
 
     def __init__(self, logger: CSVLogger) -> None:
         self._logger = logger
@@ -141,42 +139,42 @@ class CSVExperiment:
         return self._logger.metrics_path
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write a row, soon; the step defaults to that of the previous row."""
+        """Write a row soon. The default step is the step of the previous row."""
         self._logger.log_metrics(metrics, step)
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
-        """Write hyper-parameters, in addition to earlier ones."""
+        """Add hyper-parameters."""
         self._logger.log_hyperparams(params)
 
     def save(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered rows."""
         self._logger.save()
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"the experiment of a CSVLogger has no {name!r}: it writes numbers only. For images, texts and histograms pass "
-            "logger=TensorBoardLogger(...), or both in a list with that one first."
+            f"the experiment of a CSVLogger has no {name!r}: it only writes numbers. For images, texts and histograms pass "
+            "logger=TensorBoardLogger(...), or a list of both with the TensorBoardLogger first."
         )
 
 
 def set_aside(path: str) -> None:
-    """Rename the table of an earlier run, so that its rows do not mix with this run's."""
+    """Rename the table of an earlier run, so that its rows stay separate."""
     filesystem, inside = fsspec.core.url_to_fs(path)
     if filesystem.exists(inside):
         names = (f"{inside.removesuffix('.csv')}-{number}.csv" for number in count())
         free = next(name for name in names if not filesystem.exists(name))
         filesystem.mv(inside, free)
         warnings.warn(
-            f"{path} is from an earlier run; it is kept as {free}, and this run starts a new table. Leave out version= to get "
-            "a folder per run.",
+            f"{path} is from an earlier run. It is now {free}, and this run starts a new table. Omit version= to get a folder "
+            "per run.",
             stacklevel=2,
         )
 
 
 class MetricsFile:
-    """A CSV file that rows with any columns are added to; it continues an existing one.
+    """A CSV file to which rows with any columns are added. It may exist already.
 
-    With `keep` the first write drops all rows but the first `keep`, and the columns that none of these has a value in.
+    With `keep` the first write drops all rows after the first `keep`, and the columns without a value in these rows.
     """
 
     def __init__(self, path: str, keep: int | None = None) -> None:
@@ -188,7 +186,7 @@ class MetricsFile:
         """Everything written so far, if the file system cannot append (object stores)."""
         text = self._read()
         self._is_whole = text.endswith("\n")
-        """False if the file has to be rewritten: it is missing, ends within a line, or has rows to drop."""
+        """False if the file must be rewritten: it is missing, ends within a line, or has rows to drop."""
         rows: list[list[str]] = []
         if "\n" in text:
             self._columns, *rows = csv.reader(io.StringIO(text[: text.rindex("\n") + 1], newline=""))
@@ -196,18 +194,18 @@ class MetricsFile:
         if keep is not None and keep != len(rows):
             if keep > len(rows):
                 warnings.warn(
-                    f"{path} has {len(rows)} rows, but the checkpoint expects {keep}; the missing ones cannot be written "
-                    "again. Find out what changed the file.",
+                    f"{path} has {len(rows)} rows, but the checkpoint expects {keep}. Missing rows cannot be restored. Find "
+                    "out which program changed the file.",
                     stacklevel=2,
                 )
             rows, self._is_whole = rows[:keep], False
-            # A column that a dropped row added first would come before those that the resumed run adds before it.
+            # A column of a dropped row would come before columns that the resumed run adds earlier.
             used = {at for row in rows for at, value in enumerate(row) if value}
             self._columns = [name for at, name in enumerate(self._columns) if at in used]
         self.num_rows = len(rows)
 
     def append(self, rows: list[Row]) -> None:
-        """Append rows; rewrite the file if they have new columns. Rows that fail are retried with the next ones."""
+        """Append rows, or rewrite the file if they have new columns. Failed rows are retried with the next ones."""
         rows = self._failed = self._failed + rows
         columns = list(dict.fromkeys([*self._columns, *(name for row in rows for name in row)]))
         is_new = not self._is_whole or len(columns) > len(self._columns)
@@ -228,7 +226,7 @@ class MetricsFile:
         self.num_rows += len(rows)
 
     def cut(self) -> None:
-        """Drop the rows after those to keep, if any."""
+        """Drop the rows after the first `keep`."""
         if not self._is_whole and self._read():
             self.append([])
 

@@ -1,37 +1,40 @@
-"""Whole files of loggers, on a local disk or any other file system of fsspec, and values as data for them."""
+"""Files of loggers on a disk or another file system of fsspec: whole files, run folders, and the writing thread."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import queue
 import re
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from trainwright.process_identity import is_process_alive, machine, process_start_time
+from trainwright.paths import is_process_alive, machine, process_start_time
+
+__all__ = ["CHECKPOINTS", "TABLE_NAME", "write_file"]
+
+CHECKPOINTS = "checkpoints"
+"""The default checkpoint folder within a run's log folder."""
+TABLE_NAME = "metrics.csv"
+HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
+"""The files of the hyper-parameters."""
+IDLE_SECONDS = 5.0
+"""The time after which a thread without work ends."""
+Work = Callable[[], None]
 
 
 def is_local(path: str) -> bool:
     return isinstance(fsspec.core.url_to_fs(path)[0], LocalFileSystem)
 
 
-@contextlib.contextmanager
-def explained_for(root: str) -> Iterator[None]:
-    """Let an error of the block, which makes a run's folder, say what to set instead (OSError)."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"the run cannot write to {root} ({error.strerror or error}); set another default_root_dir, or another save_dir of "
-            "the logger."
-        ) from error
-
-
 def write_file(path: str, data: bytes) -> None:
-    """Write a whole file; on a local disk atomically and durably, and without what killed writers of it have left."""
+    """Write a whole file. On a local disk this is atomic and durable, and removes leftovers of killed writers."""
     filesystem, inside = fsspec.core.url_to_fs(path)
     if not isinstance(filesystem, LocalFileSystem):
         filesystem.pipe_file(inside, data)
@@ -55,12 +58,142 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def _sweep(path: str) -> None:
-    """Remove the temporary files that killed processes of this machine have left for a file."""
+    """Remove temporary files of a file whose processes on this machine were killed."""
     folder, name = os.path.split(path)
     temporary = re.compile(rf"{re.escape(name)}\.{machine()}-(\d+)-(\d+)-\d+\.tmp", re.ASCII)
-    with contextlib.suppress(OSError):  # the write itself says what is wrong with the folder
+    with contextlib.suppress(OSError):  # a problem of the folder also fails the write
         for other in os.listdir(folder):
             match = temporary.fullmatch(other)
             if match is not None and not is_process_alive(int(match[1]), match[2]):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"{folder}/{other}")
+
+
+def claim_folder(root: str, version: int | str | None) -> str:
+    """Create the folder of a run and return its path. The default version is the next free number."""
+    filesystem, inside = fsspec.core.url_to_fs(root)
+    with _explained_for(root):
+        filesystem.makedirs(inside, exist_ok=True)
+        if version is not None:
+            folder = f"version_{version}" if isinstance(version, int) else version
+            filesystem.makedirs(f"{inside}/{folder}", exist_ok=True)
+            return f"{root}/{folder}"
+        number = next_number(filesystem, inside)
+        while True:
+            path = f"{inside}/version_{number}"
+            try:
+                filesystem.mkdir(path, create_parents=False)  # only one of several processes succeeds
+            except FileExistsError:
+                number += 1
+                continue
+            except FileNotFoundError:  # a rejected run has removed the root
+                filesystem.makedirs(inside, exist_ok=True)
+                continue
+            if not filesystem.exists(path):  # an object store has no empty folders
+                filesystem.pipe_file(f"{path}/{HPARAMS_NAME}", b"{}\n")
+            return f"{root}/version_{number}"
+
+
+def run_numbers(filesystem: Any, inside: str) -> list[int]:
+    filesystem.invalidate_cache()
+    try:
+        names = [name.rstrip("/").rpartition("/")[2] for name in filesystem.ls(inside, detail=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))]
+
+
+def next_number(filesystem: Any, inside: str) -> int:
+    return 1 + max(run_numbers(filesystem, inside), default=-1)
+
+
+@contextlib.contextmanager
+def _explained_for(root: str) -> Iterator[None]:
+    """Turn an OSError of the block, which makes a run's folder, into one that names the argument to change."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"the run cannot write to {root} ({error.strerror or error}). Set another default_root_dir, or another save_dir of "
+            "the logger."
+        ) from error
+
+
+class Flushed(Protocol):
+    """A logger, for functions that only flush it."""
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+
+
+class BackgroundWriter:
+    """Runs submitted work in order in one daemon thread, which lives while there is work.
+
+    The next `wait` raises a failure. A forked child, such as a loader worker, drops work: the file belongs to the parent.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._process = os.getpid()
+
+    def submit(self, work: Work) -> None:
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="trainwright-logger", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # from Python 3.12 on, no thread starts at the interpreter's end
+                    self._thread = None
+                    work()
+                    return
+            self._queue.put(work)
+
+    def wait(self) -> None:
+        """Wait until all submitted work is done, and raise the first failure since the last call."""
+        if os.getpid() != self._process:
+            return
+        if self._thread is not None:
+            done = threading.Event()
+            self.submit(done.set)
+            done.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        while True:
+            try:
+                work = self._queue.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:  # so that no work is submitted between the check and the thread's end
+                    if self._queue.empty():
+                        self._thread = None
+                        return
+                continue
+            try:
+                work()
+            except Exception as error:  # file systems raise errors of any type
+                self._error = self._error or error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # a copy, for example in another process, starts without thread and work
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        BackgroundWriter.__init__(self)
+
+
+def flush_at_exit(logger: Flushed, *, keep: bool = False) -> None:
+    """Flush a logger at the end of the process if it still exists. `keep` keeps it alive."""
+    find: Callable[[], Flushed | None] = (lambda: logger) if keep else weakref.ref(logger)
+    process = os.getpid()
+
+    def flush() -> None:
+        if os.getpid() == process and (alive := find()) is not None:
+            alive.flush()
+
+    atexit.register(flush)

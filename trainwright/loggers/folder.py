@@ -1,4 +1,4 @@
-"""Loggers that write into a folder per run: how the folder is claimed and shared, and what it holds."""
+"""Loggers that write into a folder per run: how they claim and share it, and its files."""
 
 from __future__ import annotations
 
@@ -16,28 +16,34 @@ import yaml
 
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
-from trainwright.loggers.background import BackgroundWriter, flush_at_exit
+from trainwright.history import CURVES_NAME, History
 from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_json, to_numbers
-from trainwright.loggers.files import explained_for, is_local, write_file
+from trainwright.loggers.files import (
+    HPARAMS_NAME,
+    HPARAMS_YAML,
+    BackgroundWriter,
+    claim_folder,
+    flush_at_exit,
+    is_local,
+    next_number,
+    run_numbers,
+    write_file,
+)
 from trainwright.loggers.run_record import LOOP, RunRecorder
 from trainwright.paths import absolute
-from trainwright.plots.history import History
 
-HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
-"""The hyper-parameters, in both forms."""
-CURVES_NAME = "curves.html"
-"""The page of a run's curves."""
 LONGEST_WAIT_SECONDS = 10.0
-"""The longest time that a row is buffered."""
+"""The longest time for which a row is buffered."""
 Row = dict[str, Any]
 
 
 class FolderLogger(Logger):
-    """Base of the loggers that write into `<save_dir>/<name>/version_<n>`; without a name into `<save_dir>/version_<n>`.
+    """Base of the loggers that write into `<save_dir>/<name>/version_<n>`. The name may be empty.
 
-    Up to `rows_at_once` rows are buffered, and a thread writes them; `flush` waits for it. Without a Trainer or an Accelerator,
-    which call `flush`, each row is passed to the thread at once. The end of the process writes the rest. A subclass writes the
-    rows (`_write_rows`), and names its kind of file (`kind`): loggers of different kinds may share a folder.
+    Up to `rows_at_once` rows are buffered, and a thread writes them. `flush` waits for the thread. Without a Trainer or an
+    Accelerator, which call `flush`, the thread gets every row at once. The remaining rows are written when the process ends.
+    A subclass writes the rows (`_write_rows`) and names its kind of file (`kind`). Loggers of different kinds may share a
+    folder.
     """
 
     kind = ""
@@ -50,32 +56,32 @@ class FolderLogger(Logger):
         prefix: str,
         rows_at_once: int,
     ) -> None:
-        own = type(self).__name__
+        kind = type(self).__name__
         if not isinstance(save_dir, (str, os.PathLike, type(None))):
-            raise TypeError(f"{own}(save_dir={save_dir!r}) is {a_type_of(save_dir)}; expected a path, a URL or None.")
+            raise TypeError(f"{kind}(save_dir={save_dir!r}) is {a_type_of(save_dir)}; expected a path, a URL or None.")
         if version is not None and (isinstance(version, bool) or not isinstance(version, (int, str))):
-            raise TypeError(f"{own}(version={version!r}) is {a_type_of(version)}; expected int, str or None.")
+            raise TypeError(f"{kind}(version={version!r}) is {a_type_of(version)}; expected int, str or None.")
         self.save_dir: str = absolute(save_dir or ".")
         self._follows_root = save_dir is None
         self.name: str = name or ""
         self._version = version
-        absolute(f"{self.name}/{version}")  # ValueError for a name that no folder can have
+        absolute(f"{self.name}/{version}")  # ValueError for an impossible name
         self._is_given = version is not None
         self.prefix = prefix
         self._rows_at_once = rows_at_once
         self._folder: str | None = None
         self._has_started = False
         self._has_owner = False
-        """Whether a Trainer or an Accelerator has this logger, and flushes it at the end of each epoch and run."""
+        """Whether a Trainer or an Accelerator has this logger, and flushes it at the end of an epoch or run."""
         self._rows: list[Row] = []
         self._hparams: dict[str, Any] = {}
         self._hparams_digest = ""
-        """The digest of the hyper-parameters that this run has written, also before it was resumed."""
+        """The digest of the hyper-parameters that this run has written, also before a resume."""
         self._writes_hparams = True
         self._is_writer = True
         self._is_new = False
         self._is_first_here = False
-        """True in the logger's first run in a given folder, which an earlier run may have written to."""
+        """Whether this is the logger's first run in a folder that an earlier run may have written to."""
         self._step, self._has_rows = 0, False
         self._epoch: int | None = None
         self._written_at = 0.0
@@ -84,7 +90,7 @@ class FolderLogger(Logger):
         flush_at_exit(self)
         self._is_resumed = False
         self._position: dict[str, Any] = {}
-        """The position that a resumed run continues from, until its first row is written; empty then."""
+        """The position in the checkpoint of a resumed run. It is empty once the first row is written."""
 
     @classmethod
     def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
@@ -97,21 +103,21 @@ class FolderLogger(Logger):
         return f"{root}{self.name}".rstrip("/") if self.name else root.removesuffix("/")
 
     def use_root(self, root: str) -> None:
-        """Take a trainer as the owner, and its default_root_dir if no save_dir was given."""
+        """Belong to a trainer from now on, and write into its default_root_dir if there is no save_dir."""
         self._has_owner = True
         if self._follows_root and self._folder is None:
             self.save_dir = root
 
     @property
     def version(self) -> int | str | None:  # type: ignore[override]
-        """Return the version of this run; before it, the given one or that which it will have if no other run comes first."""
+        """Return the version of this run, or of the next one unless another run comes first."""
         if self._version is not None or self._has_started:
             return self._version
-        return _next_number(*fsspec.core.url_to_fs(self.root_dir))
+        return next_number(*fsspec.core.url_to_fs(self.root_dir))
 
     @property
     def log_dir(self) -> str | None:  # type: ignore[override]
-        """Return the folder of this run; before it, the one that it will have if no other run comes first."""
+        """Return the folder of this run, or of the next one unless another run comes first."""
         if self._folder is not None:
             return self.log_dir_in(self._folder)
         version = self.version
@@ -122,27 +128,27 @@ class FolderLogger(Logger):
 
     @property
     def has_version(self) -> bool:
-        """Return whether the version was given, or is that of a run that has begun."""
+        """Return whether the version is known, from the constructor or from a run that has begun."""
         return self._version is not None
 
     def run_folders(self) -> list[str]:
-        """Return the folders of the runs that this one may resume: its own, then the newest first, by number, not by time.
+        """Return the folders of the runs that this one may resume: its current folder, then the highest number first.
 
-        Something may have been logged before the fit, in a folder that has no checkpoint yet.
+        Rows may have been logged before the fit, into a folder that has no checkpoint yet.
         """
-        own = self._folder or (None if self._version is None else self.folder_of(self._version))
-        if own is not None and self._is_given:
-            return [own]
+        current = self._folder or (None if self._version is None else self.folder_of(self._version))
+        if current is not None and self._is_given:
+            return [current]
         filesystem, inside = fsspec.core.url_to_fs(self.root_dir)
-        others = [self.folder_of(number) for number in sorted(_numbers(filesystem, inside), reverse=True)]
-        return others if own is None else [own, *(each for each in others if each != own)]
+        others = [self.folder_of(number) for number in sorted(run_numbers(filesystem, inside), reverse=True)]
+        return others if current is None else list(dict.fromkeys([current, *others]))
 
     def log_dir_in(self, folder: str) -> str:
-        """Return the `log_dir` of a run whose folder is that one."""
+        """Return the `log_dir` of a run in this folder."""
         return folder
 
     def state_dict(self) -> dict[str, Any]:
-        """Write the buffered rows; return the run's folder and the position in its files."""
+        """Write the buffered rows, and return the run's folder and the position in its files."""
         if self._folder is None or not self._is_writer:
             return {}
         inside = fsspec.core.url_to_fs(self._folder)[1]
@@ -150,7 +156,7 @@ class FolderLogger(Logger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._folder is not None and not self._is_given and self._version != state["version"]:
-            self._leave_run()  # it is another run's, or of rows that were logged by hand
+            self._leave_run()  # it has another run, or rows that were logged by hand
         if self._folder is None and self._version is None:
             self._version, self._is_resumed = state["version"], True
         self._position, self._hparams_digest = dict(state), str(state.get("hparams", ""))
@@ -164,10 +170,10 @@ class FolderLogger(Logger):
         self._step, self._has_rows, self._epoch = 0, False, None
 
     def drop_later_rows(self) -> None:
-        """Drop everything after the position of the checkpoint that the run resumes from, since the run writes it again."""
+        """Drop all rows after the checkpoint that the run resumes from, since the run writes them again."""
 
     def _written(self) -> dict[str, Any]:
-        """Write what is buffered, and return the position in the files."""
+        """Write the buffered rows, and return the position in the files."""
         self.flush()
         return {}
 
@@ -178,13 +184,13 @@ class FolderLogger(Logger):
         self._begin_record(LOOP)
 
     def _start_alone(self) -> None:
-        """Begin a run folder for what is logged by hand, before a Trainer's run or without one."""
+        """Begin a run folder for logging by hand, without a Trainer's run."""
         if self._folder is None and not self._has_started:
             self._start(str, Environment.detect().rank == 0, None)
             self._begin_record(LOOP)
 
     def _adopt(self, agreed: Callable[[str], str]) -> None:
-        """Take the caller as the owner, and use the folder that rank 0 has begun by hand, if any. Collective."""
+        """Belong to the caller from now on, and use a folder that rank 0 has begun by hand. Collective."""
         self._has_owner = True
         if (folder := agreed(self._folder or "")) and self._folder is None:
             self._set_folder(folder)
@@ -198,7 +204,7 @@ class FolderLogger(Logger):
         self._written_at = time.monotonic()
 
     def _start(self, agreed: Callable[[str], str], is_writer: bool, shared: str | None) -> None:
-        """Continue in this logger's folder, join the `shared` one, or claim one. Collective."""
+        """Continue in this logger's folder, join the `shared` folder, or claim a new one. Collective."""
         self._has_started = True
         self._is_writer = is_writer
         if self._folder is not None:
@@ -208,8 +214,8 @@ class FolderLogger(Logger):
         self._is_first_here = self._version is not None and not self._is_resumed
         folder = shared or agreed(claim_folder(self.root_dir, self._version) if is_writer else "")
         if not folder:
-            return  # a raw loop's rank that does not write, and does not know where rank 0 does
-        self._writes_hparams = shared is None  # in a shared folder, only its first logger
+            return  # a rank of a raw loop that does not write, and does not know rank 0's folder
+        self._writes_hparams = shared is None  # of a shared folder, only the first logger
         self._set_folder(folder)
 
     def _begin_record(self, call: str) -> None:
@@ -219,11 +225,11 @@ class FolderLogger(Logger):
                 self._writer.submit(work)
 
     def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
-        """Write texts by name, if this logger can; return whether it did. A raw loop calls it on rank 0."""
+        """Write texts by name, and return whether this logger can. A raw loop calls it on rank 0."""
         return False
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row, which is written soon, or by the next `flush`."""
+        """Add a row, which is written soon or by the next `flush`."""
         if not self._is_writer:
             return
         self._step, self._has_rows = self._step if step is None else step, True
@@ -243,7 +249,7 @@ class FolderLogger(Logger):
         self._rows.append(row)
 
     def log_hyperparams(self, params: Params | None = None, metrics: Mapping[str, Any] | float | None = None) -> None:
-        """Write the hyper-parameters to `hparams.json` and `hparams.yaml`, in addition to those of earlier calls."""
+        """Add hyper-parameters to `hparams.json` and `hparams.yaml`."""
         if self._is_writer:
             self._hparams.update(to_dict(params or {}))
             self._submit_hparams()
@@ -251,11 +257,11 @@ class FolderLogger(Logger):
                 flush_at_exit(self, keep=True)
 
     def save(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered rows."""
         self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered, and wait for it; OSError if it cannot be written."""
+        """Write the buffered rows and wait for the thread; OSError if it cannot write."""
         if self._is_writer and (self._rows or self._hparams):
             self._start_alone()
         if self._folder is None or not self._is_writer:
@@ -268,14 +274,14 @@ class FolderLogger(Logger):
     def _wait(self) -> None:
         try:
             self._writer.wait()
-        except Exception as error:  # other libraries' writers raise other types
+        except Exception as error:  # the writers of other libraries raise other types
             raise OSError(
                 f"{type(self).__name__} could not write to {self.log_dir}: {type(error).__name__}: {error}. Free space "
-                "there, or give the logger another save_dir."
+                "there, or pass the logger another save_dir."
             ) from error
 
     def history(self, most_bytes: int | None = None) -> History:
-        """Return what this run has written so far; of files with more than `most_bytes`, evenly spaced rows."""
+        """Return the rows of this run so far, thinned evenly in files with more than `most_bytes`."""
         from trainwright.loggers.run_files import read_history
 
         if self._folder is None:
@@ -283,31 +289,28 @@ class FolderLogger(Logger):
         return read_history(self._folder, kind=self.kind, log_dir=self.log_dir, most_bytes=most_bytes)
 
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
-        """Draw the curves of this run so far, and return the path of the file; only rank 0 draws.
+        """Draw the curves of this run so far on rank 0, and return the path of the file.
 
-        The path ends in `.html`, for one page that needs nothing else, or in `.png`, which needs the extra `plot`; by default
-        it is `curves.html` in `log_dir`. `metrics` chooses some of the run's metrics by name.
+        The path ends in `.html`, for a self-contained page, or in `.png`, which needs the extra `plot`. The default is
+        `curves.html` in `log_dir`. `metrics` chooses some of the run's metrics by name.
         """
-        from trainwright.plots import checked_format, draw
-
-        form = checked_format(os.fspath(path)) if path is not None else ".html"
         self.flush()
         if self._is_writer and self._folder is None:
             raise RuntimeError(
-                f"{type(self).__name__}.plot() was called before anything was logged; call it after a row."
+                f"{type(self).__name__}.plot() was called before anything was logged. Call it after a row."
             )
         target = absolute(path) if path is not None else f"{self.log_dir or self.root_dir}/{CURVES_NAME}"
         if self._is_writer and self._folder is not None:
-            write_file(target, draw([self.history()], form, metrics))
+            write_file(target, self.history().draw(target, metrics))
         return target
 
     def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
-        """Note in the run's record where its checkpoints are."""
+        """Add the folder of the checkpoint to the run's record."""
         if work := self._record.note_checkpoints(checkpoint_callback.last_model_path.rstrip("/").rpartition("/")[0]):
             self._writer.submit(work)
 
     def finalize(self, status: RunResult) -> None:
-        """Write what is buffered, and in the run's record how it ended."""
+        """Write the buffered rows, and the result into the run's record."""
         try:
             self.flush()
         finally:
@@ -330,12 +333,12 @@ class FolderLogger(Logger):
             return
         plain = to_json(self._hparams)
         data, path = f"{json.dumps(plain, indent=2)}\n".encode(), f"{self.log_dir}/{HPARAMS_NAME}"
-        twin = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode(), f"{self.log_dir}/{HPARAMS_YAML}"
+        text, text_path = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), f"{self.log_dir}/{HPARAMS_YAML}"
         if (digest := hashlib.sha256(data).hexdigest()) != self._hparams_digest:
             self._hparams_digest = digest
             if self._writes_hparams:
                 self._writer.submit(lambda: write_file(path, data))
-                self._writer.submit(lambda: write_file(twin[1], twin[0]))
+                self._writer.submit(lambda: write_file(text_path, text.encode()))
             self._on_hparams(dict(self._hparams))
 
     def _submit_flush(self) -> None:
@@ -352,9 +355,9 @@ class FolderLogger(Logger):
 def start_loggers(
     loggers: Sequence[Logger], agreed: Callable[[str], str], *, is_writer: bool, call: str = LOOP
 ) -> None:
-    """Start the loggers of a trainer; those of different kinds with the same save_dir and name share a folder. Collective.
+    """Start the loggers of a trainer. Collective.
 
-    `call` is what the trainer does, such as "fit"; the runs' records hold it.
+    Loggers of different kinds with the same save_dir and name share a folder. The runs' records contain `call`, such as "fit".
 
     Raises:
         ValueError: two loggers of the same kind would write into one folder.
@@ -366,16 +369,18 @@ def start_loggers(
             continue
         logger.save_dir = agreed(logger.save_dir)  # before folders are compared: working directories may differ by rank
         logger._adopt(agreed)
-        taken = {each._folder for each in started if each.kind == logger.kind}
-        others = [each._folder for each in started if each.root_dir == logger.root_dir and each._folder not in taken]
+        taken = {other._folder for other in started if other.kind == logger.kind}
+        others = [
+            other._folder for other in started if other.root_dir == logger.root_dir and other._folder not in taken
+        ]
         if logger._is_resumed and logger._version is not None:
             others = [folder for folder in others if folder == logger.folder_of(logger._version)]
         joins = others and (logger._version is None or logger._is_resumed)
         logger._start(agreed, is_writer, others[0] if joins else None)
         if logger._folder is not None and logger._folder in taken:
             raise ValueError(
-                f"logger= holds two {type(logger).__name__} that write to {logger._folder}; leave out one of them, or give "
-                "them different names or versions."
+                f"logger= contains two {type(logger).__name__} that write to {logger._folder}. Remove one of them, or pass "
+                "different names or versions."
             )
         started.append(logger)
     for logger in started:
@@ -383,68 +388,37 @@ def start_loggers(
 
 
 def withdraw_loggers(loggers: Sequence[Logger], is_alone: bool) -> None:
-    """Remove the folders that were claimed for a run that was refused before it started, unless they hold other files.
+    """Remove the folders of a run that was rejected before its start, unless they contain other files.
 
-    In a job of several processes, which cannot agree after a failure, only the records become what they were. The folder of a
-    run that was to be resumed is kept, and the logger's next run gets a new one.
+    In a job of several processes, which cannot agree after a failure, this only restores the records. The folder of a run that
+    was to be resumed stays, and the logger's next run gets a new one.
     """
-    for logger in loggers:
-        if isinstance(logger, FolderLogger):
-            logger._record.withdraw()
-    if not is_alone:
-        return
-    for logger in loggers:
-        if isinstance(logger, FolderLogger) and logger._is_resumed:
+    folder_loggers = [logger for logger in loggers if isinstance(logger, FolderLogger)]
+    for logger in folder_loggers:
+        logger._record.withdraw()
+    for logger in folder_loggers if is_alone else ():
+        if logger._is_resumed:
             logger._folder, logger._version, logger._is_resumed, logger._position = None, None, False, {}
             logger._has_started = False
-    own = [logger for logger in loggers if isinstance(logger, FolderLogger) and logger._is_new]
-    for folder in {logger._folder for logger in own if logger._folder is not None and is_local(logger._folder)}:
-        inside = fsspec.core.url_to_fs(folder)[1]
-        if (found := set(os.listdir(inside))) <= {HPARAMS_NAME, HPARAMS_YAML}:
-            for name in found:
-                os.unlink(f"{inside}/{name}")
-            os.rmdir(inside)
-            for logger in (each for each in own if each._folder == folder):
-                logger._folder = logger._version = None
-                logger._hparams_digest, logger._has_started = "", False
-                if logger.name:
-                    with contextlib.suppress(OSError):  # it holds other runs
-                        os.rmdir(os.path.dirname(inside))
+        elif logger._is_new and logger._folder is not None and _remove_unused(logger._folder, bool(logger.name)):
+            logger._folder = logger._version = None
+            logger._hparams_digest, logger._has_started = "", False
 
 
-def claim_folder(root: str, version: int | str | None) -> str:
-    """Create the folder of a run and return its path; without a version the next free number."""
-    filesystem, inside = fsspec.core.url_to_fs(root)
-    with explained_for(root):
-        filesystem.makedirs(inside, exist_ok=True)
-        if version is not None:
-            folder = f"version_{version}" if isinstance(version, int) else version
-            filesystem.makedirs(f"{inside}/{folder}", exist_ok=True)
-            return f"{root}/{folder}"
-        number = _next_number(filesystem, inside)
-        while True:
-            path = f"{inside}/version_{number}"
-            try:
-                filesystem.mkdir(path, create_parents=False)  # only one of several processes succeeds
-            except FileExistsError:
-                number += 1
-                continue
-            except FileNotFoundError:  # a refused run has removed the root
-                filesystem.makedirs(inside, exist_ok=True)
-                continue
-            if not filesystem.exists(path):  # an object store has no empty folders
-                filesystem.pipe_file(f"{path}/{HPARAMS_NAME}", b"{}\n")
-            return f"{root}/version_{number}"
-
-
-def _numbers(filesystem: Any, inside: str) -> list[int]:
-    filesystem.invalidate_cache()
-    try:
-        names = [name.rstrip("/").rpartition("/")[2] for name in filesystem.ls(inside, detail=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [int(match[1]) for name in names if (match := re.fullmatch(r"version_(\d+)", name))]
-
-
-def _next_number(filesystem: Any, inside: str) -> int:
-    return 1 + max(_numbers(filesystem, inside), default=-1)
+def _remove_unused(folder: str, has_name: bool) -> bool:
+    """Remove a run's folder and the empty folder of its name; return False if it contains other files."""
+    inside = fsspec.core.url_to_fs(folder)[1]
+    if not is_local(folder):
+        return False
+    if not os.path.isdir(inside):
+        return True  # it was removed for another logger
+    files = set(os.listdir(inside))
+    if not files <= {HPARAMS_NAME, HPARAMS_YAML}:
+        return False
+    for name in files:
+        os.unlink(f"{inside}/{name}")
+    os.rmdir(inside)
+    if has_name:
+        with contextlib.suppress(OSError):  # it contains other runs
+            os.rmdir(os.path.dirname(inside))
+    return True

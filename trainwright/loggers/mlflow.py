@@ -8,17 +8,17 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 from trainwright.arguments import refuses_unknown
-from trainwright.loggers.base import RunResult
+from trainwright.loggers.base import RunResult, SilentExperiment, flattened
 from trainwright.loggers.remote import RemoteLogger, Row, channels_last
 
 STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 LONGEST_PARAM = 6000
 """Characters of a parameter's value that MLflow stores."""
 IMAGE_FILE = re.compile(r"images/(?P<key>.+)[%+]step[%+](?P<step>\d+)[%+]timestamp[%+](?P<time>\d+)[%+][^%+]*\.png")
-"""How MLflow names the file of an image, from 2.x with % to 3.x with +; a small copy (.webp) lies next to it."""
+"""The file name of an image in MLflow, with % in 2.x and + in 3.x. A small copy (.webp) lies beside it."""
 METRICS_AT_ONCE, PARAMS_AT_ONCE = 500, 100
 
 
@@ -28,16 +28,16 @@ class MLFlowLogger(RemoteLogger):
     A run that resumes from a checkpoint continues the service's run of the same id.
 
     Args:
-        experiment_name: the experiment, made if it does not exist.
-        run_name: the run's name; None for one that MLflow makes up.
-        tracking_uri: a server's address or a store, such as "sqlite:///mlruns.db"; None for MLFLOW_TRACKING_URI, else a SQLite
-            store in save_dir.
+        experiment_name: the experiment, which is created if necessary.
+        run_name: the run's name. With None MLflow chooses one.
+        tracking_uri: a server's address or a store, such as "sqlite:///mlruns.db". The default is MLFLOW_TRACKING_URI, or a
+            SQLite store in save_dir.
         tags: tags of the run.
         save_dir: the folder of a local store.
-        log_model: True uploads the checkpoints of each ModelCheckpoint as artifacts at the end of the run, "all" each one
-            once it is complete.
+        log_model: True uploads the checkpoints of every ModelCheckpoint as artifacts at the end of the run, "all" as soon as
+            they are complete.
         prefix: put before the name of every metric, with a dash.
-        artifact_location: where a new experiment keeps its files.
+        artifact_location: the place for the files of a new experiment.
         run_id: a run to continue.
 
     Raises:
@@ -48,6 +48,7 @@ class MLFlowLogger(RemoteLogger):
     >>> trainer = tw.Trainer(logger=logger, max_epochs=1)
     """
 
+    project_argument, default_save_dir = "experiment_name", None
     shown_in = "the pages of MLflow (`mlflow ui --backend-store-uri STORE` shows a local store)"
 
     @refuses_unknown
@@ -74,11 +75,7 @@ class MLFlowLogger(RemoteLogger):
         self._client: Any = None
         self._has_refused = False
         self._has_ended = False
-        """Whether the run has ended: what is read or logged by hand afterwards does not begin it again."""
-
-    @classmethod
-    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
-        return cls(**{"experiment_name": project, "save_dir": save_dir, **options})
+        """Whether the run has ended. Reading or logging by hand afterwards does not restart it."""
 
     @property
     def run_id(self) -> str | None:
@@ -94,8 +91,8 @@ class MLFlowLogger(RemoteLogger):
 
     @property
     def experiment(self) -> Any:
-        """Return the MlflowClient; on all ranks but 0 an object that does nothing. Before a fit it opens the run."""
-        return self._client if self._begin() else self._silent()
+        """Return the MlflowClient with an open run, or on other ranks than 0 an object that does nothing."""
+        return self._client if self._begin() else SilentExperiment()
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
         if self._has_ended:
@@ -122,32 +119,32 @@ class MLFlowLogger(RemoteLogger):
         return str(run.info.run_id)
 
     def _experiment(self, client: Any) -> str:
-        """Return the id of the experiment, which is made if it does not exist."""
+        """Return the id of the experiment, which is created if necessary."""
         from mlflow.exceptions import MlflowException
 
-        if (found := client.get_experiment_by_name(self._experiment_name)) is not None:
-            return str(found.experiment_id)
+        if (experiment := client.get_experiment_by_name(self._experiment_name)) is not None:
+            return str(experiment.experiment_id)
         is_local = str(self._uri).startswith("sqlite:")
         artifacts = self._artifacts or (f"{self.save_dir}/artifacts" if is_local else None)
         try:
             return str(client.create_experiment(self._experiment_name, artifact_location=artifacts))
         except MlflowException as error:
-            # Another job may have made it in between.
+            # Another job may have just made it.
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
             return str(client.get_experiment_by_name(self._experiment_name).experiment_id)
 
     def _rows_there(self) -> Iterator[tuple[int, int, str]]:
         for name in self._client.get_run(self._id).data.metrics:
-            for each in self._client.get_metric_history(self._id, name):
-                yield each.step, each.timestamp, name
-        for each in self._client.list_artifacts(self._id, "images"):
-            if found := IMAGE_FILE.fullmatch(each.path):
-                yield int(found["step"]), int(found["time"]), _image_name(found["key"])
+            for metric in self._client.get_metric_history(self._id, name):
+                yield metric.step, metric.timestamp, name
+        for file in self._client.list_artifacts(self._id, "images"):
+            if match := IMAGE_FILE.fullmatch(file.path):
+                yield int(match["step"]), int(match["time"]), _image_name(match["key"])
 
     def _unseen(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
-        # By value: the service does not know which values were one row.
-        return {name: value for name, value in values.items() if not self._arrived.takes(step, _allowed(name))}
+        # Value by value, since the service does not store which values formed a row.
+        return {name: value for name, value in values.items() if not self._has_arrived(step, _allowed(name))}
 
     def _write(self, rows: deque[Row]) -> None:
         from mlflow.entities import Metric
@@ -170,14 +167,14 @@ class MLFlowLogger(RemoteLogger):
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        flat = dict(_flattened(params))
+        flat = {_allowed(name): value for name, value in flattened(params)}
         known = self._client.get_run(self._id).data.params
         new = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flat.items() if key not in known]
         for start in range(0, len(new), PARAMS_AT_ONCE):
             self._log("params", new[start : start + PARAMS_AT_ONCE])
 
     def _log(self, kind: str, values: list[Any]) -> None:
-        """Write values; MLflow refuses all of them for a single one, so that the others are then written one by one."""
+        """Write values. MLflow rejects a whole batch for one bad value, so they are then written one by one."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -186,12 +183,12 @@ class MLFlowLogger(RemoteLogger):
             if error.error_code != "INVALID_PARAMETER_VALUE":
                 raise
             if len(values) > 1:
-                for each in values:
-                    self._log(kind, [each])
+                for value in values:
+                    self._log(kind, [value])
             elif not self._has_refused:
                 self._has_refused = True
                 warnings.warn(
-                    f"MLflow refuses {values[0].key[:80]!r}: {error} It is left out, as are all other values that it refuses.",
+                    f"MLflow rejects {values[0].key[:80]!r}: {error} It is skipped, like all other values that MLflow rejects.",
                     stacklevel=2,
                 )
 
@@ -205,7 +202,7 @@ class MLFlowLogger(RemoteLogger):
     # -- beyond numbers ----------------------------------------------------------------------------------------------------
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write images by name: each an array or a tensor (channels last, or first), or a list of images."""
+        """Write images by name: arrays or tensors with channels last or first, or lists of images."""
         for key, images in values.items():
             several = list(images) if isinstance(images, (list, tuple)) else [images]
             for index, image in enumerate(several):
@@ -216,7 +213,7 @@ class MLFlowLogger(RemoteLogger):
         if self._begin():
             value = channels_last(image)
             at = self._step if step is None else step
-            if not self._arrived.takes(at, _image_name(key)):
+            if not self._has_arrived(at, _image_name(key)):
                 self._client.log_image(self._id, value, key=key, step=at, timestamp=self._next_time())
 
     def log_text(self, text: str, artifact_file: str) -> None:
@@ -225,7 +222,7 @@ class MLFlowLogger(RemoteLogger):
             self._client.log_text(self._id, text, artifact_file)
 
     def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
-        """Write each text as a file of the run, `<name>/step_<step>.txt`."""
+        """Write texts as files of the run, `<name>/step_<step>.txt`."""
         for key, text in values.items():
             self.log_text(text, f"{key}/step_{self._step if step is None else step}.txt")
         return True
@@ -248,21 +245,13 @@ class MLFlowLogger(RemoteLogger):
 
 
 def _allowed(name: str) -> str:
-    """Return a metric's name without what MLflow refuses in one: characters, and a path that is not the shortest."""
-    allowed = "".join(each if each.isalnum() or each in "_-./ :" else "_" for each in name)
+    """Return a metric's name with the characters that MLflow accepts, as a normalized path."""
+    allowed = "".join(letter if letter.isalnum() or letter in "_-./ :" else "_" for letter in name)
     parts = ["_" * len(part) if part in (".", "..") else part for part in allowed.split("/") if part]
     path = "/".join(parts) or "_"
     return f"__{path[2:]}" if path.startswith("..") else path
 
 
 def _image_name(key: str) -> str:
-    """Return what an image is called among the rows, the same for its key and for its file's name."""
+    """Return the row name of an image, from its key or the key in its file name."""
     return f"image {re.sub('[/#~]', '~', key)}"
-
-
-def _flattened(params: Mapping[str, Any], prefix: str = "") -> Any:
-    for key, value in params.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flattened(value, f"{prefix}{key}/")
-        else:
-            yield _allowed(f"{prefix}{key}"), value

@@ -9,30 +9,30 @@ from typing import Any
 import fsspec
 
 from trainwright.loggers.base import Logger
+from trainwright.loggers.files import CHECKPOINTS
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.remote import RemoteLogger
 
-CHECKPOINTS = "checkpoints"
-"""The default checkpoint folder within a run's log folder."""
+__all__ = ["CHECKPOINTS"]
 
 
 def logger_states(loggers: Sequence[Logger]) -> list[dict[str, Any]]:
-    """Return the loggers' positions as plain data, once everything before them is written. On rank 0."""
+    """Return the positions of the loggers as plain data, after writing all earlier rows. On rank 0."""
     states = [(type(logger).__name__, logger.state_dict()) for logger in loggers]
     return [{"class": name, "state": state} for name, state in states if state]
 
 
 def match_states(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], path: str) -> list[int | None]:
-    """Return, for each logger, the index of the checkpoint's state that it resumes from, -1 for the folder only, or None.
+    """Return the index of every logger's state in the checkpoint, -1 for its folder only, or None.
 
-    A logger resumes from the state of one of its class. If it writes into a folder, that has to be a run folder under its
-    save_dir and name: the one that it has (from an earlier run of the trainer, or by its version), else any. The checkpoint may
-    have been moved together with its run folder. Other loggers start as in a new run. On rank 0: it reads the folders.
+    A logger resumes from a state of its class. A folder logger also needs the state's folder to be a run folder under its
+    save_dir and name: its current folder, if it has one, or any. The checkpoint may have been moved together with its run
+    folder. Other loggers start a new run. On rank 0, since it reads the folders.
     """
     matches: list[int | None] = []
     for logger in loggers:
-        own = [index for index, each in enumerate(states) if each["class"] == type(logger).__name__]
-        fitting = (index for index in own if index not in matches and _fits(logger, states[index]["state"], path))
+        of_class = [index for index, state in enumerate(states) if state["class"] == type(logger).__name__]
+        fitting = (index for index in of_class if index not in matches and _fits(logger, states[index]["state"], path))
         match = next(fitting, None)
         if match is None and isinstance(logger, FolderLogger) and run_of(path, logger) is not None:
             match = -1  # the run had other loggers
@@ -43,7 +43,7 @@ def match_states(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], pa
 def resume_loggers(
     loggers: Sequence[Logger], states: Sequence[dict[str, Any]], path: str, matches: Sequence[int | None]
 ) -> None:
-    """Load the states that `match_states` found, before the loggers are started, on every rank."""
+    """Load the states of `match_states`, before the loggers start. On every rank."""
     for logger, match in zip(loggers, matches, strict=True):
         if match is not None and match >= 0:
             logger.load_state_dict(states[match]["state"])
@@ -52,18 +52,18 @@ def resume_loggers(
 
 
 def refuse_branch(loggers: Sequence[Logger], states: Sequence[dict[str, Any]], path: str) -> None:
-    """Refuse a service's run, given by its id, for a fit that branches off from an older checkpoint of that run. On rank 0.
+    """Reject the run of a service for a fit that resumes from an older checkpoint of that run. On rank 0.
 
     Raises:
-        ValueError: the service would have the steps after the checkpoint twice, since what it has cannot be removed.
+        ValueError: the service would store the steps after the checkpoint twice, since its rows cannot be removed.
     """
     for logger in loggers:
-        ids = [each["state"].get("id") for each in states if each["class"] == type(logger).__name__]
+        ids = [state["state"].get("id") for state in states if state["class"] == type(logger).__name__]
         if isinstance(logger, RemoteLogger) and logger.given_id in ids:
             raise ValueError(
-                f"{type(logger).__name__} was given the run {logger.given_id!r}, in which {path} was saved, and which has "
-                "later rows: its service would have the steps from there on twice. Leave out the id, and the fit "
-                "begins a new run, or resume from the newest checkpoint."
+                f"{type(logger).__name__} got the run {logger.given_id!r}, which saved {path} and has later rows. Its service "
+                "would store the later steps twice. Omit the id, so that the fit begins a new run, or resume from the newest "
+                "checkpoint."
             )
 
 
@@ -72,15 +72,15 @@ def _fits(logger: Logger, state: dict[str, Any], path: str) -> bool:
         return True
     folder = logger.folder_of(state["version"])
     is_its = _is_same(folder, state["folder"]) or lies_in(path, logger, folder)
-    return is_its and any(_is_same(folder, own) for own in logger.run_folders())
+    return is_its and any(_is_same(folder, other) for other in logger.run_folders())
 
 
 def run_of(path: str, logger: FolderLogger) -> int | None:
-    """Return the number of the run in whose default folder a checkpoint is, unless the logger's version is given."""
+    """Return the number of the run whose default folder contains a checkpoint, or None if the version is known."""
     if logger.has_version:
         return None
     numbers = (re.fullmatch(r"version_(\d+)", part) for part in reversed(path.split("/")))
-    number = next((int(each[1]) for each in numbers if each), None)
+    number = next((int(match[1]) for match in numbers if match), None)
     return number if number is not None and lies_in(path, logger, logger.folder_of(number)) else None
 
 
@@ -90,5 +90,5 @@ def lies_in(path: str, logger: FolderLogger, folder: str) -> bool:
 
 
 def _is_same(left: str, right: str) -> bool:
-    first, second = (str(fsspec.core.url_to_fs(each)[1]).rstrip("/") for each in (left, right))
+    first, second = (str(fsspec.core.url_to_fs(path)[1]).rstrip("/") for path in (left, right))
     return bool(left) and first == second

@@ -1,4 +1,4 @@
-"""Loggers of a tracking service: rows go to its client in a thread, and a resumed run continues its run there."""
+"""Loggers of a tracking service: a thread passes rows to its client, and a resumed run continues its run there."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 from trainwright.distributed.environment import Environment
-from trainwright.loggers.background import BackgroundWriter, flush_at_exit
-from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, SilentExperiment, to_dict, to_numbers
+from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_numbers
+from trainwright.loggers.files import BackgroundWriter, flush_at_exit
 
 RETRY_SECONDS = 5.0
-"""After a failed write the next rows wait that long, since a client may block for as long at each attempt."""
+"""After a failed write the next rows wait this long, since a client may block as long at every attempt."""
 
 
 @contextmanager
 def unseeded() -> Iterator[None]:
-    """Let a client draw names from Python's generator, which then are others in each process, and keep its state.
+    """Seed Python's generator randomly for the names that a client draws, and restore its state afterwards.
 
-    Comet names an archive so: that of a resumed run with the same seed would replace the one before.
+    Comet draws archive names from this generator, so a resumed run would overwrite the first archive.
     """
     state = random.getstate()
     random.seed()
@@ -43,43 +44,68 @@ class Row(NamedTuple):
     values: dict[str, Any]
 
 
-class Arrived:
-    """What a service already has of the rows that a resumed run logs again; each is left out once, so later rows are not."""
+class RowJournal:
+    """A file of the written rows, for a service whose client cannot read them back. `owner` is the logger's name."""
 
-    def __init__(self) -> None:
-        self._left: Counter[tuple[int, str]] = Counter()
+    def __init__(self, owner: str) -> None:
+        self._owner, self._has_warned = owner, False
 
-    def expect(self, rows: Iterable[tuple[int, int, str]], step: int, time: int) -> None:
-        """Take the rows (step, time, name) after the checkpoint's last row, whose step and time are given.
+    def read(self, path: Path | None, *, ended: bool = False) -> Iterator[tuple[int, int, str]]:
+        """Yield step, time and names of the rows, with `ended` only the rows before the last `end`."""
+        try:
+            lines = path.read_text().splitlines() if path is not None else []
+        except OSError:  # for example if the checkpoint was moved without the file
+            lines = []
+        if ended:
+            lines = lines[: max((number for number, line in enumerate(lines) if line == "[]"), default=0)]
+        for line in lines:
+            try:
+                step, time, names = json.loads(line)
+                yield step, time, names_of(dict.fromkeys(names))
+            except (ValueError, TypeError):  # half a line of a killed run
+                continue
 
-        A run that was resumed twice has later steps with earlier times.
-        """
-        self._left = Counter((row[0], row[2]) for row in rows if row[0] > step or row[1] > time)
+    def add(self, path: Path | None, row: Row) -> None:
+        """Add a written row."""
+        self._append(path, json.dumps([row.step, row.time, sorted(row.values)]))
 
-    def takes(self, step: int, name: str) -> bool:
-        """Return whether the service has this row already."""
-        if self._left[step, name] <= 0:
-            return False
-        self._left[step, name] -= 1
-        return True
+    def end(self, path: Path | None) -> None:
+        """Mark that all rows so far have left this process."""
+        self._append(path, "[]\n")
 
-    def clear(self) -> None:
-        self._left.clear()
+    def _append(self, path: Path | None, line: str) -> None:
+        """Append a line. A failure is a warning, since the row itself is written."""
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a") as file:
+                file.write(f"\n{line}")  # the file may end in half a line
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"{self._owner} could not write {path}: {error}. A resumed run would repeat the rows after its checkpoint.",
+                    stacklevel=2,
+                )
 
 
 class RemoteLogger(Logger):
-    """Base of the loggers of a service; rank 0 alone has a run there.
+    """Base of the loggers of a service. Only rank 0 has a run there.
 
     A subclass opens the run (`_open`, which returns its id), writes rows to it (`_write`), uploads checkpoints (`_upload`) and
-    closes it (`_close`). If a write fails, it warns once, training continues, and the rows are kept and tried again after
-    RETRY_SECONDS and at each flush. A checkpoint that cannot be uploaded is a warning, too.
+    closes it (`_close`). If a write fails, the logger warns once, training continues, and the rows are tried again after
+    RETRY_SECONDS and at every flush. A failed upload of a checkpoint is a warning too.
 
-    A resumed run continues the checkpoint's run of the service, unless its logger was given the id of another. Rows that
-    arrived there before the kill are left out when they come again.
+    A resumed run continues the checkpoint's run of the service, unless its logger has the id of another run. Rows that
+    arrived there before the kill are skipped when they are logged again.
     """
 
     project = "runs"
-    """The name of the folder that has the checkpoints of all runs of this project."""
+    """The folder of the checkpoints of all runs of this project."""
+    project_argument = "project"
+    """The constructor's argument for the project of a raw loop."""
+    default_save_dir: str | None = "."
     shown_in = "the pages of its service"
     """Where users see the curves."""
 
@@ -88,48 +114,60 @@ class RemoteLogger(Logger):
             raise ValueError(f"log_model={log_model!r} is not accepted; choose from True, False and 'all'.")
         self.prefix, self._log_model = prefix, log_model
         self._checkpoints: list[KeptCheckpoints] = []
-        """The callbacks whose checkpoints the end of the run uploads."""
+        """The callbacks whose checkpoints are uploaded at the end of the run."""
         self._uploaded: list[str] = []
-        self._id = self._given_id = run_id
+        self._id = self.given_id = run_id
+        """The run's id, and the id in the constructor's arguments."""
         self._group: str | None = None
-        """What the service's run belongs to, such as a project; every rank knows it once the run is open."""
+        """The group of the service's run, such as a project. Every rank knows it once the run is open."""
         self._is_writer = True
         self._is_open = self._has_warned = self._flushes_at_exit = False
         self._queued: deque[Row] = deque()
         """Rows for the thread's next delivery."""
         self._has_delivery = False
-        """Whether the thread has a delivery to do; one takes all rows."""
+        """Whether the thread is due to deliver rows. One delivery takes all."""
         self._rows: deque[Row] = deque()
-        """Rows that have not been written; the thread's."""
+        """Rows that the thread has not written yet."""
         self._retry_at = 0.0
         self._step = self._time = 0
-        """The latest row's."""
+        """The step and time of the latest row."""
         self._position: tuple[int, int] | None = None
-        """The step and time of the checkpoint that the run resumes from, until `_arrived` knows what follows it."""
-        self._arrived = Arrived()
+        """The step and time of the checkpoint that the run resumes from, until `_arrived` has the later rows."""
+        self._arrived: Counter[tuple[int, str]] = Counter()
+        """The rows that the service already has when a resumed run logs them again. Every row is skipped only once."""
         self._writer = BackgroundWriter()
 
+    @classmethod
+    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
+        return cls(**{cls.project_argument: project, "save_dir": save_dir or cls.default_save_dir, **options})
+
     def run_folder(self, root: str) -> str:
-        """Return the folder of the run's checkpoints under a root: by its project, then by its id."""
+        """Return the folder of the run's checkpoints under a root, from its project and id."""
         return f"{root.rstrip('/')}/{re.sub('[/:]', '_', self.project)}/{self._id}"
 
-    # -- what a subclass defines -----------------------------------------------------------------------------------------
+    # -- methods of a subclass -------------------------------------------------------------------------------------------
 
     def _open(self, run_id: str | None) -> str:
-        """Open a new run, or the one of this id; return the id. Sets `_group`."""
+        """Open a new run, or the run of this id, set `_group`, and return the id."""
         raise NotImplementedError
 
     def _write(self, rows: deque[Row]) -> None:
-        """Write rows. After a failure those that it has not removed from the left are written again."""
+        """Write rows, and remove them from the left. After a failure the remaining rows are written again."""
         raise NotImplementedError
 
     def _rows_there(self) -> Iterable[tuple[int, int, str]]:
-        """Return the rows and images that the service has of the open run: step, time and what `_unseen` names them."""
+        """Return the rows and images of the open run at the service: step, time and the name in `_unseen`."""
         return ()
 
     def _unseen(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of a row that did not arrive before the run was resumed."""
-        return {} if self._arrived.takes(step, names_of(values)) else values
+        """Return the values of a row that had not arrived before the resume."""
+        return {} if self._has_arrived(step, names_of(values)) else values
+
+    def _has_arrived(self, step: int, name: str) -> bool:
+        """Return whether a row had arrived before the resume, and forget it."""
+        has_arrived = self._arrived[step, name] > 0
+        self._arrived[step, name] -= has_arrived
+        return has_arrived
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -139,22 +177,17 @@ class RemoteLogger(Logger):
         raise NotImplementedError
 
     def _close(self, status: RunResult) -> None:
-        """Close the run, or leave it open for the next call; `_open` gets its id again."""
+        """Close the run, or keep it open for the next call, which passes its id to `_open`."""
 
     @property
     def name(self) -> str | None:  # type: ignore[override]
-        """Return what the run belongs to: the project, or MLflow's experiment id; None before it is known."""
+        """Return the group of the run: the project, or MLflow's experiment id, or None if unknown."""
         return self._group
 
     @property
     def version(self) -> str | None:  # type: ignore[override]
-        """Return the run's id; None before the run is open if none was given."""
+        """Return the run's id, or None if it has none before the run is open."""
         return self._id
-
-    @property
-    def given_id(self) -> str | None:
-        """Return the id of the run that this logger was made for, if it was given one."""
-        return self._given_id
 
     # -- Logger ------------------------------------------------------------------------------------------------------------
 
@@ -174,29 +207,31 @@ class RemoteLogger(Logger):
 
     def _leave_run(self) -> None:
         self.end_run()
-        self._id, self._step, self._time, self._uploaded = self._given_id, 0, 0, []
+        self._id, self._step, self._time, self._uploaded = self.given_id, 0, 0, []
 
     def _open_once(self) -> None:
         if not self._is_open:
             with unseeded():
                 self._id = self._open(self._id)
             self._is_open = True
-            if not self._flushes_at_exit:  # after the client has registered what it does then, so before that
+            if not self._flushes_at_exit:  # after the client's exit function was registered, so this one runs before it
                 self._flushes_at_exit = True
                 flush_at_exit(self)
         if self._position is not None:
-            self._arrived.expect(self._rows_there(), *self._position)
+            step, time_ = self._position
+            # A run that was resumed twice has later steps with earlier times.
+            self._arrived = Counter((row[0], row[2]) for row in self._rows_there() if row[0] > step or row[1] > time_)
             self._position = None
 
     def _begin(self) -> bool:
-        """Open the run if it is not open yet, for what is logged before a Trainer's run; return whether this rank has it."""
+        """Open the run if it is not open yet, and return whether this rank has it."""
         self._is_writer = self._is_writer and Environment.detect().rank == 0
         if self._is_writer:
             self._open_once()
         return self._is_writer
 
     def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
-        """Write texts by name, if this logger can; return whether it did. A raw loop calls it on rank 0."""
+        """Write texts by name, and return whether this logger can. A raw loop calls it on rank 0."""
         return False
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -218,8 +253,8 @@ class RemoteLogger(Logger):
         return self._time
 
     def _deliver(self, at_once: bool = False) -> None:
-        """Write what is queued, in the thread; after a failure not before RETRY_SECONDS, except `at_once`."""
-        self._has_delivery = False  # before the rows are taken, so that a row that comes too late asks for another
+        """Write the queued rows, in the thread. After a failure it waits RETRY_SECONDS, except with `at_once`."""
+        self._has_delivery = False  # before the rows are taken, so that a later row requests another delivery
         while self._queued:
             self._rows.append(self._queued.popleft())
         if not self._rows or (not at_once and time.monotonic() < self._retry_at):
@@ -231,8 +266,8 @@ class RemoteLogger(Logger):
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"{type(self).__name__} could not write: {type(error).__name__}: {error}. Training continues; the rows are "
-                    "kept and tried again with later ones.",
+                    f"{type(self).__name__} could not write: {type(error).__name__}: {error}. Training continues, and the rows "
+                    "are tried again with later ones.",
                     stacklevel=2,
                 )
         else:
@@ -245,20 +280,20 @@ class RemoteLogger(Logger):
             self._write_hyperparams(to_dict(params))
 
     def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
-        """Upload the checkpoint if all are to be uploaded; otherwise note whose checkpoints to upload at the end."""
+        """Upload the checkpoint with log_model="all". With True, remember the callback for the end of the run."""
         if self._log_model == "all":
             self._upload_new(checkpoint_callback)
-        elif self._log_model and all(each is not checkpoint_callback for each in self._checkpoints):
+        elif self._log_model and all(callback is not checkpoint_callback for callback in self._checkpoints):
             self._checkpoints.append(checkpoint_callback)
 
-    def _upload_new(self, kept: KeptCheckpoints) -> None:
-        for path in dict.fromkeys([*kept.best_k_models, kept.last_model_path]):
+    def _upload_new(self, callback: KeptCheckpoints) -> None:
+        for path in dict.fromkeys([*callback.best_k_models, callback.last_model_path]):
             if not path or path in self._uploaded or not self._begin():
                 continue
             try:
                 if not os.path.isdir(path):
                     raise FileNotFoundError(f"{path} is not a local folder")
-                self._upload(path, path == kept.best_model_path)
+                self._upload(path, path == callback.best_model_path)
             except Exception as error:  # clients raise errors of any type
                 warnings.warn(
                     f"{type(self).__name__} could not upload {path}: {type(error).__name__}: {error}. The checkpoint itself is "
@@ -269,9 +304,9 @@ class RemoteLogger(Logger):
                 self._uploaded.append(path)
 
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
-        """Refuse: the rows are with the service, which draws them."""
+        """Raise NotImplementedError: the service has the rows and draws them."""
         raise NotImplementedError(
-            f"{type(self).__name__}.plot() was called, but its rows are with its service; look at {self.shown_in}, or pass the "
+            f"{type(self).__name__}.plot() was called, but its service has the rows. Look at {self.shown_in}, or pass the "
             "Trainer a CSVLogger too, which can plot."
         )
 
@@ -282,16 +317,16 @@ class RemoteLogger(Logger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         run_id = str(state["id"])
-        if self._given_id not in (None, run_id):
+        if self.given_id not in (None, run_id):
             return  # the user has chosen another run
         self._is_continued = True
         if self._is_open:
-            self.flush()  # rows of this process that come again have to be there before `_rows_there`
+            self.flush()  # rows of this process that are logged again must arrive before `_rows_there`
             if self._id != run_id:
                 warnings.warn(
                     f"{type(self).__name__} was used before the fit, which began the run {self._id}. The resumed fit continues "
-                    f"the checkpoint's run {run_id}; what was logged so far stays in {self._id}. Give the logger the id "
-                    f"{run_id!r} to log all of it there.",
+                    f"the checkpoint's run {run_id}, and earlier rows stay in {self._id}. Pass the logger the id "
+                    f"{run_id!r} to log all of them there.",
                     stacklevel=2,
                 )
                 self._end("success")
@@ -301,7 +336,7 @@ class RemoteLogger(Logger):
         self._time = max(self._time, self._position[1])
 
     def flush(self) -> None:
-        """Wait until all rows are written, or could not be."""
+        """Wait until all rows are written or have failed."""
         if self._is_open:
             self._writer.submit(lambda: self._deliver(at_once=True))
             self._writer.wait()
@@ -314,14 +349,14 @@ class RemoteLogger(Logger):
             return
         try:
             self.flush()
-            for each in self._checkpoints:
-                self._upload_new(each)
+            for callback in self._checkpoints:
+                self._upload_new(callback)
         finally:
             self._checkpoints = []
             self._end(status)
 
     def _end(self, status: RunResult) -> None:
-        """Close the run, after a flush; a failure is a warning, since training is complete."""
+        """Close the run after a flush. A failure is a warning, since training is complete."""
         lost = len(self._rows)
         try:
             with unseeded():
@@ -336,25 +371,19 @@ class RemoteLogger(Logger):
             self._rows.clear()
             self._arrived.clear()
         if lost:
-            warnings.warn(f"{type(self).__name__} could not write its last {lost} rows; they are lost.", stacklevel=2)
-
-    def close(self) -> None:
-        self.flush()
+            warnings.warn(f"{type(self).__name__} could not write its last {lost} rows, which are lost.", stacklevel=2)
 
     def end_run(self) -> None:
-        """End the service's run, also one that `finalize` leaves open; what is logged later opens it again."""
+        """End the service's run, also if `finalize` keeps it open. Later rows open it again."""
         self.finalize("success")
 
-    def _silent(self) -> Any:
-        return SilentExperiment()
-
     def __getstate__(self) -> dict[str, Any]:
-        rows = {"_queued": deque(), "_rows": deque(), "_has_delivery": False}  # the original writes them
+        rows = {"_queued": deque(), "_rows": deque(), "_has_delivery": False}  # only the original writes its rows
         return {**self.__dict__, **rows, "_is_open": False, "_checkpoints": [], "_flushes_at_exit": False}
 
 
 def channels_last(image: Any) -> Any:
-    """Return an image as its client takes it: a tensor as an array, and the channels last."""
+    """Return an image in the client's form: an array with the channels last."""
     value = image.detach().cpu().numpy() if hasattr(image, "detach") else image
     if getattr(value, "ndim", 0) == 3 and value.shape[0] in (1, 3, 4) and value.shape[2] not in (1, 3, 4):
         value = value.transpose(1, 2, 0)

@@ -1,85 +1,53 @@
-"""Run files: which folders are those of runs, and what the files in them say that was logged."""
+"""Run files: reads the logged values of a run from its files."""
 
 from __future__ import annotations
 
 import csv
 import io
 import posixpath
-import re
 import struct
 import zlib
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import fsspec
 import numpy as np
 
-from trainwright.loggers.csv import TABLE_NAME
-from trainwright.loggers.position import CHECKPOINTS
+from trainwright.history import History, Numbers, Series
+from trainwright.loggers.files import CHECKPOINTS, TABLE_NAME
 from trainwright.loggers.run_record import RECORD_NAME
-from trainwright.plots.history import History, Numbers, Series
+
+__all__ = ["EVENTS", "listing", "read_history"]
 
 EVENTS = "events.out.tfevents."
-"""How the names of event files begin."""
-DEEPEST = 12
-"""Levels of folders that are searched."""
+"""The prefix of the names of event files."""
 BLOCK_BYTES = 1 << 20
-"""What is read of a file at once."""
+"""The bytes that are read at once."""
+FIRST_EVENTS = 4
+"""Events at the beginning of a file that are always read: they mark the start of a resumed run."""
 ROWS_AT_ONCE = 500
-"""Rows that are held as texts: more would outlive the collections of young objects, and make all objects be collected."""
-
-
-def find_runs(root: str) -> list[str]:
-    """Return the folders of runs at and below a folder, by name and number; links and hidden folders are left out."""
-    filesystem, inside = fsspec.core.url_to_fs(root)
-    found = [
-        root if at == inside else f"{root.rstrip('/')}/{at[len(inside) :].strip('/')}"
-        for at in _runs(filesystem, inside)
-    ]
-    return sorted(found, key=_natural)
-
-
-def is_run(folder: str) -> bool:
-    """Return whether a folder holds what a folder logger writes."""
-    filesystem, inside = fsspec.core.url_to_fs(folder)
-    return _has_run(name for name, _ in _listing(filesystem, inside))
-
-
-def refuse_other(folder: str) -> None:
-    """Refuse a path that is not the folder of a run, with what to give instead (ValueError)."""
-    filesystem, inside = fsspec.core.url_to_fs(folder)
-    accepted = f"A run folder is one that CSVLogger or TensorBoardLogger writes, with {TABLE_NAME} or event files in it"
-    if not filesystem.exists(inside):
-        raise ValueError(f"{folder} is not a run folder: it does not exist. {accepted}.")
-    if not filesystem.isdir(inside):
-        parent = posixpath.dirname(folder.rstrip("/")) or "."
-        hint = f"; give {parent}" if is_run(parent) else ""
-        raise ValueError(f"{folder} is not a run folder: it is a file. {accepted}{hint}.")
-    if is_run(folder):
-        return
-    within = find_runs(folder)
-    above = next((each for each in _parents(folder) if is_run(each)), None)
-    hint = f"; did you mean {within[-1]}?" if within else f"; did you mean {above}, which it is in?" if above else "."
-    count = f"it holds {len(within)} of them" if within else f"it has no {TABLE_NAME} and no event files"
-    raise ValueError(f"{folder} is not a run folder: {count}. {accepted}{hint}")
+"""Rows that are text at the same time. More would outlive young garbage collections, and cause full ones."""
 
 
 def read_history(
     folder: str, *, with_times: bool = False, kind: str = "", log_dir: str | None = None, most_bytes: int | None = None
 ) -> History:
-    """Return what a run has logged: by its table, or else, or `with_times`, by its event files.
+    """Return the values that a run has logged, from its table or its event files.
 
-    Event files in several folders are those of several writers: what is in an inner folder is named by it, as in "eval/loss".
-    `kind` prefers the files of one kind of logger ("csv" or "tensorboard"), if they are there; `log_dir` is the folder in the
-    run's whose event files are read. Of a table or an event file with more than `most_bytes`, evenly spaced rows are read,
-    which the problems name.
+    Event files in several folders come from several writers. An inner folder is part of the name, as in "eval/loss".
+
+    Args:
+        folder: the run's folder.
+        with_times: prefer the event files.
+        kind: prefer the files of a kind of logger, "csv" or "tensorboard".
+        log_dir: the folder of the event files, by default the run's folder.
+        most_bytes: thin larger files evenly, and name them in the problems.
 
     Raises:
-        ValueError: it is not the folder of a run, or a file in it is not what it seems.
-        ImportError: there are event files alone, and tensorboard is not installed.
+        ValueError: a file has another format.
+        ImportError: there are only event files, and tensorboard is not installed.
     """
-    refuse_other(folder)
     filesystem, inside = fsspec.core.url_to_fs(folder)
     has_table = filesystem.isfile(f"{inside}/{TABLE_NAME}")
     events = list(_event_files(filesystem, inside if log_dir is None else fsspec.core.url_to_fs(log_dir)[1]))
@@ -95,27 +63,13 @@ def read_history(
 # -- metrics.csv -----------------------------------------------------------------------------------------------------------
 
 
-class Column:
-    """The numbers of one column of a table, and the steps of their rows, in parts."""
-
-    def __init__(self) -> None:
-        self._steps: list[Numbers] = []
-        self._values: list[Numbers] = []
-
-    def add(self, steps: Numbers, values: Numbers) -> None:
-        self._steps.append(steps)
-        self._values.append(values)
-
-    def whole(self) -> tuple[Numbers, Numbers]:
-        return np.concatenate(self._steps), np.concatenate(self._values)
-
-
 def _of_table(folder: str, file: Any, most_bytes: int | None) -> History:
-    """Read a table in blocks, so that a long one needs little memory."""
+    """Read a table in blocks, so that a long table needs little memory."""
     path = f"{folder}/{TABLE_NAME}"
     problems: list[str] = []
     names: list[str] = []
-    columns: dict[str, Column] = {}
+    columns: dict[str, list[Numbers]] = {}
+    """The steps and values of each metric, in parts."""
     damaged = without_step = 0
     try:
         for rows in _rows_of(file, path, most_bytes, problems):
@@ -132,20 +86,19 @@ def _of_table(folder: str, file: Any, most_bytes: int | None) -> History:
             without_step += len(whole) - len(at)
             for name, column in cells.items():
                 at, values = _numbers(column)
-                if (kept := has_step[at]).any():
-                    columns.setdefault(name, Column()).add(steps[at[kept]], values[kept])
+                if (is_usable := has_step[at]).any():
+                    columns.setdefault(name, []).append(np.stack([steps[at[is_usable]], values[is_usable]]))
     except (ValueError, csv.Error) as error:  # UnicodeDecodeError among them
-        raise ValueError(f"{path} is not a table of a CSVLogger: {error}. Give the folder of another run.") from error
-    problems += [f"{path}: {damaged} damaged rows were left out."] if damaged else []
-    problems += [f"{path}: {without_step} rows without a step were left out."] if without_step else []
-    epochs = columns.pop("epoch", None)
-    series = {name: _series(*columns[name].whole()) for name in names if name in columns}
-    table = np.empty((0, 2)) if epochs is None else np.stack(epochs.whole(), axis=1)
-    return History(folder, series, table, tuple(problems))
+        raise ValueError(f"{path} is not a table of a CSVLogger: {error}. Pass the folder of another run.") from error
+    problems += [f"{path}: {damaged} damaged rows were skipped."] if damaged else []
+    problems += [f"{path}: {without_step} rows without a step were skipped."] if without_step else []
+    epochs = np.concatenate(columns.pop("epoch", [np.empty((2, 0))]), axis=1).T
+    series = {name: _series(*np.concatenate(columns[name], axis=1)) for name in names if name in columns}
+    return History(folder, series, epochs, tuple(problems))
 
 
 def _rows_of(file: Any, path: str, most_bytes: int | None, problems: list[str]) -> Iterator[list[list[str]]]:
-    """Yield the rows of a table, some at once."""
+    """Yield the rows of a table, several at once."""
     for text in _blocks_of(file, path, most_bytes, problems):
         reader = csv.reader(io.StringIO(text, newline=""))
         while rows := list(islice(reader, ROWS_AT_ONCE)):
@@ -153,20 +106,20 @@ def _rows_of(file: Any, path: str, most_bytes: int | None, problems: list[str]) 
 
 
 def _blocks_of(file: Any, path: str, most_bytes: int | None, problems: list[str]) -> Iterator[str]:
-    """Yield the rows of a table in blocks, without a last one that a killed process did not finish."""
+    """Yield the rows of a table in blocks, without the unfinished last row of a killed process."""
     size = file.seek(0, io.SEEK_END)
-    count = max(2, (most_bytes or 0) // BLOCK_BYTES)
-    if most_bytes is not None and size > max(most_bytes, count * BLOCK_BYTES):
-        part, all_of_it = (f"{each / 2**20:,.0f} MiB" for each in (count * BLOCK_BYTES, size))
-        problems.append(f"{path} is long: {part} of its {all_of_it} were read, in {count} evenly spaced parts.")
-        starts = [(size - BLOCK_BYTES) * number // (count - 1) for number in range(count)]
+    num_parts = max(2, (most_bytes or 0) // BLOCK_BYTES)
+    if most_bytes is not None and size > max(most_bytes, num_parts * BLOCK_BYTES):
+        part, whole = (f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in (num_parts * BLOCK_BYTES, size))
+        problems.append(f"{path} is long: {part} of its {whole} were read, in {num_parts} evenly spaced parts.")
+        starts = [(size - BLOCK_BYTES) * number // (num_parts - 1) for number in range(num_parts)]
     else:
         starts = list(range(0, size, BLOCK_BYTES))
     rest, end = b"", 0
     for start in starts:
         file.seek(start)
         block = file.read(BLOCK_BYTES)
-        # After a gap, the block begins within a row.
+        # After a gap the block begins within a row.
         data = rest + block if start == end else block[block.find(b"\n") + 1 :]
         end = start + len(block)
         last = data.rfind(b"\n") + 1
@@ -176,13 +129,13 @@ def _blocks_of(file: Any, path: str, most_bytes: int | None, problems: list[str]
 
 
 def _numbers(cells: Any) -> tuple[Any, Numbers]:
-    """Return which cells of a column hold a number, by their index, and the numbers; an empty cell and a text hold none."""
+    """Return the indices of the cells with numbers, and the numbers. Other texts are skipped."""
     at = np.flatnonzero(np.fromiter(map(bool, cells), bool, len(cells)))
     try:
         return at, np.fromiter(map(float, filter(None, cells)), float, len(at))
     except ValueError:
-        found = [(number, value) for number in at if (value := _number(cells[number])) is not None]
-    return np.array([number for number, _ in found], int), np.array([value for _, value in found], float)
+        numbers = {index: value for index in at if (value := _number(cells[index])) is not None}
+    return np.array([*numbers], int), np.array([*numbers.values()], float)
 
 
 def _number(cell: str) -> float | None:
@@ -206,23 +159,23 @@ def _of_events(folder: str, filesystem: Any, paths: list[str], most_bytes: int |
     problems: list[str] = []
     series: dict[str, Series] = {}
     epochs: list[tuple[float, float]] = []
-    folders = sorted({posixpath.dirname(each) for each in paths})
+    folders = sorted({posixpath.dirname(path) for path in paths})
     top = posixpath.commonpath(folders)
-    for each in folders:
+    for inner in folders:
         rows: list[tuple[int, float, dict[str, float]]] = []
-        for path in sorted(path for path in paths if posixpath.dirname(path) == each):
+        for path in sorted(path for path in paths if posixpath.dirname(path) == inner):
             for step, time, values, is_start in _events_of(filesystem, path, problems, most_bytes):
-                if is_start:  # of a run that was resumed, which writes what follows again
+                if is_start:  # of a resumed run, which writes the later rows again
                     rows = [row for row in rows if row[0] < step]
                 elif values:
                     rows.append((step, time, values))
         epochs += [(row[0], row[2]["epoch"]) for row in rows if "epoch" in row[2]]
-        series |= _columns(rows, each[len(top) :].strip("/"))
+        series |= _columns(rows, inner[len(top) :].strip("/"))
     return History(folder, series, np.array(epochs, float).reshape(-1, 2), tuple(problems))
 
 
 def _columns(rows: list[tuple[int, float, dict[str, float]]], inner: str) -> dict[str, Series]:
-    """Return the series of one folder's rows, named by that folder if it is an inner one."""
+    """Return the series of one folder's rows. The name of an inner folder comes first."""
     columns: dict[str, list[tuple[float, float, float]]] = {}
     for step, time, values in rows:
         for name, value in values.items():
@@ -235,9 +188,9 @@ def _columns(rows: list[tuple[int, float, dict[str, float]]], inner: str) -> dic
 def _events_of(
     filesystem: Any, path: str, problems: list[str], most_bytes: int | None
 ) -> Iterator[tuple[int, float, dict[str, float], bool]]:
-    """Yield the step, time and numbers of each event of a file, and whether it marks a start.
+    """Yield the step, time and numbers of the events of a file, and whether they mark a start.
 
-    The file is a sequence of records: the length in 8 bytes, 4 of its checksum, the event, 4 of its checksum.
+    A record of the file is the length in 8 bytes, its checksum in 4, the event, and its checksum in 4.
     """
     try:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
@@ -249,85 +202,41 @@ def _events_of(
         size, at = file.seek(0, io.SEEK_END), 0
         every = 1 if most_bytes is None else -(-size // most_bytes)
         if every > 1:
-            problems.append(f"{path} is long, with {size / 2**20:,.0f} MiB: of {every} values of it one was read.")
+            problems.append(f"{path} is long ({size / 2**20:,.0f} MiB): one of {every} values was read.")
         file.seek(0)
-        while at + 12 <= size:
+        for number in count():
+            if at + 12 > size:
+                return
             (length,) = struct.unpack_from("<Q", file.read(12))
             at += 16 + length
             if at > size:
-                break  # a record that a running process has not finished, or a killed one never will
-            if length > BLOCK_BYTES:  # an image, say
+                break  # an unfinished record of a running or killed process
+            if length > BLOCK_BYTES:  # for example an image
                 file.seek(at)
                 continue
             data = file.read(length + 4)[:length]
-            # By its bytes, since metrics that are written in turn would all be left out but one.
-            if every > 1 and zlib.crc32(data) % every and _is_summary(data):
+            # Chosen by the bytes: every n-th event might always be of the same metric.
+            if number >= FIRST_EVENTS and zlib.crc32(data) % every:
                 continue
             try:
                 event = Event.FromString(data)
             except Exception:  # protobuf's DecodeError
-                problems.append(f"{path} is damaged after {at - 16 - length:,} bytes; what follows was left out.")
+                problems.append(f"{path} is damaged after {at - 16 - length:,} bytes, and the rest was skipped.")
                 return
             values = {
-                each.tag: each.simple_value
-                for each in event.summary.value
-                if each.WhichOneof("value") == "simple_value"
+                value.tag: value.simple_value
+                for value in event.summary.value
+                if value.WhichOneof("value") == "simple_value"
             }
             yield event.step, event.wall_time, values, event.session_log.status == SessionLog.START
 
 
-def _is_summary(event: bytes) -> bool:
-    """Return whether an event holds values, by its bytes: the time takes 9, then come the step, a number of any length, and
-    the tag of the contents."""
-    at = 9
-    if event[at : at + 1] == b"\x10":
-        at += 1
-        while at < len(event) and event[at] & 0x80:
-            at += 1
-        at += 1
-    return event[at : at + 1] == b"\x2a"
-
-
-# -- folders ---------------------------------------------------------------------------------------------------------------
-
-
-def _runs(filesystem: Any, inside: str, depth: int = 0, is_within: bool = False) -> Iterator[str]:
-    """Yield the folders of runs; one that `is_within` another's needs a record or a table, since writers use inner folders."""
-    listed = list(_listing(filesystem, inside))
-    files = {name for name, is_folder in listed if not is_folder}
-    if inside.endswith(".ckpt") and files and RECORD_NAME not in files:
-        return  # a checkpoint, which may hold a copy of a table
-    if (
-        RECORD_NAME in files
-        or (TABLE_NAME in files and _is_table(filesystem, f"{inside}/{TABLE_NAME}"))
-        or (not is_within and any(name.startswith(EVENTS) for name in files))
-    ):
-        is_within = True
-        yield inside
-    for name, is_folder in listed if depth < DEEPEST else ():
-        if is_folder and not name.startswith(".") and not (is_within and name == CHECKPOINTS):
-            yield from _runs(filesystem, f"{inside.rstrip('/')}/{name}", depth + 1, is_within)
-
-
-def _is_table(filesystem: Any, path: str) -> bool:
-    """Return whether a file may be a CSVLogger's: others have tables of this name too, but few with a column step."""
-    try:
-        with filesystem.open(path, "rb") as file:
-            head = bytes(file.read(1 << 16)).partition(b"\n")[0]
-        return not head or "step" in next(csv.reader([head.decode("utf-8", "replace")]))
-    except OSError:
-        return True  # what is listed says why it cannot be read
-    except csv.Error:
-        return False
-
-
-def _has_run(names: Iterator[str]) -> bool:
-    return any(name in (RECORD_NAME, TABLE_NAME) or name.startswith(EVENTS) for name in names)
+# -- folders --------------------------------------------------------------------------------------------------------------
 
 
 def _event_files(filesystem: Any, inside: str, depth: int = 0) -> Iterator[str]:
-    """Yield the event files of a run, also those in a `sub_dir`, but not those of a run within it."""
-    listed = list(_listing(filesystem, inside))
+    """Yield the event files of a run and its `sub_dir`, but not of another run within it."""
+    listed = list(listing(filesystem, inside))
     if depth and any(name in (RECORD_NAME, TABLE_NAME) for name, _ in listed):
         return
     for name, is_folder in listed:
@@ -337,25 +246,14 @@ def _event_files(filesystem: Any, inside: str, depth: int = 0) -> Iterator[str]:
             yield from _event_files(filesystem, f"{inside}/{name}", depth + 1)
 
 
-def _listing(filesystem: Any, inside: str) -> Iterator[tuple[str, bool]]:
-    """Yield the names in a folder and whether each is a folder, without links; none if it cannot be read."""
+def listing(filesystem: Any, inside: str) -> Iterator[tuple[str, bool]]:
+    """Yield the names in a folder without links, and whether they are folders. Unreadable folders count as empty."""
     filesystem.invalidate_cache()
     try:
         entries = filesystem.ls(inside, detail=True)
     except OSError:
         return
-    for entry in sorted(entries, key=lambda each: str(each["name"])):
+    for entry in sorted(entries, key=lambda entry: str(entry["name"])):
         name = str(entry["name"]).rstrip("/").rpartition("/")[2]
         if name and not entry.get("islink") and entry["type"] in ("file", "directory"):
             yield name, entry["type"] == "directory"
-
-
-def _parents(folder: str) -> Iterator[str]:
-    while (parent := posixpath.dirname(folder.rstrip("/"))) not in ("", folder) and not parent.endswith((":", ":/")):
-        yield parent
-        folder = parent
-
-
-def _natural(path: str) -> list[tuple[int, int, str]]:
-    """Return a key by which version_10 comes after version_9."""
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", path)]

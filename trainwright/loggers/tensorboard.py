@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from torch import nn
 from trainwright.arguments import refuse_unknown
 from trainwright.devices.generators import forked_generators
 from trainwright.errors import a_type_of
-from trainwright.loggers.base import Params, SilentExperiment, to_dict, to_numbers
+from trainwright.loggers.base import Params, SilentExperiment, flattened, to_dict, to_numbers
 from trainwright.loggers.files import is_local
 from trainwright.loggers.folder import FolderLogger, Row
 from trainwright.paths import open_no_link
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 100
 FILE_SUFFIX = ".trainwright"
-"""The suffix of our event files; those of other writers in the folder are never touched."""
+"""The suffix of our event files. Files of other writers in the folder are never touched."""
 _WALL_TIME = "\0time"
 WRITER_ARGUMENTS = {"comment", "purge_step", "max_queue", "flush_secs", "filename_suffix"}
 """Arguments of every SummaryWriter."""
@@ -41,14 +41,14 @@ class TensorBoardLogger(FolderLogger):
     """Writes TensorBoard event files and `hparams.json` into `<save_dir>/<name>/version_<n>`.
 
     Args:
-        save_dir: a path, or an fsspec URL that tensorboard can write to; by default the trainer's default_root_dir.
+        save_dir: a path, or an fsspec URL that tensorboard can write to, by default the trainer's default_root_dir.
         name: the folder of all runs.
-        version: the run's folder, where a new run hides the steps of earlier ones; by default version_<n> with the next free n.
-        log_graph: log the model's graph; the module needs `example_input_array`.
+        version: the run's folder, by default version_<n> with the next free n. A new run hides the steps of earlier ones.
+        log_graph: log the graph of a module with `example_input_array`.
         default_hp_metric: log hp_metric=-1 with the hyper-parameters, so that TensorBoard's HPARAMS page has a metric.
         prefix: put before the name of every metric, with a dash.
-        sub_dir: a folder within the run's.
-        kwargs: further arguments of torch.utils.tensorboard.SummaryWriter; our own suffix is added to its filename_suffix.
+        sub_dir: a folder within the run's folder.
+        kwargs: other arguments of torch.utils.tensorboard.SummaryWriter. Our suffix is added to its filename_suffix.
 
     Raises:
         ImportError: tensorboard is not installed.
@@ -94,10 +94,10 @@ class TensorBoardLogger(FolderLogger):
         return f"{folder}/{self.sub_dir}" if self.sub_dir else folder
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue in the folder; events after the checkpoint are removed once the run is restored.
+        """Continue in the folder. Later events are removed once the run is restored.
 
-        An open TensorBoard hides the steps after the checkpoint. Files that cannot be truncated (object stores) keep them, and
-        values of the checkpoint's own step may appear twice.
+        An open TensorBoard hides the steps after the checkpoint. Files of object stores, which cannot be truncated, keep them,
+        and values of the checkpoint's step may appear twice.
         """
         if self._experiment is not None:
             self.close()
@@ -117,14 +117,14 @@ class TensorBoardLogger(FolderLogger):
         for path, size in (self._event_files() if self._experiment is None else self._earlier).items():
             length = files.get(os.path.basename(path))
             if length is None:
-                os.unlink(path)  # of a run that was resumed here before, and killed
+                os.unlink(path)  # of a resumed and killed run
             elif length < size:
                 descriptor = open_no_link(path, os.O_WRONLY)
                 os.ftruncate(descriptor, length)
                 os.close(descriptor)
 
     def _written(self) -> dict[str, Any]:
-        """Write what is buffered, and return the sizes of the event files."""
+        """Write the buffered rows, and return the sizes of the event files."""
         self.flush()
         position = {"purge_step": self._latest_step + 1}
         if not is_local(str(self.log_dir)):
@@ -147,7 +147,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> Any:
-        """Return the SummaryWriter; on all ranks but 0 an object that does nothing. Before a run it begins the run's folder."""
+        """Return the SummaryWriter, or on other ranks than 0 an object that does nothing. It may begin a run folder."""
         self._start_alone()
         return self._open() if self._is_writer else SilentExperiment()
 
@@ -157,9 +157,7 @@ class TensorBoardLogger(FolderLogger):
                 from torch.utils.tensorboard import SummaryWriter
 
                 if self._is_first_here and not self._position:
-                    self._position["purge_step"] = (
-                        0  # in a folder that an earlier run has used, TensorBoard drops its steps
-                    )
+                    self._position["purge_step"] = 0  # TensorBoard drops the steps of an earlier run in this folder
                 self._is_first_here = False
                 purge = {"purge_step": self._position.pop("purge_step")} if "purge_step" in self._position else {}
                 self._earlier = self._event_files() if is_local(str(self.log_dir)) else {}
@@ -172,8 +170,8 @@ class TensorBoardLogger(FolderLogger):
             return self._experiment
 
     def _read_too_early(self) -> str:
-        """Return the event file that was opened just now, if TensorBoard would read it before an earlier one; else ""."""
-        # It reads them in the order of their names: second, machine, process and a count, in which 10 comes before 9.
+        """Return a new event file that TensorBoard would read before an earlier one, or ""."""
+        # It reads them in the order of their names: second, machine, process and count, where 10 comes before 9.
         opened = set(self._event_files()) - set(self._earlier)
         return next((path for path in opened if self._earlier and path < max(self._earlier)), "")
 
@@ -183,13 +181,13 @@ class TensorBoardLogger(FolderLogger):
         metrics: Mapping[str, Any] | float | None = None,
         step: int | None = None,
     ) -> None:
-        """Write the hyper-parameters for the HPARAMS page, with metrics if given (a number is hp_metric)."""
+        """Write the hyper-parameters for the HPARAMS page, with metrics. A number is hp_metric."""
         if not self._is_writer:
             return
-        given = metrics if isinstance(metrics, Mapping) or metrics is None else {"hp_metric": metrics}
-        if given:
-            self._hp_metrics.update(to_numbers(given))
-            self.log_metrics(given, step)
+        named = metrics if isinstance(metrics, Mapping) or metrics is None else {"hp_metric": metrics}
+        if named:
+            self._hp_metrics.update(to_numbers(named))
+            self.log_metrics(named, step)
             self._hparams_digest = ""  # write them again, with these metrics
         super().log_hyperparams(to_dict(params or {}))
 
@@ -199,7 +197,7 @@ class TensorBoardLogger(FolderLogger):
             metrics = self._hp_metrics = {"hp_metric": -1}
             if not self._has_hp_metric:  # otherwise the resumed run has written it
                 self._add_row({"step": 0, **metrics})
-        shown = dict(_flattened(params))
+        shown = {name: _hyperparam(value) for name, value in flattened(params)}
 
         def write() -> None:
             from torch.utils.tensorboard.summary import hparams
@@ -213,10 +211,10 @@ class TensorBoardLogger(FolderLogger):
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Write images by name: arrays or tensors (rows, columns and channels, or channels first), or lists of images.
 
-        `options` are those of SummaryWriter.add_images, such as dataformats="NHWC".
+        SummaryWriter.add_images gets the `options`, such as dataformats="NHWC".
 
         Raises:
-            ImportError: pillow is not installed, which encodes them.
+            ImportError: pillow, which encodes images, is not installed.
         """
         if not self._is_writer:
             return
@@ -226,11 +224,9 @@ class TensorBoardLogger(FolderLogger):
         self._latest_step = max(self._latest_step, step)
         for name, images in values.items():
             array, layout = _as_images(images)
-            write = partial(self._write_images, name, array, step, {"dataformats": layout, **options})
-            self._writer.submit(write)
-
-    def _write_images(self, name: str, images: Any, step: int, options: dict[str, Any]) -> None:
-        self._open().add_images(name, images, step, **options)
+            self._writer.submit(
+                partial(self._call, "add_images", name, array, step, **{"dataformats": layout, **options})
+            )
 
     def log_texts(self, values: Mapping[str, str], step: int | None = None) -> bool:
         """Write texts by name."""
@@ -238,16 +234,15 @@ class TensorBoardLogger(FolderLogger):
             self._step = step = self._step if step is None else step
             self._latest_step = max(self._latest_step, step)
             for name, text in values.items():
-                self._writer.submit(
-                    partial(self._write_text, f"{self.prefix}-{name}" if self.prefix else name, text, step)
-                )
+                name = f"{self.prefix}-{name}" if self.prefix else name
+                self._writer.submit(partial(self._call, "add_text", name, text, step))
         return True
 
-    def _write_text(self, name: str, text: str, step: int) -> None:
-        self._open().add_text(name, text, step)
+    def _call(self, method: str, *arguments: Any, **options: Any) -> None:
+        getattr(self._open(), method)(*arguments, **options)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Log the model's graph for these inputs, by default its `example_input_array`; warn if that fails.
+        """Log the model's graph for these inputs, by default its `example_input_array`, or warn.
 
         The inputs are a tensor or a tuple of tensors. A run calls this for log_graph=True.
         """
@@ -261,14 +256,14 @@ class TensorBoardLogger(FolderLogger):
         parts = tuple(example) if isinstance(example, (tuple, list)) else (example,)
         if not all(isinstance(part, torch.Tensor) for part in parts):
             warnings.warn(
-                f"the graph was not logged: example_input_array of {type(model).__name__} is {a_type_of(example)}; "
-                "set it to a tensor, or a tuple of tensors, that forward takes.",
+                f"the graph was not logged: example_input_array of {type(model).__name__} is {a_type_of(example)}. Set it "
+                "to a tensor, or a tuple of tensors, that forward takes.",
                 stacklevel=2,
             )
             return
-        device = next((each.device for each in model.parameters()), torch.device("cpu"))
-        modes = [(each, each.training) for each in model.modules()]
-        # Named by the module's class, since the graph shows the class's name.
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        modes = [(module, module.training) for module in model.modules()]
+        # With the name of the module's class, which the graph shows.
         stand_in: type[_StandIn] = type(type(model).__name__, (_StandIn,), {})
         try:
             with warnings.catch_warnings(), torch.no_grad(), forked_generators():
@@ -278,8 +273,8 @@ class TensorBoardLogger(FolderLogger):
         except Exception as error:  # tracing runs the user's forward
             warnings.warn(f"the graph was not logged: {type(error).__name__}: {error}", stacklevel=2)
         finally:
-            for each, training in modes:
-                each.training = training
+            for module, training in modes:
+                module.training = training
 
     def close(self) -> None:
         try:
@@ -300,13 +295,13 @@ class TensorBoardLogger(FolderLogger):
         writer = self._open()._get_file_writer()  # type: ignore[no-untyped-call]
         for row in rows:
             step, moment = row.pop("step"), row.pop(_WALL_TIME)
-            # One event per row: add_scalar writes one per number, which takes six times as long.
+            # One event per row: add_scalar writes one event per number, which takes six times as long.
             values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
             writer.add_summary(Summary(value=values), step, moment)
 
     def _submit_flush(self) -> None:
         def flush() -> None:
-            if self._experiment is not None:  # checked in the thread, which may be about to open it
+            if self._experiment is not None:  # read in the thread, which may be about to open it
                 writers: dict[str, Any] = self._experiment.all_writers or {}
                 for writer in list(writers.values()):  # add_scalars may add one meanwhile
                     writer.flush()
@@ -321,13 +316,15 @@ class TensorBoardLogger(FolderLogger):
 
 
 def _as_images(images: Any) -> tuple[Any, str]:
-    """Return images as one array, a copy in host memory, and its layout as SummaryWriter calls it."""
+    """Return a copy of images as one array in host memory, and SummaryWriter's name of its layout."""
     import numpy
 
     def as_array(image: Any) -> Any:
         return numpy.array(image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else image)
 
-    array = numpy.stack([as_array(each) for each in images]) if isinstance(images, (list, tuple)) else as_array(images)
+    array = (
+        numpy.stack([as_array(image) for image in images]) if isinstance(images, (list, tuple)) else as_array(images)
+    )
     if array.ndim == 2 or (array.ndim == 3 and isinstance(images, (list, tuple))):
         array = array[..., None]
     if array.ndim == 3:
@@ -335,15 +332,15 @@ def _as_images(images: Any) -> tuple[Any, str]:
     layouts = [layout for layout in ("NCHW", "NHWC") if array.ndim == 4 and array.shape[layout.index("C")] in (1, 3)]
     if not layouts:
         raise ValueError(
-            f"log_images was given an array of shape {tuple(array.shape)}; expected one image or a batch of them, with "
-            "1 or 3 channels first or last."
+            f"log_images got an array of shape {tuple(array.shape)}; expected one image or a batch of images, with 1 or 3 "
+            "channels first or last."
         )
     first = images[0] if isinstance(images, (list, tuple)) else images
-    return array, layouts[0 if isinstance(first, torch.Tensor) else -1]  # where both fit, as such images usually are
+    return array, layouts[0 if isinstance(first, torch.Tensor) else -1]  # if both fit: channels first for tensors
 
 
 class _StandIn(nn.Module):
-    """Has a module's parameters and calls it: the tracer reads every property of what it traces, including `trainer`."""
+    """Has a module's parameters and calls it, since the tracer reads all properties, including `trainer`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -355,22 +352,17 @@ class _StandIn(nn.Module):
         return self._hidden[0](*inputs)
 
 
-def _refuse_unknown(given: Mapping[str, Any]) -> None:
-    """Raise TypeError for what neither the logger nor the SummaryWriter that is installed takes."""
+def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments that neither the logger nor the installed SummaryWriter accepts."""
     from torch.utils.tensorboard import SummaryWriter
 
     known = [*signature(TensorBoardLogger).parameters, *signature(SummaryWriter).parameters]
-    known = [each for each in known if each not in ("kwargs", "log_dir")]
-    refuse_unknown("TensorBoardLogger", {name: value for name, value in given.items() if name not in known}, known)
+    known = [name for name in known if name not in ("kwargs", "log_dir")]
+    refuse_unknown("TensorBoardLogger", {name: value for name, value in arguments.items() if name not in known}, known)
 
 
-def _flattened(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the hyper-parameters as TensorBoard takes them: names with slashes, and numbers, bools or text."""
-    for key, value in params.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from _flattened(value, f"{name}/")
-        elif type(value).__module__ in ("numpy", "torch") and getattr(value, "ndim", 1) == 0:
-            yield name, value.item()
-        else:
-            yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
+def _hyperparam(value: Any) -> Any:
+    """Return a hyper-parameter for TensorBoard: a number, a bool or text."""
+    if type(value).__module__ in ("numpy", "torch") and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    return value if isinstance(value, (bool, int, float, str)) else str(value)

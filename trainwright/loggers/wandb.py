@@ -9,12 +9,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from trainwright.errors import a_type_of
-from trainwright.loggers.base import RunResult
-from trainwright.loggers.noted_rows import NotedRows
-from trainwright.loggers.remote import RemoteLogger, Row
+from trainwright.loggers.base import RunResult, SilentExperiment
+from trainwright.loggers.remote import RemoteLogger, Row, RowJournal
 
 STEP = "trainer/global_step"
 """The x axis of all curves."""
@@ -26,26 +25,26 @@ class WandbLogger(RemoteLogger):
     Without an API key the run is offline, and a warning says how to upload it. A run that resumes from a checkpoint continues
     the service's run of the same id.
 
-    A run that the script has opened with `wandb.init`, as in a sweep, is used with its own name and project, and stays open.
+    If the script has opened a run with `wandb.init`, as in a sweep, the logger uses that run and never finishes it.
 
-    After a call that succeeds the logger's run stays open, for `wandb.log` and the Trainer's next call. It is finished by
-    `wandb.finish()`, by a WandbLogger that begins another run, or by the end of the process; after a call that fails, at once.
+    After a successful call the run stays open, for `wandb.log` and the Trainer's next call. It is finished by
+    `wandb.finish()`, by another run of a WandbLogger, or by the end of the process. After a failed call it is finished at once.
 
     Args:
-        name: the run's name; None for one that the service makes up.
+        name: the run's name. With None the service chooses one.
         save_dir: the folder of the client's files, a local path.
-        version: the run's id; None for a new one.
-        offline: write files only; `wandb sync` uploads them.
+        version: the run's id, or None for a new run.
+        offline: only write files, which `wandb sync` uploads.
         dir: the same as save_dir.
         id: the same as version.
-        project: the project; None for WANDB_PROJECT, or the client's default.
-        experiment: a run that `wandb.init` has made, to be used instead of a new one; finishing it is left to its maker.
-        log_model: True uploads the checkpoints of each ModelCheckpoint as artifacts at the end of the run, "all" each one
-            once it is complete.
+        project: the project, by default WANDB_PROJECT or the client's default.
+        experiment: a run of `wandb.init`, which the logger uses and does not finish.
+        log_model: True uploads the checkpoints of every ModelCheckpoint as artifacts at the end of the run, "all" as soon as
+            they are complete.
         prefix: put before the name of every metric, with a dash.
-        checkpoint_name: the name of the artifacts of checkpoints; None for model- and the run's id.
+        checkpoint_name: the name of the artifacts of checkpoints, by default model- and the run's id.
         add_file_policy: "immutable" uploads checkpoints without copying them first.
-        kwargs: further arguments of wandb.init, such as entity=, group=, tags= and mode=.
+        kwargs: other arguments of wandb.init, such as entity=, group=, tags= and mode=.
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
@@ -58,14 +57,14 @@ class WandbLogger(RemoteLogger):
     """
 
     _idle: ClassVar[list[WandbLogger]] = []
-    """Those whose runs calls have left open."""
+    """The loggers whose runs are still open after a call."""
     _opened: ClassVar[set[str]] = set()
     """The ids of the runs that loggers have opened."""
 
     loggable = object
-    """The values that `log_texts` takes: the client has more types than texts, such as wandb.Image."""
+    """The type of values for `log_texts`: the client also accepts types such as wandb.Image."""
 
-    shown_in = "the run's page (experiment.url; that of an offline run exists after `wandb sync`)"
+    shown_in = "the run's page (experiment.url; of an offline run after `wandb sync`)"
 
     def __init__(
         self,
@@ -92,12 +91,8 @@ class WandbLogger(RemoteLogger):
         self._artifact_name, self._policy = checkpoint_name, add_file_policy
         self._run: Any = experiment
         self._is_own = experiment is None
-        """Whether the run is ours to finish."""
-        self._noted = NotedRows("WandbLogger")
-
-    @classmethod
-    def of_project(cls, project: str, save_dir: str | None, /, **options: Any) -> Self:
-        return cls(**{"project": project, "save_dir": save_dir or ".", **options})
+        """Whether this logger has to finish the run."""
+        self._journal = RowJournal("WandbLogger")
 
     @property
     def name(self) -> str | None:  # type: ignore[override]
@@ -106,27 +101,27 @@ class WandbLogger(RemoteLogger):
 
     @property
     def experiment(self) -> Any:
-        """Return the run of wandb; on all ranks but 0 an object that does nothing. Before a fit it opens the run."""
-        return self._run if self._begin() else self._silent()
+        """Return wandb's run, opened if necessary, or on other ranks than 0 an object that does nothing."""
+        return self._run if self._begin() else SilentExperiment()
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
-        self._is_open = False  # what was opened by hand may have been finished since: `_open` finds out
+        self._is_open = False  # the user may have finished a run that was opened by hand
         super().start(agreed, is_writer=is_writer)
         self._leave_idle()
 
     def _open(self, run_id: str | None) -> str:
         if self._is_own and self._run is not None and run_id != self._run.id:
-            self._finish()  # it is idle: the run resumes from a checkpoint of another one
+            self._finish()  # it is idle, and the checkpoint is of another run
         if self._run is not None:
             try:
                 self._define_axis()
-            except _client().errors.UsageError:  # its maker has finished it since
+            except _client().errors.UsageError:  # the user has finished it
                 self._run = None
         if self._run is None:
-            for each in [*self._idle]:
-                each.end_run()
+            for logger in [*self._idle]:
+                logger.end_run()
             run = _client().run
-            self._is_own = run is None or run.id in self._opened or self._given_id not in (None, run.id)
+            self._is_own = run is None or run.id in self._opened or self.given_id not in (None, run.id)
             self._run = self._begun(run_id) if self._is_own else run
             self._opened.update([self._run.id] if self._is_own else [])
             self._define_axis()
@@ -150,33 +145,33 @@ class WandbLogger(RemoteLogger):
             "mode": "offline" if self._offline else None,
         }
         if getattr(wandb.setup(), "most_recent_active_run", wandb.run) is not None:
-            options["reinit"] = "create_new"  # otherwise init returns that run; and only without it does wandb.log work
+            options["reinit"] = "create_new"  # otherwise init returns that run; wandb.log works only without it
         options |= self._options
         try:
             return wandb.init(**options)
         except wandb.errors.UsageError as error:
             warnings.warn(
-                f"wandb: {error} The run is kept in {self.save_dir}/wandb; upload it with `wandb sync` once you are logged "
-                "in. Set WANDB_MODE=offline to leave out this warning.",
+                f"wandb: {error} The run is stored in {self.save_dir}/wandb. Upload it with `wandb sync` once you are logged "
+                "in. Set WANDB_MODE=offline to avoid this warning.",
                 stacklevel=2,
             )
             return wandb.init(**{**options, "mode": "offline"})
 
     @property
     def _steps(self) -> Path | None:
-        """Return the file of the rows that were written, next to the run's folder; a disabled run has none."""
+        """Return the file of the written rows, next to the run's folder, or None for a disabled run."""
         folder = None if getattr(self._run, "disabled", False) else getattr(self._run, "dir", None)
         return Path(folder).parent.with_name(f"trainwright-{self._run.id}.steps") if folder else None
 
     def _rows_there(self) -> Iterator[tuple[int, int, str]]:
-        return self._noted.read(self._steps)
+        return self._journal.read(self._steps)
 
     def _write(self, rows: deque[Row]) -> None:
         while rows:
             row = rows[0]
             self._run.log({**row.values, STEP: row.step})
             rows.popleft()
-            self._noted.note(self._steps, row)
+            self._journal.add(self._steps, row)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         self._run.config.update(params, allow_val_change=True)
@@ -192,10 +187,10 @@ class WandbLogger(RemoteLogger):
             self._finish(exit_code=1)
 
     def _leave_idle(self) -> None:
-        self._idle[:] = (each for each in self._idle if each is not self)
+        self._idle[:] = (logger for logger in self._idle if logger is not self)
 
     def _finish(self, exit_code: int = 0) -> None:
-        """Finish the run if it is ours."""
+        """Finish the run if this logger opened it."""
         if self._is_own and self._run is not None:
             run, self._run = self._run, None
             run.finish(exit_code=exit_code)
@@ -213,25 +208,25 @@ class WandbLogger(RemoteLogger):
             self._run.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write images by name: each an array, a tensor or a list of images."""
+        """Write images by name: arrays, tensors or lists of images."""
         for key, images in values.items():
             self.log_image(key, list(images) if isinstance(images, (list, tuple)) else [images], step, **options)
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Write a list of images; a list in kwargs, such as caption=, has an entry for each of them."""
+        """Write a list of images. Lists in kwargs, such as caption=, have an entry for every image."""
         self._log_media("Image", key, images, step, kwargs)
 
     def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Write a list of sounds; a list in kwargs, such as sample_rate=, has an entry for each of them."""
+        """Write a list of sounds. Lists in kwargs, such as sample_rate=, have an entry for every sound."""
         self._log_media("Audio", key, audios, step, kwargs)
 
     def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Write a list of videos; a list in kwargs, such as fps=, has an entry for each of them."""
+        """Write a list of videos. Lists in kwargs, such as fps=, have an entry for every video."""
         self._log_media("Video", key, videos, step, kwargs)
 
     def _log_media(self, kind: str, key: str, items: list[Any], step: int | None, options: Mapping[str, Any]) -> None:
         if not isinstance(items, list):
-            raise TypeError(f"log_{kind.lower()}({key!r}) was given {a_type_of(items)}; expected a list.")
+            raise TypeError(f"log_{kind.lower()}({key!r}) got {a_type_of(items)}; expected a list.")
         for name, values in options.items():
             if len(values) != len(items):
                 raise ValueError(
@@ -240,8 +235,8 @@ class WandbLogger(RemoteLogger):
         if not self._begin():
             return
         make = getattr(_client(), kind)
-        made = [make(each, **{name: values[at] for name, values in options.items()}) for at, each in enumerate(items)]
-        self._log_value(key, made, step)
+        media = [make(item, **{name: values[at] for name, values in options.items()}) for at, item in enumerate(items)]
+        self._log_value(key, media, step)
 
     def log_table(
         self,
@@ -251,23 +246,15 @@ class WandbLogger(RemoteLogger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Write a table: columns and rows, or a data frame."""
+        """Write a table of values or texts: columns and rows, or a data frame."""
         if self._begin():
             self._log_value(key, _client().Table(columns=columns, data=data, dataframe=dataframe), step)
 
-    def log_text(
-        self,
-        key: str,
-        columns: list[str] | None = None,
-        data: list[list[str]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-    ) -> None:
-        """Write texts as a table."""
-        self.log_table(key, columns, data, dataframe, step)
+    log_text = log_table
+    """Lightning's name for a table of texts."""
 
     def log_texts(self, values: Mapping[str, Any], step: int | None = None) -> bool:
-        """Write texts, and any other values that the client takes, by name."""
+        """Write texts, and other values that the client accepts, by name."""
         if self._begin():
             for key, value in values.items():
                 self._log_value(key, value, step)
@@ -278,7 +265,7 @@ class WandbLogger(RemoteLogger):
         at = self._step if step is None else step
         if self._unseen(at, {name: value}):
             self._run.log({name: value, STEP: at})
-            self._noted.note(self._steps, Row(at, self._next_time(), {name: value}))
+            self._journal.add(self._steps, Row(at, self._next_time(), {name: value}))
 
     def log_model(self, path: str | os.PathLike[str], name: str | None = None, aliases: Sequence[str] = ()) -> None:
         """Upload a checkpoint, or another folder or file, as an artifact of type "model"."""

@@ -1,7 +1,24 @@
-"""Plots: the curves of runs as one HTML page or one PNG image. It draws what it is given, and reads and writes no files."""
+"""Plots: the curves of runs as one HTML page or one PNG image. They read and write no files."""
 
-from trainwright.plots.curves import Panel, panels_of
-from trainwright.plots.drawing import FORMATS, checked_format, draw
-from trainwright.plots.history import AXES, History, Series
+from trainwright.plots.curves import AXES, LoggedRun, LoggedSeries, Panel, names_of_runs, panels_of
+from trainwright.plots.drawing import FORMATS, Bar, bars_image, bars_of, checked_format, draw
+from trainwright.plots.page import document
+from trainwright.plots.report import Section, sections_of
 
-__all__ = ["AXES", "FORMATS", "History", "Panel", "Series", "checked_format", "draw", "panels_of"]
+__all__ = [
+    "AXES",
+    "FORMATS",
+    "Bar",
+    "LoggedRun",
+    "LoggedSeries",
+    "Panel",
+    "Section",
+    "bars_image",
+    "bars_of",
+    "checked_format",
+    "document",
+    "draw",
+    "names_of_runs",
+    "panels_of",
+    "sections_of",
+]

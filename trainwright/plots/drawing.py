@@ -1,54 +1,127 @@
-"""Drawing: the one function that makes a page or an image of runs, and the formats."""
+"""Drawing: the curves of runs as a page or an image, and a chart of horizontal bars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import io
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from trainwright.errors import did_you_mean
-from trainwright.plots.curves import panels_of
-from trainwright.plots.history import AXES, History
+from trainwright.plots.curves import AXES, LoggedRun, panels_of, ticks
+from trainwright.plots.page import COLORS, escaped, page_of
 
 FORMATS = (".html", ".png")
-"""The formats, by the end of a file's name."""
+"""The formats, by the ending of a file's name."""
+WIDTH, LEFT, RIGHT = 760, 170, 150
+BAR, GAP, BOTTOM = 20, 10, 40
+INCHES_A_BAR, DOTS_AN_INCH = 0.42, 110
 
 
 def checked_format(path: str) -> str:
-    """Return the format that a path's name asks for (ValueError if it is none of ours)."""
-    found = next((each for each in FORMATS if path.lower().endswith(each)), None)
-    if found is None:
-        raise ValueError(
-            f"{path!r} does not say what to draw: expected names that end in {' or '.join(FORMATS)}. Give such a name."
-        )
-    return found
+    """Return the format of a path, or raise ValueError."""
+    form = next((form for form in FORMATS if path.lower().endswith(form)), None)
+    if form is None:
+        raise ValueError(f"{path!r} has no known format. Pass a name that ends in {' or '.join(FORMATS)}.")
+    return form
 
 
-def checked_metrics(histories: Sequence[History], metrics: Sequence[str]) -> list[str]:
-    """Return the metrics to draw (TypeError, or ValueError if a name is in none of the runs)."""
-    if isinstance(metrics, str) or not all(isinstance(each, str) for each in metrics):
-        raise TypeError(f"metrics={metrics!r:.80} is not accepted; pass a list of the names of metrics.")
-    known = list(dict.fromkeys(name for each in histories for name in each.series))
-    for each in metrics:
-        if each not in known:
-            choice = f"choose from {', '.join(known)}" if known else "the runs have no rows yet"
-            raise ValueError(f"the metric {each!r} was not logged; {choice}.{did_you_mean(each, known)}")
-    return list(dict.fromkeys(metrics))
-
-
-def draw(histories: Sequence[History], form: str, metrics: Sequence[str] | None = None, axis: str = "step") -> bytes:
-    """Return the curves of runs as the bytes of a file: one self-contained page (".html") or an image (".png").
+def draw(histories: Sequence[LoggedRun], form: str, metrics: Sequence[str] | None = None, axis: str = "step") -> bytes:
+    """Return the curves of runs as the bytes of a file: a self-contained page (".html") or an image (".png").
 
     Raises:
-        ValueError: there is nothing to draw, a metric or the axis is unknown, or the runs' files do not say the axis.
+        ValueError: there is nothing to draw, a metric or the axis is unknown, or the runs' files lack the axis.
         ImportError: an image needs matplotlib.
     """
     if axis not in AXES:
         raise ValueError(f"x={axis!r} is unknown; choose from {', '.join(AXES)}.")
     panels = panels_of(histories, None if metrics is None else checked_metrics(histories, metrics), axis)
-    problems = [problem for each in histories for problem in each.problems]
+    problems = [problem for history in histories for problem in history.problems]
     if form == ".png":
         from trainwright.plots.image import image_of
 
         return image_of(panels, axis)
-    from trainwright.plots.page import page_of
+    return page_of(panels, axis, [history.folder for history in histories], problems).encode()
 
-    return page_of(panels, axis, [each.folder for each in histories], problems).encode()
+
+def checked_metrics(histories: Sequence[LoggedRun], metrics: Sequence[str]) -> list[str]:
+    """Return the metrics to draw, or raise TypeError or ValueError."""
+    if isinstance(metrics, str) or not all(isinstance(metric, str) for metric in metrics):
+        raise TypeError(f"metrics={metrics!r:.80} is not accepted. Pass a list of the names of metrics.")
+    known = list(dict.fromkeys(name for history in histories for name in history.series))
+    for metric in metrics:
+        if metric not in known:
+            choice = f"choose from {', '.join(known)}" if known else "the runs have no rows yet"
+            names = {name.lower(): name for name in known}
+            close = difflib.get_close_matches(metric.lower(), names, n=1)
+            hint = f" Did you mean {names[close[0]]!r}?" if close else ""
+            raise ValueError(f"the metric {metric!r} was not logged; {choice}.{hint}")
+    return list(dict.fromkeys(metrics))
+
+
+class Bar(NamedTuple):
+    """A bar. If it has no value, only its text is shown."""
+
+    label: str
+    value: float | None
+    text: str
+    """The text at its end."""
+    spread: float | None = None
+    """The standard deviation of its value."""
+    is_marked: bool = False
+    """Whether it has another color than the others."""
+
+
+def bars_of(bars: Sequence[Bar], axis: str) -> Iterator[str]:
+    """Yield the lines of the chart in SVG. `axis` is the measured quantity."""
+    most = _most(bars)
+    width, height = WIDTH - LEFT - RIGHT, len(bars) * (BAR + GAP) + BOTTOM
+    bottom = height - BOTTOM
+
+    def at(value: float) -> float:
+        return round(LEFT + width * value / most, 2)
+
+    yield f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escaped(axis)}" style="max-width: {WIDTH}px">'
+    for value in ticks(0.0, most, 5):
+        yield f'<line class="grid" x1="{at(value)}" x2="{at(value)}" y1="0" y2="{bottom}"/>'
+        yield f'<text x="{at(value)}" y="{bottom + 16}" text-anchor="middle">{value:.5g}</text>'
+    yield f'<text x="{LEFT + width / 2}" y="{height - 6}" text-anchor="middle">{escaped(axis)}</text>'
+    for number, bar in enumerate(bars):
+        top = number * (BAR + GAP) + GAP / 2
+        middle, end = top + BAR / 2, float(LEFT)
+        yield f'<text x="{LEFT - 8}" y="{middle + 4}" text-anchor="end">{escaped(bar.label)}</text>'
+        if bar.value is not None:
+            color = COLORS[1 if bar.is_marked else 0]
+            end = at(bar.value)
+            yield f'<rect x="{LEFT}" y="{top}" width="{round(end - LEFT, 2)}" height="{BAR}" fill="{color}"/>'
+            if bar.spread:
+                low, end = at(max(0.0, bar.value - bar.spread)), at(bar.value + bar.spread)
+                yield f'<line x1="{low}" x2="{end}" y1="{middle}" y2="{middle}" stroke="currentColor" stroke-width="2"/>'
+        yield f'<text x="{end + 8}" y="{middle + 4}">{escaped(bar.text)}</text>'
+    yield "</svg>"
+
+
+def bars_image(bars: Sequence[Bar], axis: str) -> bytes:
+    """Return the chart as a PNG, which needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1 + INCHES_A_BAR * len(bars)), dpi=DOTS_AN_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    heights = range(len(bars))
+    colors = [COLORS[1 if bar.is_marked else 0] for bar in bars]
+    axes.barh(heights, [bar.value or 0.0 for bar in bars], xerr=[bar.spread or 0.0 for bar in bars], color=colors)
+    for height, bar in zip(heights, bars, strict=True):
+        axes.annotate(bar.text, ((bar.value or 0.0) + (bar.spread or 0.0), height), (6, 0), textcoords="offset points",
+                      va="center", fontsize=8, parse_math=False)  # fmt: skip
+    axes.set_yticks(heights, [bar.label for bar in bars], fontsize=9, parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xlim(0.0, 1.35 * _most(bars))
+    axes.set_xlabel(axis, fontsize=9)
+    data = io.BytesIO()
+    figure.savefig(data, format="png")
+    return data.getvalue()
+
+
+def _most(bars: Sequence[Bar]) -> float:
+    return max(((bar.value or 0.0) + (bar.spread or 0.0) for bar in bars), default=0.0) or 1.0

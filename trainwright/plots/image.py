@@ -1,4 +1,4 @@
-"""The image: a PNG by matplotlib, through its objects alone, so that the pyplot state and backend of a user's program stay."""
+"""The image: a PNG by matplotlib's objects, which do not change the pyplot state of a user's program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = 2
 PANEL_INCHES = 6.4, 3.6
 DOTS_AN_INCH = 110
 THINNED_TO = 600
-"""Columns of a panel for which a long curve is thinned out: about one for each dot."""
+"""The columns to which a long curve is thinned, about one per dot."""
 MOST_PANELS = 200
 DASHES = ("-", "--", ":", "-.", (0, (8, 2, 1, 2)))
 
@@ -31,16 +31,16 @@ def image_of(panels: Sequence[Panel], axis: str) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            'A PNG needs matplotlib: pip install "trainwright[plot]", or give a name that ends in .html, which needs nothing.'
+            'A PNG needs matplotlib: pip install "trainwright[plot]", or pass a name that ends in .html, which needs nothing.'
         ) from error
     if len(panels) > MOST_PANELS:
         raise ValueError(
-            f"{len(panels)} panels are too many for one image, which holds {MOST_PANELS}; choose metrics, or write .html."
+            f"{len(panels)} panels are too many for one image, whose limit is {MOST_PANELS}. Choose metrics, or write .html."
         )
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of letters that the font lacks, which a metric's name may have
+        warnings.simplefilter("ignore")  # warnings about letters that the font lacks
         figure = Figure(
             figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows), dpi=DOTS_AN_INCH, layout="constrained"
         )
@@ -75,14 +75,14 @@ def _draw(axes: Any, panel: Panel, axis: str) -> None:
         ncols=2 if len(handles) > 3 else 1,
         frameon=False,
     )
-    # Set afterwards: matplotlib leaves out labels that begin with "_", and reads "$" as mathematics.
+    # Set afterwards: matplotlib skips labels that begin with "_", and reads "$" as mathematics.
     for text, curve in zip(legend.get_texts(), panel.curves, strict=True):
         text.set_parse_math(False)
         text.set_text(_shown(curve.label))
 
 
 def _curve(axes: Any, curve: Curve, panel: Panel, unit: float) -> Any:
-    """Draw the parts of a curve, and return what the legend shows of it."""
+    """Draw the parts of a curve, and return its line in the legend."""
     from matplotlib.lines import Line2D
 
     look: dict[str, Any] = {
@@ -90,11 +90,11 @@ def _curve(axes: Any, curve: Curve, panel: Panel, unit: float) -> Any:
         "linestyle": DASHES[curve.dash % len(DASHES)],
         "linewidth": 1.3,
     }
-    for xs, ys in line_of(curve, panel.x_range, THINNED_TO).parts:
+    for xs, ys in line_of(curve, panel.x_range, THINNED_TO):
         dot: dict[str, Any] = {"marker": "o", "markersize": 3, "clip_on": False} if len(xs) == 1 else {}
         axes.plot(xs / unit, ys, **look, **dot)
     return Line2D([], [], **look)
 
 
 def _shown(text: str) -> str:
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

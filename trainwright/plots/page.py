@@ -8,8 +8,17 @@ from itertools import groupby
 
 import numpy as np
 
-from trainwright.plots.curves import Curve, Panel, line_of, log_ticks, smoothed, thinning_of, ticks, x_label
-from trainwright.plots.history import names_of_runs
+from trainwright.plots.curves import (
+    Curve,
+    Panel,
+    line_of,
+    log_ticks,
+    names_of_runs,
+    smoothed,
+    thinning_of,
+    ticks,
+    x_label,
+)
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 40
@@ -17,11 +26,11 @@ PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 BANDS = 80
 """Columns that show the values below the pointer."""
 SMOOTH_COLUMNS = PLOT_WIDTH // 4
-"""Columns for which a long smooth curve is thinned out: it has no peaks to lose."""
+"""The columns to which a long smooth curve is thinned. It has no peaks to lose."""
 MOST_VALUES = 24
-"""The curves whose values a band shows."""
+"""The number of curves whose values a band shows."""
 COLORS = ("#3b7dd8", "#e0762f", "#3c9f5f", "#c94c5b", "#8c6bc8", "#8a6d4b", "#d465a8", "#7f8790", "#a6a02c", "#2ba7b5")
-"""Each is visible in both settings."""
+"""Colors that are visible on light and dark paper."""
 DASHES = ("", "7 4", "2 3", "10 3 2 3", "14 5")
 GENERATOR = '<meta name="generator" content="trainwright">'
 """Marks a page that trainwright wrote."""
@@ -52,7 +61,7 @@ pre.wrapped { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
 
 
 def page_of(panels: Sequence[Panel], axis: str, folders: Sequence[str], problems: Sequence[str] = ()) -> str:
-    """Return the page of some panels."""
+    """Return the page of panels."""
     runs = names_of_runs(list(folders))
     title = f"Curves of {runs[0]}" if len(runs) == 1 else f"Curves of {len(runs)} runs"
     lines = ["<ul>"]
@@ -60,17 +69,17 @@ def page_of(panels: Sequence[Panel], axis: str, folders: Sequence[str], problems
         key = _key(number, 0) if len(runs) > 1 else ""
         lines.append(f'<li>{key} {escaped(run)} <span class="soft">{escaped(folder)}</span></li>')
     lines.append("</ul>")
-    lines += [f"<p>{escaped(each)}</p>" for each in problems]
+    lines += [f"<p>{escaped(problem)}</p>" for problem in problems]
     return document(title, [*lines, *curves_of(panels, axis)])
 
 
 def document(title: str, lines: Sequence[str]) -> str:
-    """Return a page: its head, its title and the lines of its body, which are HTML."""
+    """Return a page from a title and the HTML lines of its body."""
     return "\n".join(
         [
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
-            # The page needs nothing, so a browser has to refuse whatever a name could have smuggled in.
+            # The page loads nothing, so a browser may block anything that a name could smuggle in.
             "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
             GENERATOR,
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -85,7 +94,7 @@ def document(title: str, lines: Sequence[str]) -> str:
 
 
 def curves_of(panels: Sequence[Panel], axis: str) -> Iterator[str]:
-    """Yield the lines of some panels, under the names of their groups. Two check boxes choose, by CSS, which curves show."""
+    """Yield the lines of panels under their groups. Two check boxes switch curves by CSS."""
     if note := thinning_of(panels, PLOT_WIDTH):
         yield f'<p class="soft">{note}</p>'
     yield '<input type="checkbox" id="smooth"><label for="smooth">Smooth</label>'
@@ -110,8 +119,8 @@ def _figure(panel: Panel, axis: str) -> Iterator[str]:
         yield f'<text x="{at}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:.10g}</text>'
     yield f'<text x="{LEFT + PLOT_WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">{label}</text>'
     if (logarithmic := panel.logarithmic()) is not None:
-        yield from _lines("log", logarithmic, {each: f"{10**each:.5g}" for each in log_ticks(*logarithmic.y_range)})
-    labels = {each: f"{each:.5g}" for each in ticks(*panel.y_range, 5)}
+        yield from _lines("log", logarithmic, {tick: f"{10**tick:.5g}" for tick in log_ticks(*logarithmic.y_range)})
+    labels = {tick: f"{tick:.5g}" for tick in ticks(*panel.y_range, 5)}
     yield from _lines("linear" if logarithmic else "", panel, labels)
     yield from _bands(panel, axis, label, unit)
     yield "</svg><ul>"
@@ -123,7 +132,7 @@ def _figure(panel: Panel, axis: str) -> Iterator[str]:
 
 
 def _lines(axis: str, panel: Panel, labels: Mapping[float, str]) -> Iterator[str]:
-    """Draw the lines and the labels of the y axis, and the curves with their smooth ones."""
+    """Draw the y axis, the curves and the smooth curves."""
     yield f'<g class="{axis}">'
     for value, label in labels.items():
         at = _y(value, *panel.y_range)
@@ -136,11 +145,11 @@ def _lines(axis: str, panel: Panel, labels: Mapping[float, str]) -> Iterator[str
 
 
 def _drawn(curve: Curve, panel: Panel, columns: int) -> Iterator[str]:
-    """Draw a curve: a path of its parts, and a dot for each part of one point, which a path does not show."""
+    """Draw a curve as a path, and parts of one point as dots, which a path does not show."""
     (left, right), (low, high) = panel.x_range, panel.y_range
     color = COLORS[curve.color % len(COLORS)]
     path = []
-    for xs, ys in line_of(curve, panel.x_range, columns).parts:
+    for xs, ys in line_of(curve, panel.x_range, columns):
         points = [f"{_x(x, left, right)} {_y(y, low, high)}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True)]
         if len(points) == 1:
             x, y = points[0].split()
@@ -152,7 +161,7 @@ def _drawn(curve: Curve, panel: Panel, columns: int) -> Iterator[str]:
 
 
 def _bands(panel: Panel, axis: str, label: str, unit: float) -> Iterator[str]:
-    """Draw columns without color; the title of each, which browsers show, has the value of each curve that is nearest to it."""
+    """Draw transparent columns. Browsers show their titles, which have the nearest value of every curve."""
     left, right = panel.x_range
     width = PLOT_WIDTH / BANDS
     shown = []
@@ -177,7 +186,7 @@ def _bands(panel: Panel, axis: str, label: str, unit: float) -> Iterator[str]:
 
 
 def _key(color: int, dash: int) -> str:
-    """Return a piece of line, as a curve's legend shows it."""
+    """Return a piece of line for the legend."""
     return (
         '<svg class="key" viewBox="0 0 30 10" aria-hidden="true"><path class="curve" d="M1 5H29" '
         f'stroke="{COLORS[color % len(COLORS)]}"{_dash(dash)}/></svg>'
@@ -194,13 +203,12 @@ def _x(value: float, low: float, high: float) -> float:
 
 
 def _y(value: float, low: float, high: float) -> float:
-    # Halves, since the range of very large numbers is infinite.
+    # Halves, since the range of very large numbers overflows.
     return round(TOP + (high / 2 - value / 2) / (high / 2 - low / 2) * PLOT_HEIGHT, 2)
 
 
 def escaped(text: str, keeps_lines: bool = False) -> str:
-    """Return a text as HTML; names come from files, and may hold anything."""
-    shown = "".join(
-        each if each.isprintable() or (keeps_lines and each == "\n") else ascii(each)[1:-1] for each in text
-    )
-    return html.escape(shown)
+    """Return a text as HTML. Names come from files, so they may contain anything."""
+    allowed = "\n" if keeps_lines else ""
+    letters = (letter if letter.isprintable() or letter in allowed else ascii(letter)[1:-1] for letter in text)
+    return html.escape("".join(letters))

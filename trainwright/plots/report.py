@@ -1,4 +1,4 @@
-"""The report of a run: its state, its curves and tables of what else is known of it, as one page."""
+"""The report of a run as one page: its state, its curves and tables of other facts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from trainwright.plots.curves import Panel
 from trainwright.plots.page import curves_of, document, escaped
 
 MOST_ROWS = 500
-"""Rows of a table that are shown."""
+"""The largest number of shown rows of a table."""
 LONGEST_CELL, LONGEST_TEXT = 2_000, 40_000
-"""Characters of a cell and of a text that are shown."""
+"""The largest numbers of shown characters."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report: sentences, rows of cells, and texts whose lines stay as they were.
+    """A part of the report: sentences, rows of cells, and a text with its line breaks.
 
-    Without a header, the first cell of each row names the others.
+    If there is no header, the first cell of a row names the others.
     """
 
     title: str
@@ -32,7 +32,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """What the report shows: the state in a word with a sentence, the panels of the curves, and sections around them."""
+    """The content of the report: the state, the panels of the curves, and sections around them."""
 
     title: str
     state: str
@@ -40,7 +40,7 @@ class Report:
     first: Sequence[Section] = ()
     panels: Sequence[Panel] = ()
     notes: Sequence[str] = field(default=())
-    """Sentences on the curves."""
+    """Sentences about the curves."""
     others: Sequence[Section] = ()
 
     def to_html(self, axis: str = "step") -> str:
@@ -49,13 +49,13 @@ class Report:
             f'<p><span class="state {escaped(self.state.split()[-1])}">{escaped(self.state)}</span> {escaped(self.summary)}</p>'
         ]
         lines += sections_of(self.first)
-        lines += [f"<p>{escaped(each)}</p>" for each in self.notes]
+        lines += [f"<p>{escaped(note)}</p>" for note in self.notes]
         lines += curves_of(self.panels, axis) if self.panels else ()
         return document(self.title, [*lines, *sections_of(self.others)])
 
 
 def with_section(page: str, section: Section) -> str:
-    """Return a report's page with a section of an evaluation instead of an earlier one of the same title."""
+    """Return a report's page with a section in the place of an earlier one with the same title."""
     begin, end = f"<!-- {escaped(section.title)} -->", "<!-- end -->\n"
     if begin in page:
         page = page.partition(begin)[0] + page.partition(begin)[2].partition(end)[2]
@@ -64,9 +64,9 @@ def with_section(page: str, section: Section) -> str:
 
 
 def sections_of(sections: Sequence[Section]) -> Iterator[str]:
-    """Yield the lines of some sections."""
-    for each in sections:
-        yield from _section(each)
+    """Yield the lines of sections."""
+    for section in sections:
+        yield from _section(section)
 
 
 def _section(section: Section) -> Iterator[str]:
@@ -76,11 +76,11 @@ def _section(section: Section) -> Iterator[str]:
     if section.rows:
         yield "<table>"
         if section.header:
-            yield f"<tr>{''.join(f'<th>{escaped(each)}</th>' for each in section.header)}</tr>"
+            yield f"<tr>{''.join(f'<th>{escaped(name)}</th>' for name in section.header)}</tr>"
         for row in section.rows[:MOST_ROWS]:
-            first, *others = (_cut(each, LONGEST_CELL) for each in row)
+            first, *others = (_cut(cell, LONGEST_CELL) for cell in row)
             head = f"<td>{escaped(first)}</td>" if section.header else f'<th scope="row">{escaped(first)}</th>'
-            yield f"<tr>{head}{''.join(f'<td>{escaped(each)}</td>' for each in others)}</tr>"
+            yield f"<tr>{head}{''.join(f'<td>{escaped(cell)}</td>' for cell in others)}</tr>"
         yield "</table>"
         if len(section.rows) > MOST_ROWS:
             yield f'<p class="soft">and {len(section.rows) - MOST_ROWS:,} more</p>'

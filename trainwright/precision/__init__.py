@@ -1,4 +1,4 @@
-"""Precisions by name: which numbers a step computes in, and how its loss is scaled."""
+"""Precisions by name: the dtype that a step computes in, and the scale of its loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = {
     "bf16-true": ("bf16-true",),
 }
 MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
-"""What the Accelerator's mixed_precision= takes, and the precision of each."""
+"""The values of the Accelerator's mixed_precision=, and their precisions."""
 OTHER_WORDS = {
     "fp64": "64-true",
     "float64": "64-true",
@@ -28,16 +28,23 @@ OTHER_WORDS = {
     "half": "16-true",
     "bfloat16": "bf16-mixed",
 }
-"""Names that are not accepted, and the ones to suggest."""
+"""Rejected names, and the suggestions for them."""
 _SPELLED = {spelling: name for name, spellings in NAMES.items() for spelling in spellings}
 
 
 def canonical_name(word: str) -> str:
-    """Return the name in `NAMES` of a spelling that the Trainer or the Accelerator takes (ValueError if neither does)."""
+    """Return the name in `NAMES` for a spelling of the Trainer or the Accelerator (ValueError if neither accepts it)."""
     known = {**MIXED, **_SPELLED}
     if word.lower() not in known:
         raise _unknown(word, f"{', '.join(NAMES)}, 16, 32, 64, {', '.join(MIXED)}.")
     return known[word.lower()]
+
+
+def is_spelling_of(precision: str | int | Precision | None, word: str) -> bool:
+    """Return whether a spelling means this precision."""
+    if isinstance(precision, Precision):
+        return precision.name == canonical_name(word)
+    return {**MIXED, **_SPELLED}.get(str(precision).lower()) == canonical_name(word)
 
 
 def _unknown(precision: str | int, accepted: str) -> ValueError:
@@ -48,7 +55,7 @@ def _unknown(precision: str | int, accepted: str) -> ValueError:
 
 
 def resolve_precision(precision: str | int | Precision | None, device_type: str) -> Precision:
-    """Return the precision that a name, a number of bits or an instance means.
+    """Return the precision for a name, a number of bits or an instance.
 
     Raises:
         ValueError: the name is unknown.
@@ -78,4 +85,4 @@ def resolve_precision(precision: str | int | Precision | None, device_type: str)
     return SingleDtypePrecision(name)
 
 
-__all__ = ["MIXED", "NAMES", "Precision", "canonical_name", "resolve_precision"]
+__all__ = ["MIXED", "NAMES", "Precision", "canonical_name", "is_spelling_of", "resolve_precision"]

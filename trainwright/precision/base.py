@@ -1,7 +1,7 @@
-"""The precision contract; the base class is full 32-bit precision.
+"""The precision contract. The base class is full 32-bit precision.
 
-A precision decides the context of a forward, how the backward runs and how an optimizer steps. It knows nothing about
-processes: what ranks do together is the strategy's.
+A precision chooses the context of a forward, and runs the backward and the optimizer's step. It knows nothing about processes,
+which belong to the strategy.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Sender = Callable[..., Any]
-"""Runs the backward in place of `loss.backward`; called with the loss and backward's keyword arguments."""
+"""Runs the backward in place of `loss.backward`, with the loss and the keyword arguments of backward."""
 Closure = Callable[[], Any]
 """Recomputes the loss and its gradients, for an optimizer that evaluates them several times in a step."""
-
 ReduceMax = Callable[[Tensor], Any]
 """Replaces a tensor by its maximum over the ranks, in place."""
 
 
 class Precision:
-    """The base of precisions, and full precision: nothing is converted, and nothing is scaled.
+    """The base of precisions, and full precision, which converts and scales nothing.
 
-    Override what yours does differently, and pass the instance as `precision=`.
+    Override the methods that differ in your precision, and pass an instance as `precision=`.
 
     >>> class UncachedAutocast(tw.Precision):
     ...     name = "bf16-uncached"
@@ -40,37 +39,37 @@ class Precision:
 
     name = "32-true"
     param_dtype: torch.dtype | None = None
-    """The dtype that parameters and buffers are converted to; None keeps their own."""
+    """The dtype that parameters and buffers are converted to. None converts nothing."""
     autocast_dtype: torch.dtype | None = None
-    """The dtype that autocast computes in; None without autocast."""
+    """The dtype that autocast computes in, or None if there is no autocast."""
     has_scaler = False
-    """True where losses are multiplied by a scale, against underflow in float16."""
+    """True if losses are multiplied by a scale, against underflow in float16."""
     takes_closure = True
-    """True where an optimizer may call a closure again within its step; a loss scale forbids it."""
+    """True if an optimizer may call a closure again within its step, which a loss scale forbids."""
     converts_batch = False
-    """True where `convert_batch` has something to do."""
+    """True if `convert_batch` changes batches."""
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Return the dtype that a forward computes in; None for the parameters' own."""
+        """Return the dtype that a forward computes in, or None for the dtype of the parameters."""
         return self.autocast_dtype or self.param_dtype
 
     def check(self, device: torch.device) -> None:
-        """Raise ValueError for a device that cannot compute in this precision, naming the precisions that it has."""
+        """Raise ValueError, with the possible precisions, for a device that cannot compute in this one."""
 
     def convert_module(self, module: nn.Module) -> None:
-        """Convert a module's parameters and buffers to the dtype that it is trained in; nothing here."""
+        """Convert a module's parameters and buffers to the dtype that it is trained in. The base converts nothing."""
 
     def convert_batch(self, batch: Any) -> Any:
-        """Convert a batch, already on its device, to the dtype that the module takes; unchanged here."""
+        """Return a batch, already on its device, in the dtype that the module takes. The base converts nothing."""
         return batch
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which modules are made in the dtype that they are trained in."""
+        """Return the context that makes new modules have the dtype in which they are trained."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
-        """Return the context to enter for each forward, or None."""
+        """Return the context of a forward, or None."""
         return None
 
     def backward_context(self) -> AbstractContextManager[Any] | None:
@@ -82,14 +81,14 @@ class Precision:
         return nullcontext()
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
-        """Run `send(loss, **options)` if given, otherwise `loss.backward(**options)`."""
+        """Run `send(loss, **options)` if `send` is passed, otherwise `loss.backward(**options)`."""
         if send is None:
             loss.backward(**options)  # type: ignore[no-untyped-call]
         else:
             send(loss, **options)
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        """Step the optimizer, which may call the closure; return whether the step was skipped."""
+        """Step the optimizer, which may call the closure. Return whether the step was skipped."""
         if closure is None:
             optimizer.step()
         else:
@@ -97,23 +96,23 @@ class Precision:
         return False
 
     def unscale(self, optimizer: Optimizer, reduce_max: ReduceMax | None = None) -> None:
-        """Divide the optimizer's gradients by the loss scale, once per backward; nothing here.
+        """Divide the optimizer's gradients by the loss scale, once per backward. The base does nothing.
 
-        Ranks that hold different gradients pass `reduce_max`, so that all of them skip the step if one found an inf.
+        Ranks with different gradients pass `reduce_max`, so that all of them skip the step if one found an inf.
         """
 
     def release(self, optimizer: Optimizer) -> None:
-        """Note that the optimizer's unscaled gradients were discarded without a step; nothing here."""
+        """Account for unscaled gradients that were discarded without a step. The base does nothing."""
 
     def track(self, optimizers: Sequence[Optimizer]) -> None:
-        """Register all optimizers, so that pending gradients can follow a change of the loss scale; nothing here."""
+        """Register all optimizers, whose pending gradients follow changes of the loss scale. The base does nothing."""
 
     def reset(self) -> None:
-        """Return to the initial state at the start of a run; nothing here."""
+        """Return to the initial state at the start of a run. The base has no state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to continue with the same scale."""
+        """Return the state that a resumed run needs to continue with the same scale."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load a result of `state_dict`."""

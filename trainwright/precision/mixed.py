@@ -30,10 +30,10 @@ class Unscaled:
     optimizer: Optimizer
     found: Found = field(default_factory=dict)
     is_divided: bool = True
-    """False once they were multiplied by the scale again, for a further backward to add to them."""
+    """False once they were multiplied by the scale again, so that another backward can add to them."""
     has_stepped: bool = False
     is_recorded: bool = False
-    """Whether `found` was already counted for the scale."""
+    """Whether `found` has been counted for the scale."""
 
 
 class MixedPrecision(Precision):
@@ -42,7 +42,7 @@ class MixedPrecision(Precision):
     Args:
         name: "16-mixed" or "bf16-mixed".
         device_type: "cpu", or the accelerator's ("cuda", "mps", "xpu", ...).
-        scaler: the GradScaler to use with "16-mixed"; by default torch's own settings. One that is disabled scales nothing.
+        scaler: the GradScaler to use with "16-mixed", by default with torch's settings. A disabled scaler scales nothing.
     """
 
     def __init__(self, name: str, device_type: str, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -60,7 +60,7 @@ class MixedPrecision(Precision):
         self._autocast = _Autocast(device_type, self.autocast_dtype)
         self._unscaled: dict[int, Unscaled] = {}
         self._found: dict[int, Found] = {}
-        """By optimizer, the infs of gradients that were stepped with or discarded, until the scale is updated."""
+        """By optimizer, the infs of gradients that were used or discarded, until the scale is updated."""
         self._has_scaled = False
         self._tracked: Sequence[Optimizer] = ()
         _see_every_step()
@@ -68,12 +68,12 @@ class MixedPrecision(Precision):
     def check(self, device: torch.device) -> None:
         if _mixes(self.name, device):
             return
-        what = f"an autocast in {self.autocast_dtype}"
+        lacking = f"an autocast in {self.autocast_dtype}"
         if autocasts(device.type, self.autocast_dtype):
-            what = "a loss scale (torch.amp.GradScaler)"
+            lacking = "a loss scale (torch.amp.GradScaler)"
         accepted = [*(repr(name) for name in DTYPES if _mixes(name, device)), repr("32-true")]
         raise ValueError(
-            f"precision={self.name!r} needs {what}, which torch {torch.__version__} does not have on {device.type!r}; pass "
+            f"precision={self.name!r} needs {lacking}, which torch {torch.__version__} does not have on {device.type!r}; pass "
             f"precision={' or '.join(accepted)}."
         )
 
@@ -84,7 +84,7 @@ class MixedPrecision(Precision):
         return _NoAutocast(self._device_type)
 
     def backward_context(self) -> AbstractContextManager[Any] | None:
-        # Backward runs in the dtypes of the forward; recomputed activations enter autocast by themselves.
+        # Backward runs in the dtypes of the forward. Recomputed activations enter autocast again.
         return _NoAutocast(self._device_type) if torch.is_autocast_enabled(self._device_type) else None
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
@@ -107,12 +107,12 @@ class MixedPrecision(Precision):
         for part, device in _by_kind(optimizer):
             with self._scale_on(device):
                 self.scaler.unscale_(part)
-            # Taken out, because the scaler refuses a second unscale_ of one optimizer before its next update.
+            # Removed, because the scaler rejects a second unscale_ of an optimizer before its next update.
             for where, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
                 known = unscaled.found.get(where)
                 unscaled.found[where] = value if known is None else torch.maximum(known, value)
         if reduce_max is not None:
-            # One tensor, because a rank without gradients does not know on which devices the others have theirs.
+            # One tensor, because a rank without gradients does not know on which devices other ranks have gradients.
             any_found = unscaled.found.pop(self._scale.device, None)
             if any_found is None:
                 any_found = torch.zeros_like(self._scale).reshape(1)
@@ -123,7 +123,7 @@ class MixedPrecision(Precision):
 
     @contextmanager
     def _scale_on(self, device: torch.device) -> Iterator[None]:
-        """Let the scaler divide offloaded gradients by a copy of its scale on their device.
+        """Give the scaler a copy of its scale on the device of offloaded gradients within the block.
 
         NOTE: torch copies the scale to the host without waiting, so the division would read it too early.
         """
@@ -139,10 +139,10 @@ class MixedPrecision(Precision):
             self.scaler._scale = scale
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        """Unscale, and step outside of autocast unless a gradient is not finite; a closure still runs inside of it.
+        """Unscale, and step outside of autocast unless a gradient is not finite. A closure still runs within autocast.
 
         With a loss scale the closure runs once, before unscaling, because an optimizer would use scaled gradients from a
-        later call. NOTE: this is the one host-device sync of a step: the host decides whether to step.
+        later call. NOTE: this is the only host-device sync of a step, because the host decides whether to step.
         """
         if not torch.is_autocast_enabled(self._device_type):
             return self._step(optimizer, closure)
@@ -153,7 +153,7 @@ class MixedPrecision(Precision):
         def call() -> Any:
             with self._autocast:
                 loss = closure()
-            torch.clear_autocast_cache()  # the optimizer may change the weights before its next call
+            torch.clear_autocast_cache()  # the optimizer may change the weights before the next call
             return loss
 
         return call
@@ -169,7 +169,7 @@ class MixedPrecision(Precision):
         self.unscale(optimizer)
         unscaled = self._unscaled[id(optimizer)]
         skipped = any(bool(value.item()) for value in unscaled.found.values())
-        # Not scaler.step: it would divide again, since its record of the optimizer was taken out.
+        # scaler.step would divide again, because its record of the optimizer was removed.
         if not skipped:
             optimizer.step()
         unscaled.has_stepped = True
@@ -181,7 +181,7 @@ class MixedPrecision(Precision):
         present: list[list[Tensor]] = []
         for number, unscaled in list(self._unscaled.items()):
             gradients = [grad for _, grad in _with_gradients(unscaled.optimizer)]
-            if not gradients:  # dropped, in whatever way
+            if not gradients:  # dropped by the user
                 self._record(unscaled)
                 del self._unscaled[number]
             elif unscaled.is_divided:
@@ -190,19 +190,20 @@ class MixedPrecision(Precision):
                 if unscaled.has_stepped:
                     unscaled.found, unscaled.has_stepped, unscaled.is_recorded = {}, False, False
         if self._found:
-            self._adapt([id(each) for gradients in present for each in gradients])
-        for gradient in (each for gradients in present for each in gradients):
-            self._multiply(gradient, self._scale)
+            self._adapt([id(gradient) for gradients in present for gradient in gradients])
+        for gradients in present:
+            for gradient in gradients:
+                self._multiply(gradient, self._scale)
 
     def _adapt(self, divided: Collection[int]) -> None:
         """Update the scale, and rescale pending gradients except the unscaled ones."""
         # A copy, because the scaler overwrites its scale.
         before = self._scale.clone()
         self._update_scale()
-        held = {id(grad): grad for each in self._tracked for _, grad in _with_gradients(each)}
-        waiting = {number: grad for number, grad in held.items() if number not in divided}
-        for gradient in waiting.values():
-            self._multiply(gradient, self._scale / before)
+        pending = {id(grad): grad for optimizer in self._tracked for _, grad in _with_gradients(optimizer)}
+        for number, gradient in pending.items():
+            if number not in divided:
+                self._multiply(gradient, self._scale / before)
 
     @property
     def _scale(self) -> Tensor:
@@ -221,15 +222,15 @@ class MixedPrecision(Precision):
             unscaled.is_recorded = True
 
     def _update_scale(self) -> None:
-        """Update the scale from what the steps found.
+        """Update the scale from the infs that the steps found.
 
-        It happens before the next loss is scaled, not after each step, so that two optimizers that step after one backward
+        This happens before the next loss is scaled instead of after a step. Two optimizers that step after one backward then
         both divide by the scale of their loss.
         """
         if self.scaler is None or not self._found:
             return
         for number, found in self._found.items():
-            # The scaler reads the infs from its own records, and refuses to update without any.
+            # The scaler reads the infs from its records, and cannot update without any.
             self.scaler._per_optimizer_states[number]["found_inf_per_device"] = found
         self.scaler.update()
         self._found.clear()
@@ -237,7 +238,7 @@ class MixedPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         if self.scaler is None:
             return {}
-        # What the latest step found belongs to this save: a resumed run would otherwise use a scale that is one update behind.
+        # The latest step's infs belong to this save. Otherwise a resumed run would use a scale that is one update behind.
         self._update_scale()
         return dict(self.scaler.state_dict())
 
@@ -264,18 +265,18 @@ class MixedPrecision(Precision):
 class _Autocast(AbstractContextManager[None]):
     """A reusable autocast, because building one costs more than entering it.
 
-    torch.autocast stores what to restore in itself, so a nested entry builds another. Without gradients the weight cache is
-    off: weights may change between two evaluations (an average of them, say), and nothing clears the cache in between.
+    torch.autocast stores the previous state in itself, so a nested entry builds another. Without gradients the weight cache is
+    off, because weights may change between two evaluations, for example to averages, and nothing clears the cache.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._arguments = (device_type, dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about unsupported dtypes, which `check` refuses
+            warnings.simplefilter("ignore")  # about unsupported dtypes, which `check` rejects
             self._keeping = torch.autocast(device_type, dtype)
             self._converting = torch.autocast(device_type, dtype, cache_enabled=False)
         self._open: list[torch.autocast] = []
-        # Under a GPU's autocast torch itself leaves the fast path out.
+        # Under a GPU's autocast torch does not use the fast path.
         self._attention = NoFastPath() if device_type == "cpu" else None
 
     def __enter__(self) -> None:
@@ -295,7 +296,7 @@ class _Autocast(AbstractContextManager[None]):
 
 
 class NoFastPath(AbstractContextManager[None]):
-    """Disables torch's attention fast path (one kernel per layer in evaluation) where it cannot work; reentrant."""
+    """Disables torch's attention fast path (one kernel per layer in evaluation), reentrantly."""
 
     def __init__(self) -> None:
         self._before: list[bool] = []
@@ -336,14 +337,12 @@ def _with_gradients(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
 
 
 def _by_kind(optimizer: Optimizer) -> list[tuple[Any, torch.device]]:
-    """Return what the scaler can unscale in one call, with its device: DTensors apart from other gradients."""
-    held = _with_gradients(optimizer)
-    kind, device = (type(held[0][1]), held[0][1].device) if held else (None, None)
-    if device is not None and all(type(grad) is kind and grad.device == device for _, grad in held):
-        return [(optimizer, device)]
+    """Return groups of parameters that the scaler can unscale in one call, with their devices; DTensors are separate."""
     kinds: dict[tuple[type, torch.device], list[Tensor]] = {}
-    for parameter, grad in held:
+    for parameter, grad in _with_gradients(optimizer):
         kinds.setdefault((type(grad), grad.device), []).append(parameter)
+    if len(kinds) == 1:
+        return [(optimizer, device) for _, device in kinds]
     return [
         (SimpleNamespace(param_groups=[{"params": parameters}]), device) for (_, device), parameters in kinds.items()
     ]
@@ -353,7 +352,7 @@ _hooked: list[Any] = []
 
 
 def _see_every_step() -> None:
-    """Clear autocast's weight cache after every optimizer's step, including optimizers unknown to the framework."""
+    """Clear autocast's weight cache after every step of any optimizer, including unknown ones."""
     if not _hooked:
         _hooked.append(register_optimizer_step_post_hook(_clear_cache))
 

@@ -1,4 +1,4 @@
-"""One dtype for everything: weights, batches and the numbers of a step in float64, float16 or bfloat16."""
+"""Single dtype: weights, batches and the numbers of a step in float64, float16 or bfloat16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch
 class SingleDtypePrecision(Precision):
     """Floating-point parameters, buffers and batches in one dtype.
 
-    States of torchmetrics objects keep their own dtype, because a sum in half precision soon stops growing.
+    States of torchmetrics objects keep their dtype, because a sum in half precision soon stops growing.
 
     Args:
         name: "64-true", "16-true" or "bf16-true".
@@ -49,22 +49,20 @@ class SingleDtypePrecision(Precision):
     def convert_module(self, module: nn.Module) -> None:
         """Convert floating-point parameters and buffers in place, except those on the meta device.
 
-        Meta tensors draw their values in the dtype that they were created in, and are converted afterwards.
+        Meta tensors draw their values in the dtype of their creation, and are converted afterwards.
         """
         if is_metric(module):
             return
-        own_way = "recurse" not in inspect.signature(module._apply).parameters  # it converts its children by itself
-        for child in () if own_way else module.children():
+        recurses = "recurse" not in inspect.signature(module._apply).parameters  # it converts its children too
+        for child in () if recurses else module.children():
             self.convert_module(child)
-        own = [*module.parameters(recurse=own_way), *module.buffers(recurse=own_way)]
-        is_done = all(
-            each.is_meta or each.dtype == self.param_dtype or not each.dtype.is_floating_point for each in own
-        )
-        is_sharded = any(map(is_dtensor, own))  # which torch cannot swap, for equal ones either
-        # A class with its own _apply may hold tensors that are neither; torch's RNNs only flatten their weights again.
+        tensors = [*module.parameters(recurse=recurses), *module.buffers(recurse=recurses)]
+        is_done = all(self._converted(tensor) is tensor for tensor in tensors)
+        is_sharded = any(map(is_dtensor, tensors))  # which torch cannot swap, even for equal ones
+        # A class that overrides _apply may have other tensors. Torch's RNNs only flatten their weights again.
         if is_done and (is_sharded or type(module)._apply is nn.Module._apply or isinstance(module, nn.RNNBase)):
             return
-        module._apply(self._converted, **({} if own_way else {"recurse": False}))  # type: ignore[no-untyped-call]
+        module._apply(self._converted, **({} if recurses else {"recurse": False}))  # type: ignore[no-untyped-call]
 
     def convert_batch(self, batch: Any) -> Any:
         """Return the batch with its floating-point tensors in this dtype."""
@@ -78,12 +76,12 @@ class SingleDtypePrecision(Precision):
                 return type(batch)(mapped)  # type: ignore[call-arg]
             clone = copy.copy(batch)
             for key, value in mapped.items():
-                clone[key] = value  # not by update, which transformers' ModelOutput forbids
+                clone[key] = value  # transformers' ModelOutput forbids update
             return clone
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-            return type(batch)(*(self.convert_batch(each) for each in batch))
+            return type(batch)(*map(self.convert_batch, batch))
         if isinstance(batch, (list, tuple)):
-            return type(batch)(self.convert_batch(each) for each in batch)
+            return type(batch)(map(self.convert_batch, batch))
         return batch
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -104,7 +102,7 @@ class SingleDtypePrecision(Precision):
             super().backward(loss, send, **options)
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
-        """Step outside of the forward's default dtype, in which a closure runs as before."""
+        """Step outside of the forward's default dtype. A closure still runs in it."""
         if not self._context.is_entered:
             return super().step(optimizer, closure)
         with self.step_context():
@@ -122,7 +120,7 @@ class SingleDtypePrecision(Precision):
 
 
 class _DefaultDtype(AbstractContextManager[None]):
-    """Sets the default dtype of new tensors; reentrant."""
+    """Sets the default dtype of new tensors, reentrantly."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

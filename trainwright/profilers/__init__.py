@@ -1,12 +1,9 @@
-"""Profilers: where a run spends its time."""
+"""Profilers: they show where a run spends its time."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainwright.arguments import foreign_hint
 from trainwright.errors import a_type_of, did_you_mean
-from trainwright.import_paths import refusing
 from trainwright.profilers.advanced import AdvancedProfiler
 from trainwright.profilers.base import PassThroughProfiler, Profiler
 from trainwright.profilers.pytorch import PyTorchProfiler
@@ -20,7 +17,7 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 
 def resolve_profiler(profiler: str | Profiler | None) -> Profiler:
-    """Return the profiler for a name or an instance; for None one that measures nothing."""
+    """Return the profiler for a name or an instance. None returns a profiler that measures nothing."""
     if profiler is None:
         return PassThroughProfiler()
     if isinstance(profiler, str):
@@ -47,7 +44,3 @@ __all__ = [
     "SimpleProfiler",
     "resolve_profiler",
 ]
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)

@@ -1,4 +1,4 @@
-"""The advanced profiler: the functions that each action spends its time in."""
+"""The advanced profiler: shows the functions that take the time of an action."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trainwright.profilers.base import Profiler
 
 
 class AdvancedProfiler(Profiler):
-    """Runs Python's cProfile for each action.
+    """Runs Python's cProfile for every action.
 
-    An action within another counts for the inner one only, since Python has one active profile.
+    The time of an action within another counts only for the inner action, because Python has one active profile.
 
     Args:
-        dirpath: the output folder, a local path or a URL; by default the run's log folder.
+        dirpath: the output folder, a local path or a URL. The default is the run's log folder.
         filename: the middle of the files' names, between the stage and, on several processes, the rank.
             Without both, the text is printed.
-        line_count_restriction: the functions to show of each action: a number, or a fraction of all.
-        dump_stats: also write each action's profile to a .prof file, for tools such as snakeviz.
+        line_count_restriction: the number, or the fraction, of an action's functions to show.
+        dump_stats: also write the profiles to .prof files, for tools such as snakeviz.
 
     Raises:
         TypeError, ValueError: line_count_restriction is not accepted.
@@ -46,24 +46,23 @@ class AdvancedProfiler(Profiler):
         lines = line_count_restriction
         if isinstance(lines, bool) or not isinstance(lines, (int, float)):
             raise TypeError(
-                f"line_count_restriction={lines!r} is {a_type_of(lines)}; a number of lines (int) or a fraction of them "
-                "(float) is accepted. Pass for example 20 or 0.1."
+                f"line_count_restriction={lines!r} is {a_type_of(lines)}; expected a number of lines (int) or a fraction of "
+                "them (float). Pass for example 20 or 0.1."
             )
         if lines <= 0 or (isinstance(lines, float) and lines > 1):
             raise ValueError(
-                f"line_count_restriction={lines!r} is out of range; an int from 1 or a float above 0 and up to 1.0 is "
-                "accepted. Pass for example 20 or 0.1."
+                f"line_count_restriction={lines!r} is out of range; expected an int of at least 1, or a float above 0 and "
+                "up to 1.0. Pass for example 20 or 0.1."
             )
         self.line_count_restriction = lines
         self.dump_stats = dump_stats
         self.profiles: dict[str, cProfile.Profile] = {}
         self._running: list[str] = []
-        self._has_ended = False
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
+        if self.stage is not None:  # the numbers of a previous run stay readable until here
+            self.profiles = {}
         super().setup(stage, local_rank, log_dir)
-        if self._has_ended:  # not at the previous run's end, so that its numbers stay readable
-            self.profiles, self._has_ended = {}, False
 
     def start(self, action: str) -> None:
         if self._running:
@@ -73,14 +72,14 @@ class AdvancedProfiler(Profiler):
             profile.enable()
         except ValueError as error:  # since Python 3.12
             raise RuntimeError(
-                "another profiling tool is active in this process, and Python allows one at a time; run without it, or without "
-                "profiler='advanced'."
+                "another profiling tool is active in this process, and Python allows one at a time. Run without it, or "
+                "without profiler='advanced'."
             ) from error
         self._running.append(action)
 
     def stop(self, action: str) -> None:
         if action not in self._running:
-            raise RuntimeError(f"action={action!r} was stopped, but it is not running; start it first.")
+            raise RuntimeError(f"action={action!r} was stopped, but it is not running. Start it first.")
         self.profiles[self._running[-1]].disable()
         del self._running[len(self._running) - 1 - self._running[::-1].index(action)]  # actions may overlap
         if self._running:
@@ -103,6 +102,3 @@ class AdvancedProfiler(Profiler):
                 if action not in self._running:
                     name = re.sub(r"[^\w.]+", "_", action).strip("_")
                     self.write(f"-{name}.prof", profile.dump_stats)
-
-    def teardown(self, stage: str) -> None:
-        self._has_ended = True

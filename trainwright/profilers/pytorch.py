@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from trainwright.devices import cuda
 from trainwright.errors import did_you_mean
-from trainwright.import_paths import refusing
 from trainwright.profilers.base import Profiler
 
 STEP_ACTIONS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -33,27 +32,27 @@ SORT_KEYS = (
 
 
 class PyTorchProfiler(Profiler):
-    """Runs torch.profiler, with each action and each submodule as a named range.
+    """Runs torch.profiler, with actions and submodules as named ranges.
 
     By default the first batch is skipped, the second warms up and the next three are recorded, once per run.
 
     Args:
-        dirpath: the output folder, a local path or a URL; by default the run's log folder.
+        dirpath: the output folder, a local path or a URL. The default is the run's log folder.
         filename: the middle of the files' names, between the stage and, on several processes, the rank.
             Without both, the table is printed.
         group_by_input_shapes: list operators separately for different input shapes.
-        emit_nvtx: emit ranges for Nsight Systems instead of recording; start Python under `nsys profile`.
-        export_to_chrome: write a trace for chrome://tracing or perfetto.dev on each rank, after each recording.
+        emit_nvtx: emit ranges for Nsight Systems instead of recording. Start Python under `nsys profile`.
+        export_to_chrome: write a trace for chrome://tracing or perfetto.dev on every rank, after every recording.
         row_limit: the number of rows of the table.
-        sort_by_key: the column to sort by; by default the total time on the device, or on the CPU if only that is recorded.
-        record_module_names: name the forward of each submodule.
-        table_kwargs: further arguments for the table, such as `max_name_column_width`.
+        sort_by_key: the column to sort by. The default is the total time on the device, or on the CPU if only it is recorded.
+        record_module_names: name the forwards of submodules.
+        table_kwargs: other arguments for the table, such as `max_name_column_width`.
         **profiler_kwargs: arguments for `torch.profiler.profile`, such as `schedule`, `activities` or `on_trace_ready`, which
-            then replaces the writing of a trace.
+            replaces the writing of a trace.
 
     Raises:
-        TypeError: an argument that torch does not have.
-        ValueError: an unknown sort_by_key, or a setting that excludes another or needs a GPU.
+        TypeError: torch does not have an argument.
+        ValueError: sort_by_key is unknown, or a setting excludes another setting or needs a GPU.
 
     >>> profiler = tw.PyTorchProfiler(dirpath="profiles", row_limit=10, export_to_chrome=False)
     >>> trainer = tw.Trainer(profiler=profiler, max_epochs=1, enable_model_summary=False)
@@ -79,11 +78,9 @@ class PyTorchProfiler(Profiler):
         if sort_by_key is not None and sort_by_key not in SORT_KEYS:
             raise ValueError(_unknown("sort_by_key", sort_by_key, SORT_KEYS))
         if group_by_input_shapes and not profiler_kwargs.setdefault("record_shapes", True):
-            raise ValueError("group_by_input_shapes=True excludes record_shapes=False; leave record_shapes out.")
+            raise ValueError("group_by_input_shapes=True excludes record_shapes=False. Do not pass record_shapes.")
         if emit_nvtx and not cuda.is_available():
-            raise ValueError(
-                "emit_nvtx=True needs an NVIDIA GPU, and torch sees none; leave it out to record operators."
-            )
+            raise ValueError("emit_nvtx=True needs an NVIDIA GPU, and torch sees none. Remove it to record operators.")
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.record_module_names = export_to_chrome, record_module_names
         self.row_limit, self.sort_by_key, self.table_kwargs = row_limit, sort_by_key, table_kwargs or {}
@@ -96,7 +93,7 @@ class PyTorchProfiler(Profiler):
         self._has_ended = False
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
-        self._end()  # it may have been used before the run
+        self._end()  # the profiler may have been used before the run
         super().setup(stage, local_rank, log_dir)
         self._averages, self._batches, self._recordings, self._has_ended = None, 0, 0, False
 
@@ -117,7 +114,7 @@ class PyTorchProfiler(Profiler):
     def stop(self, action: str) -> None:
         named = self._ranges.get(action)
         if not named:
-            raise RuntimeError(f"action={action!r} was stopped, but it is not running; start it first.")
+            raise RuntimeError(f"action={action!r} was stopped, but it is not running. Start it first.")
         named.pop().__exit__(None, None, None)
 
     def summary(self) -> str:
@@ -126,7 +123,7 @@ class PyTorchProfiler(Profiler):
             return ""
         if self._averages is None:
             return (
-                f"Profile of {self.stage or 'this run'}: torch.profiler recorded nothing in {self._batches} batches; by "
+                f"Profile of {self.stage or 'this run'}: torch.profiler recorded nothing in {self._batches} batches. By "
                 "default it starts with the third. Run more batches, or pass schedule=None to record all."
             )
         averages: Any = self._averages
@@ -151,8 +148,8 @@ class PyTorchProfiler(Profiler):
     def _advance(self, recorder: profile) -> None:
         """Advance the schedule by a batch.
 
-        A recorder that fails in between may report a state that it never entered, and torch crashes when such a recorder is
-        left. So a failure ends what was started.
+        A recorder that fails here may report a state that it never entered, and torch crashes at the exit of such a recorder.
+        So a failure ends the recording.
         """
         before = recorder.current_action
         try:
@@ -161,14 +158,14 @@ class PyTorchProfiler(Profiler):
             self._recorder, self._has_ended = None, True
             is_running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
             if before == ProfilerAction.WARMUP and not is_running:
-                recorder.start_trace()  # a prepared trace can only end after it was started
+                recorder.start_trace()  # a prepared trace can end only after its start
                 recorder.stop_trace()
             elif before in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE) and is_running:
                 recorder.stop_trace()
             raise
 
     def _end(self) -> None:
-        """End the recording, also after a failure; what was recorded so far is kept."""
+        """End the recording, also after a failure. The recorded part is kept."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -193,8 +190,8 @@ class PyTorchProfiler(Profiler):
         activities = self.profiler_kwargs.get("activities")
         if activities is None:
             activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
-        on_cpu_alone = all(activity == ProfilerActivity.CPU for activity in activities)
-        return "cpu_time_total" if on_cpu_alone else "device_time_total"
+        is_cpu_only = all(activity == ProfilerActivity.CPU for activity in activities)
+        return "cpu_time_total" if is_cpu_only else "device_time_total"
 
 
 def _open_range(name: str) -> Any:
@@ -204,7 +201,7 @@ def _open_range(name: str) -> Any:
 
 
 def _name_forward(module: nn.Module, name: str) -> list[Any]:
-    """Record each forward of a module as a named range; return the handles of its hooks."""
+    """Record a module's forwards as named ranges, and return the handles of the hooks."""
     ranges: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -228,9 +225,5 @@ def _check_names(where: str, given: dict[str, Any], function: Callable[..., Any]
             raise TypeError(_unknown(f"an argument of {where}", name, accepted))
 
 
-def _unknown(what: str, name: str, accepted: tuple[str, ...] | list[str]) -> str:
-    return f"{what}={name!r} is unknown; choose from {', '.join(accepted)}.{did_you_mean(name, accepted)}"
-
-
-if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-    __getattr__ = refusing(__name__)
+def _unknown(subject: str, name: str, accepted: tuple[str, ...] | list[str]) -> str:
+    return f"{subject}={name!r} is unknown; choose from {', '.join(accepted)}.{did_you_mean(name, accepted)}"

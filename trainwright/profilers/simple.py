@@ -1,4 +1,4 @@
-"""The simple profiler: the time of each action."""
+"""The simple profiler: shows the time of every action."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ class Duration:
     calls: int = 0
     seconds: float = 0.0
     own_seconds: float = 0.0
-    """Without the actions within it."""
-    of_each: array[float] = field(default_factory=lambda: array("d"))
-    """The seconds of each call."""
+    """The seconds without inner actions."""
+    of_calls: array[float] = field(default_factory=lambda: array("d"))
+    """The seconds of the calls."""
 
 
 @dataclass
 class Running:
-    """An action that has been started."""
+    """A running action."""
 
     action: str
     began: float
     inner_seconds: float = 0.0
-    """The time of the actions within it that have stopped."""
+    """The time of inner actions that have stopped."""
 
 
 class SimpleProfiler(Profiler):
-    """Measures the duration of each action and shows them in a table.
+    """Measures the durations of actions and shows them in a table.
 
-    Actions may contain others, so the totals and percentages can add up to more than the whole: a hook that saves contains
-    "save_checkpoint". The last column, "Own (s)", leaves out what other actions within have taken.
+    Actions may contain other actions. For example, a hook that saves contains "save_checkpoint". So the totals and
+    percentages can add up to more than the whole. The last column, "Own (s)", excludes the time of inner actions.
 
     Args:
-        dirpath: the output folder, a local path or a URL; by default the run's log folder.
+        dirpath: the output folder, a local path or a URL. The default is the run's log folder.
         filename: the middle of the file's name, between the stage and, on several processes, the rank.
             Without both, the table is printed.
-        extended: False leaves out the number of calls, the percentage and the own time.
+        extended: False omits the number of calls, the percentage and the time without inner actions.
 
     >>> profiler = tw.SimpleProfiler(filename="times")
     >>> trainer = tw.Trainer(profiler=profiler, max_epochs=1, enable_model_summary=False)
@@ -64,19 +64,18 @@ class SimpleProfiler(Profiler):
         self.durations: dict[str, Duration] = {}
         self._running: list[Running] = []
         self._began = time.perf_counter()
-        self._has_ended = False
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | os.PathLike[str] | None = None) -> None:
+        if self.stage is not None:  # the numbers of a previous run stay readable until here
+            self.durations = {}
         super().setup(stage, local_rank, log_dir)
-        if self._has_ended:  # not at the previous run's end, so that its numbers stay readable
-            self.durations, self._has_ended = {}, False
         if not self.durations:
             self._began = time.perf_counter()
 
     @property
     def recorded_durations(self) -> dict[str, list[float]]:
-        """Return the seconds of each call of each action."""
-        return {action: list(each.of_each) for action, each in self.durations.items()}
+        """Return the seconds of all calls by action."""
+        return {action: list(duration.of_calls) for action, duration in self.durations.items()}
 
     def start(self, action: str) -> None:
         self._running.append(Running(action, time.perf_counter()))
@@ -85,17 +84,17 @@ class SimpleProfiler(Profiler):
         now = time.perf_counter()
         index = next((at for at in reversed(range(len(self._running))) if self._running[at].action == action), None)
         if index is None:
-            raise RuntimeError(f"action={action!r} was stopped, but it is not running; start it first.")
+            raise RuntimeError(f"action={action!r} was stopped, but it is not running. Start it first.")
         running = self._running.pop(index)
         seconds = now - running.began
-        if index:  # what is still running counts from its own start, so that no time counts twice
+        if index:  # a later action that still runs counts from its start, so that no time counts twice
             until = self._running[index].began if index < len(self._running) else now
             self._running[index - 1].inner_seconds += until - running.began
         duration = self.durations.setdefault(action, Duration())
         duration.calls += 1
-        duration.of_each.append(seconds)
+        duration.of_calls.append(seconds)
         duration.own_seconds += seconds - running.inner_seconds
-        if not any(each.action == action for each in self._running):  # a nested call of itself counts once
+        if not any(outer.action == action for outer in self._running):  # a nested call of the same action counts once
             duration.seconds += seconds
 
     def summary(self) -> str:
@@ -104,27 +103,24 @@ class SimpleProfiler(Profiler):
         whole = time.perf_counter() - self._began
         ordered = sorted(self.durations.items(), key=lambda item: -item[1].seconds)
         rows = [["Action", "Mean (s)", "Calls", "Total (s)", "%", "Own (s)"]]
-        rows += [["Total", "-", str(sum(each.calls for _, each in ordered)), f"{whole:.4g}", "100.00", "-"]]
+        rows += [["Total", "-", str(sum(duration.calls for _, duration in ordered)), f"{whole:.4g}", "100.00", "-"]]
         rows += [
             [
                 action,
-                f"{each.seconds / each.calls:.4g}",
-                str(each.calls),
-                f"{each.seconds:.4g}",
-                f"{100 * each.seconds / whole:.2f}",
-                f"{each.own_seconds:.4g}",
+                f"{duration.seconds / duration.calls:.4g}",
+                str(duration.calls),
+                f"{duration.seconds:.4g}",
+                f"{100 * duration.seconds / whole:.2f}",
+                f"{duration.own_seconds:.4g}",
             ]
-            for action, each in ordered
+            for action, duration in ordered
         ]
         columns = range(6) if self.extended else (0, 1, 3)
         return f"Profile of {self.stage or 'this run'}\n" + _table([[row[at] for at in columns] for row in rows])
 
-    def teardown(self, stage: str) -> None:
-        self._has_ended = True
-
 
 def _table(rows: list[list[str]]) -> str:
-    """Return rows of cells as text; the first row is the header, the first column is left-aligned."""
+    """Return rows of cells as text. The first row is the header, and the first column is left-aligned."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = []
     for first, *others in rows:

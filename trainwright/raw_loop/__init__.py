@@ -1,1 +1,1 @@
-"""The raw loop: the Accelerator, and what a training loop that users write takes with it."""
+"""The raw loop: the Accelerator, and other tools for a training loop that users write."""

@@ -17,32 +17,30 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.arguments import check_flags, refuse_by_position, refuse_unknown, refuses_unknown
 from trainwright.checkpoint.reader import Verify
-from trainwright.engine.command_line import fill_accumulation
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler
 from trainwright.engine.prepared_loader import PreparedLoader
-from trainwright.engine.window import in_float32
+from trainwright.overrides import overridden
 from trainwright.precision import Precision
-from trainwright.raw_loop.collectives import Collectives
-from trainwright.raw_loop.loaders import DataLoaderConfiguration, check_loader, loader_options
-from trainwright.raw_loop.loss_graph import LossCheck
-from trainwright.raw_loop.memory import release_memory
+from trainwright.raw_loop.bare_models import extract_model_from_parallel
+from trainwright.raw_loop.batch_size import release_memory
+from trainwright.raw_loop.dataloaders import DataLoaderConfiguration, check_loader, loader_options
+from trainwright.raw_loop.gathering import Collectives
+from trainwright.raw_loop.job_states import AcceleratorState, GradientState
+from trainwright.raw_loop.loop_objects import Preparation, PreparationOptions, check_kind
+from trainwright.raw_loop.loop_settings import REPLACED, LoopSettings, word_for
+from trainwright.raw_loop.loss_check import LossCheck
 from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of
-from trainwright.raw_loop.options import AutocastKwargs
+from trainwright.raw_loop.options import AutocastKwargs, ProfileKwargs, profiled
 from trainwright.raw_loop.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     check_length,
 )
-from trainwright.raw_loop.preparation import Preparation, PreparationOptions, check_kind
-from trainwright.raw_loop.profiling import ProfileKwargs, profiled
 from trainwright.raw_loop.project import ProjectConfiguration, chosen_project
 from trainwright.raw_loop.saved_states import SavedStates, refuse_load_options, refuse_pickle, refuse_save_options
-from trainwright.raw_loop.settings import REPLACED, LoopSettings, word_for
-from trainwright.raw_loop.state_views import AcceleratorState, GradientState
 from trainwright.raw_loop.tracking import Options, Tracker, Trackers, chosen_loggers
-from trainwright.raw_loop.unwrapping import extract_model_from_parallel
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Optimization, StepResult
 
@@ -58,14 +56,14 @@ class Accelerator(Collectives):
         cpu: the same as accelerator="cpu".
         deepspeed_plugin, fsdp_plugin: a strategy with its options, instead of strategy=.
         gradient_accumulation_plugin: further options of the accumulation.
-        step_scheduler_with_optimizer: False lets each call of a prepared scheduler's step step it.
+        step_scheduler_with_optimizer: False steps a prepared scheduler at every call of its step.
         kwargs_handlers: options of parts: AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs,
             InitProcessGroupKwargs, ProfileKwargs.
         dynamo_backend: compile prepared models with this backend of torch.compile, such as "inductor".
-        device_placement: whether prepared loaders move their batches to the device; models are always on it.
-        split_batches: whether a loader's batch is that of all ranks together; see DataLoaderConfiguration.
+        device_placement: whether prepared loaders move their batches to the device. Models are always on it.
+        split_batches: whether a loader's batch is divided over the ranks. See DataLoaderConfiguration.
         dataloader_config: further options of loaders.
-        rng_types: generators that all ranks set to rank 0's state at the start of each epoch: "torch", or the kind of
+        rng_types: generators that all ranks set to rank 0's state at the start of an epoch: "torch", or the kind of
             accelerator, such as "cuda". The order of the data needs none of them.
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
         scale_schedulers: step prepared schedulers once for each process at each optimizer step, as Accelerate does; with
@@ -77,13 +75,13 @@ class Accelerator(Collectives):
         strategy: a name or a Strategy.
         precision: any precision of the Trainer, instead of mixed_precision.
         num_nodes: nodes of the job, as for the Trainer.
-        log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for those that can be used here, a Logger, or a
+        log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for all that can be used here, a Logger, or a
             list of these.
-        project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs; a path or an fsspec URL.
+        project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs, a path or an fsspec URL.
         project_config: the same folders, and how many checkpoints are kept.
 
     Raises:
-        ValueError, TypeError: a setting is wrong; raised before any process is started.
+        ValueError, TypeError: a setting is wrong. It is raised before any process is started.
         RuntimeError: this machine does not have the accelerator.
         ImportError: the package of a logger is not installed.
         LaunchError: the processes of the job could not be started.
@@ -159,14 +157,14 @@ class Accelerator(Collectives):
         )
         super().__init__(engine)
         steps = settings.accumulation.num_steps or 1
-        steps = fill_accumulation(engine.environment, "gradient_accumulation_steps", steps)
+        steps = overridden("Accelerator", "gradient_accumulation_steps", steps, is_open=steps == 1)
         self._optimization = engine.strategy.resolve(Optimization(accumulate=steps, clip_norm=settings.clip_norm))
-        """Accumulation and clipping; a strategy's own configuration overrides the arguments."""
+        """Accumulation and clipping. A strategy's configuration overrides the arguments."""
         self._autocast, self._profiling = settings.autocast, settings.profiling
-        if settings.compiler is not None and not engine.strategy.takes_compile:
+        if settings.compiler is not None and not engine.strategy.capabilities.takes_compile:
             raise ValueError(
                 f"dynamo_backend={settings.compiler!r} is not accepted with strategy {engine.strategy.name!r}, whose hooks "
-                "torch.compile cannot trace; leave it out, or choose another strategy."
+                "torch.compile cannot trace. Leave it out, or choose another strategy."
             )
         options = PreparationOptions(
             fused_optimizers,
@@ -193,7 +191,7 @@ class Accelerator(Collectives):
             ValueError: an optimizer whose parameters belong to no prepared model, or were replaced before it was prepared.
         """
         if not objects:
-            raise TypeError("prepare was given nothing; pass the loop's models, optimizers, loaders and schedulers.")
+            raise TypeError("prepare was given nothing. Pass the loop's models, optimizers, loaders and schedulers.")
         prepared = self._preparations.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -210,11 +208,11 @@ class Accelerator(Collectives):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's whole state_dict, under the names of the user's module whether or not `unwrap` is set.
 
-        Under fsdp and ZeRO stage 3 it is a copy in host memory on rank 0, and empty on the others; otherwise every rank has
+        Under fsdp and ZeRO stage 3 it is a copy in host memory on rank 0, and empty on the others. Otherwise every rank has
         its own tensors. DeepSpeed's are in the precision that it computes in. Collective: call on every rank.
 
         Raises:
-            RuntimeError: on every rank under fsdp and ZeRO stage 3; the ranks have used different parameters in a step.
+            RuntimeError: on every rank under fsdp and ZeRO stage 3. The ranks have used different parameters in a step.
         """
         return state_dict_of(model, self.engine.strategy)
 
@@ -228,13 +226,13 @@ class Accelerator(Collectives):
     ) -> None:
         """Write a model's weights as safetensors files, which safetensors and from_pretrained of transformers read.
 
-        One file is model.safetensors; several have an index, model.safetensors.index.json. Of tied weights the first name is
+        One file is model.safetensors. Several have an index, model.safetensors.index.json. Of tied weights the first name is
         stored, and the others are in the file's metadata. Files of an earlier save_model are replaced. Collective: call on
         every rank.
 
         Args:
-            max_shard_size: the most bytes of a file ("5GB", "512MiB"); a larger tensor has a file by itself.
-            safe_serialization: True; no pickle is written.
+            max_shard_size: the most bytes of a file ("5GB", "512MiB"). A larger tensor has a file by itself.
+            safe_serialization: True. No pickle is written.
 
         Raises:
             CheckpointError: on every rank, if they were not written.
@@ -245,9 +243,9 @@ class Accelerator(Collectives):
         save_model(model, os.fspath(save_directory), size_of(max_shard_size), self.engine.strategy, self.engine.ranks)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = True) -> None:
-        """Write plain data and tensors into one file, new or replaced, on rank 0 (with save_on_each_node, on each node).
+        """Write plain data and tensors into one file, new or replaced, on rank 0 (with save_on_each_node, on every node).
 
-        A dict of tensors, or data with tensors, becomes a safetensors file whatever its name; data without tensors becomes
+        A dict of tensors, or data with tensors, becomes a safetensors file whatever its name. Data without tensors becomes
         JSON. `load` reads both.
 
         Raises:
@@ -259,7 +257,7 @@ class Accelerator(Collectives):
         save_object(obj, f, is_writer=self.is_local_main_process if on_each else self.is_main_process)
 
     def load(self, f: str | os.PathLike[str]) -> Any:
-        """Return what `save` wrote, a dict in its order, or the tensors of any safetensors file, in host memory.
+        """Return the data of `save`, a dict in its order, or the tensors of any safetensors file, in host memory.
 
         Raises:
             CheckpointError: the file is missing, damaged or of another kind.
@@ -270,7 +268,7 @@ class Accelerator(Collectives):
         """Return the context of one batch, in which optimizers and schedulers step only at the end of a window.
 
         A window ends after `gradient_accumulation_steps` batches, and at the end of the loader. If the loop leaves the loader
-        before that, the window's gradients are dropped and the next batch begins a new one. Each set of models passed here
+        before that, the window's gradients are dropped and the next batch begins a new one. A set of models passed here
         has its own windows.
         """
         return self._preparations.windows.of(models)
@@ -278,39 +276,30 @@ class Accelerator(Collectives):
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward on a loss, divided by the length of its window, and weighted by its samples in an uneven last round.
 
-        The keyword arguments are those of Tensor.backward.
+        Tensor.backward gets the keyword arguments.
 
         Raises:
             TypeError, ValueError: something else than the loss of a prepared model, and, where it matters, of one whose
                 optimizer was prepared.
             RuntimeError: nothing was prepared.
         """
-        # First, because divide counts the loss as sent backward.
-        self._loss_check.look(loss, options)
-        try:
-            divided = self._preparations.windows.divide(loss)
-            if self._weighs_rounds:
-                iteration, _ = self._preparations.iterations.current()
-                if iteration is not None and (weight := iteration.loader.weight) != 1.0:
-                    divided = in_float32(divided) * weight
-            self.engine.backward(divided, **options)
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            self._loss_check.check(loss, options)  # it says what is wrong with a loss that was not looked at
-            raise
+        self._loss_check.check(loss, options)  # before the loss is counted as sent backward
+        scaled = self._preparations.windows.scale_loss(loss, weighs_round=self._weighs_rounds)
+        self.engine.backward(scaled, **options)
 
     def step(
         self, optimizer: Optimizer, *, max_norm: float | None = None, clip_value: float | None = None
     ) -> StepResult | None:
-        """Clip, if given a limit, and step a prepared optimizer; return None before the end of its window."""
+        """Clip, if given a limit, and step a prepared optimizer. Return None before the end of its window."""
         prepared = self._preparations.optimizer_of(optimizer)
         self._preparations.warn_of_norm(max_norm)
         return prepared.step_clipped(max_norm, clip_value)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip the total norm of a prepared optimizer's gradients; return the norm, or None before the window's end.
+        """Clip the total norm of a prepared optimizer's gradients. Return the norm, or None before the window's end.
 
         Raises:
-            ValueError: the parameters are not those of one prepared optimizer; or another norm_type than 2.
+            ValueError: no single prepared optimizer steps the parameters, or norm_type is not 2.
         """
         if norm_type != 2:
             raise ValueError(
@@ -319,11 +308,11 @@ class Accelerator(Collectives):
         return self._clip(parameters, max_norm, None)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clip each element of a prepared optimizer's gradients, at the window's end."""
+        """Clip the elements of a prepared optimizer's gradients, at the window's end."""
         self._clip(parameters, None, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the context that forwards run in, for code outside the model; the argument replaces the constructor's."""
+        """Return the context that forwards run in, for code outside the model. The argument replaces the constructor's."""
         options = self._autocast if autocast_handler is None else autocast_handler
         inner = self._loss_check.forward_context(options.enabled)
         if inner is None or options == AutocastKwargs():
@@ -369,28 +358,28 @@ class Accelerator(Collectives):
         return self._preparations.add_module(model, is_trained=False)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """Return one prepared optimizer; prepare its models first. Collective: call on every rank."""
+        """Return one prepared optimizer. Prepare its models first. Collective: call on every rank."""
         check_kind("prepare_optimizer", optimizer, "optimizer")
         prepared: PreparedOptimizer = self.prepare(optimizer)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Return one prepared scheduler; prepare its optimizer first."""
+        """Return one prepared scheduler. Prepare its optimizer first."""
         check_kind("prepare_scheduler", scheduler, "scheduler")
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
-        """Return one prepared DataLoader; `device_placement` replaces the constructor's. Collective: call on every rank."""
+        """Return one prepared DataLoader. `device_placement` replaces the constructor's. Collective: call on every rank."""
         check_loader(data_loader)
         prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
         return prepared
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
-        """Record the block with torch.profiler and yield that; the argument replaces the options of kwargs_handlers.
+        """Record the block with torch.profiler and yield that. The argument replaces the options of kwargs_handlers.
 
-        Every rank records, and writes its own traces if there is an output_trace_dir. Collective then: call on every rank.
+        Every rank records, and writes its traces if there is an output_trace_dir. Collective then: call on every rank.
         """
         options = self._profiling if profile_handler is None else profile_handler
         with profiled(options) as recorder:
@@ -399,7 +388,7 @@ class Accelerator(Collectives):
             self.wait_for_everyone()  # so that all traces are there
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release all that was prepared, collect garbage, and return None for each object given, to assign to its variable.
+        """Release all prepared objects, collect garbage, and return a None per argument, to assign to its variable.
 
         Objects of `register_for_checkpointing` are dropped too, with a warning. Collective: call on every rank.
         """
@@ -423,17 +412,17 @@ class Accelerator(Collectives):
 
     @property
     def step_count(self) -> int:
-        """Return the number of optimizer steps, summed over the optimizers; skipped steps count."""
+        """Return the number of optimizer steps, summed over the optimizers. Skipped steps count."""
         return self._preparations.step_count
 
     @property
     def mixed_precision(self) -> str:
-        """Return "no", "fp16" or "bf16"; for a precision that has no such name, its own."""
+        """Return "no", "fp16" or "bf16", or the name of another precision."""
         return word_for(self.engine.precision)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """Return the loss scaler of fp16; None under any other precision."""
+        """Return the loss scaler of fp16, or None under any other precision."""
         return getattr(self.engine.precision, "scaler", None)
 
     @property
@@ -443,7 +432,7 @@ class Accelerator(Collectives):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Return the batches per optimizer step, inside `accumulate`; a new value applies from the next window on."""
+        """Return the batches per optimizer step, inside `accumulate`. A new value applies from the next window on."""
         return self._preparations.windows.usual_length
 
     @gradient_accumulation_steps.setter
@@ -463,12 +452,12 @@ class Accelerator(Collectives):
 
     @property
     def project_dir(self) -> str | None:
-        """Return the project's folder; None without one."""
+        """Return the project's folder, or None if there is none."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """Return the folder of the project's logs; None without one."""
+        """Return the folder of the project's logs, or None if there is none."""
         return self.project_configuration.logging_dir
 
     @property
@@ -485,14 +474,14 @@ class Accelerator(Collectives):
         overwrite: bool = True,
         **unknown: Any,
     ) -> str:
-        """Write a checkpoint of everything that was prepared or registered, in the Trainer's format; return its path.
+        """Write a checkpoint of everything that was prepared or registered, in the Trainer's format. Return its path.
 
-        Without a path it is the next of `project_dir/checkpoints/checkpoint_0`, `checkpoint_1`, .., also after a resume;
+        Without a path it is the next of `project_dir/checkpoints/checkpoint_0`, `checkpoint_1`, .., also after a resume.
         `ProjectConfiguration(total_limit=...)` removes the oldest complete ones once it is committed, but not one that was
         loaded by its path. Collective: call on every rank.
 
         Args:
-            safe_serialization: True; a checkpoint holds no pickle.
+            safe_serialization: True. A checkpoint holds no pickle.
             blocking: False returns once all is copied to host memory, and a thread writes: see `finish_save`.
             overwrite: replace an earlier checkpoint at that path, once the new one is complete. Other files in the folder
                 stay. False rejects a path that exists.
@@ -511,7 +500,7 @@ class Accelerator(Collectives):
         """Wait for a `save_state(..., blocking=False)`, as later saves and loads do too. Collective: call on every rank.
 
         Raises:
-            CheckpointError: on every rank, if that save failed; earlier checkpoints are unchanged.
+            CheckpointError: on every rank, if that save failed. Earlier checkpoints are unchanged.
         """
         self._states.numbered.finish()
 
@@ -527,12 +516,12 @@ class Accelerator(Collectives):
     ) -> None:
         """Resume from a checkpoint of `save_state`, or of a Trainer with the same model, optimizers and schedulers.
 
-        The next iteration of each loader resumes at its saved position; a Trainer's checkpoint has one for the first loader
+        The next iteration of each loader resumes at its saved position. A Trainer's checkpoint has one for the first loader
         only. If it is the newest of its folder, loggers that have not written yet continue in its run. Collective: call on
         every rank.
 
         Args:
-            input_dir: the checkpoint, of any strategy and number of processes; by default the newest complete one of
+            input_dir: the checkpoint, of any strategy and number of processes, by default the newest complete one of
                 `project_dir/checkpoints`. Damaged ones are skipped with a warning.
             verify: how the files are checked first: "full" (every digest), "size", or "off".
             weights_only: load the model's weights and nothing else, also from an imported checkpoint.
@@ -542,13 +531,13 @@ class Accelerator(Collectives):
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model, optimizer or scheduler.
             RuntimeError: nothing was prepared.
-            ValueError: no path, and no project; or another name in `fresh`.
+            ValueError: no path and no project, or another name in `fresh`.
         """
         refuse_load_options(unknown)
         self._states.load(self._preparations, input_dir, verify, weights_only=weights_only, strict=strict, fresh=fresh)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load the state of these objects in checkpoints, too: what rank 0's `state_dict` returns.
+        """Save and load the state of these objects in checkpoints, too, as rank 0's `state_dict` returns it.
 
         Raises:
             TypeError: an object without state_dict and load_state_dict.
@@ -557,29 +546,29 @@ class Accelerator(Collectives):
         self._states.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, weights, output_dir)` on every rank before each `save_state`; the handle's remove() ends that.
+        """Call `hook(models, weights, output_dir)` on every rank before every `save_state`. The handle's remove() ends that.
 
-        What it writes into output_dir becomes a part of the checkpoint, verified and removed with it: a folder with another
-        name until the commit. `weights` are the models' state_dicts, to read, where each rank holds them whole, and otherwise
-        empty. The checkpoint is complete in any case: what a hook removes from the two lists is stored all the same.
+        Its files in output_dir become a part of the checkpoint, verified and removed with it: a folder with another
+        name until the commit. `weights` are the models' state_dicts, to read, if every rank holds them whole, and otherwise
+        empty. The checkpoint is complete in any case: a model that a hook removes from the two lists is stored all the same.
         """
         return self._states.add_save_hook(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, input_dir)` on every rank in each `load_state`, once the checkpoint was verified.
+        """Call `hook(models, input_dir)` on every rank in every `load_state`, once the checkpoint was verified.
 
-        The models are loaded after it, also those that it removes from the list. The handle's remove() ends that.
+        All models are loaded after it, also if it removes one from the list. The handle's remove() ends that.
         """
         return self._states.add_load_hook(hook)
 
     @property
     def trackers(self) -> list[Tracker]:
-        """Return the loggers of `init_trackers`, on each rank that has called it."""
+        """Return the loggers of `init_trackers`, on the ranks that have called it."""
         return self._trackers.all
 
     @refuses_unknown
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Options | None = None) -> None:
-        """Make the loggers of log_with; call it on every rank, or on rank 0 alone.
+        """Make the loggers of log_with. Call it on every rank, or only on rank 0.
 
         Rank 0 writes, into `logging_dir/project_name/version_n` for a logger of a name. The loggers start when they are first
         used, so that `load_state` can let them continue in the checkpoint's run.
@@ -595,7 +584,7 @@ class Accelerator(Collectives):
         self._trackers.init(project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the logger of that name, or with `unwrap` what it writes with; on other ranks than 0 its calls do nothing.
+        """Return the logger of that name, or with `unwrap` its `experiment`. Its calls do nothing on other ranks than 0.
 
         Raises:
             ValueError: no logger has the name.
@@ -604,9 +593,9 @@ class Accelerator(Collectives):
         return self._trackers.get(name, unwrap)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Options | None = None) -> None:
-        """Write a row of numbers, which may be tensors of one element, with each logger; only rank 0 writes.
+        """Write a row of numbers, which may be tensors of one element, with all loggers. Only rank 0 writes.
 
-        Texts are written by loggers that can (TensorBoard, Weights & Biases, MLflow), and otherwise left out with a warning.
+        Texts are written by loggers that can (TensorBoard, Weights & Biases, MLflow), and otherwise skipped with a warning.
 
         Args:
             step: by default `step_count`.
@@ -619,9 +608,9 @@ class Accelerator(Collectives):
         self._trackers.log(values, self.step_count if step is None else step, log_kwargs)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Options | None = None) -> None:
-        """Write images with each logger that can (TensorBoard, Weights & Biases, MLflow); the arguments are those of `log`.
+        """Write images with the loggers that can (TensorBoard, Weights & Biases, MLflow). `log` describes the arguments.
 
-        Each value is an array, a tensor or a list of images.
+        A value is an array, a tensor or a list of images.
         """
         self._trackers.log_images(values, self.step_count if step is None else step, log_kwargs)
 
@@ -629,8 +618,8 @@ class Accelerator(Collectives):
         """Wait for a save in flight, and close the loggers. Collective: call on every rank.
 
         Raises:
-            CheckpointError: on every rank, if the save failed; the loggers are closed.
-            RuntimeError: as `get_state_dict`; the loggers are closed.
+            CheckpointError: on every rank, if the save failed. The loggers are closed.
+            RuntimeError: as `get_state_dict`. The loggers are closed.
         """
         try:
             self._states.end()

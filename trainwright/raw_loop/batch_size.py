@@ -1,4 +1,4 @@
-"""The batch size that fits: a function is called with smaller and smaller ones until its memory suffices on every rank."""
+"""Memory that runs out: functions that are called with smaller and smaller batches, and freeing of memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from trainwright.devices.out_of_memory import give_back, is_out_of_memory
+from trainwright.devices.hardware import free_unused_memory, is_out_of_memory
 from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.distributed.store_channel import CallSkipped
 from trainwright.errors import a_type_of
-from trainwright.raw_loop.processes import PartialState
+from trainwright.raw_loop.job_states import PartialState
 
 REDUCED_TO = 0.9
 PATIENCE_SECONDS, TRY_SECONDS = 60.0, 1800.0
@@ -27,7 +27,7 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Return a function that passes a batch size to this one, and tries a smaller one when memory runs out.
 
-    A decorator. The function makes its models, optimizers and loaders itself, so that those of a failed try can be freed:
+    A decorator. The function makes its models, optimizers and loaders itself, so that the objects of a failed try can be freed:
     nothing outside may refer to them, so let it begin with `accelerator.free_memory()`. The size that fits is kept for later
     calls. Other errors are raised. A try fails on all ranks if memory runs out on one, so all have the same size.
     Collective: call the returned function on every rank.
@@ -35,11 +35,11 @@ def find_executable_batch_size(
     Args:
         function: takes the batch size as its first argument.
         starting_batch_size: the first size to try.
-        reduce_batch_size_fn: returns the next size, without arguments; by default nine tenths of the last one.
+        reduce_batch_size_fn: returns the next size, without arguments, by default nine tenths of the last one.
 
     Raises:
         TypeError: the function does not take the arguments after a batch size.
-        RuntimeError: a batch size of 1 needs too much memory, too; or memory ran out on one rank only, and the others wait for
+        RuntimeError: a batch size of 1 needs too much memory, or memory ran out on one rank only, and the others wait for
             it within that try.
 
     >>> accelerator = tw.Accelerator()
@@ -61,7 +61,7 @@ def find_executable_batch_size(
         )
     if not callable(function):
         raise TypeError(
-            f"find_executable_batch_size was given {a_type_of(function)}; expected a function whose first argument is "
+            f"find_executable_batch_size was given {a_type_of(function)}. Expected a function whose first argument is "
             "the batch size. Give the size by name: starting_batch_size=."
         )
     size = _checked(starting_batch_size, "starting_batch_size")
@@ -71,7 +71,7 @@ def find_executable_batch_size(
     def searching(*args: Any, **kwargs: Any) -> Any:
         nonlocal size
         _check_arguments(function, name, size, args, kwargs)
-        give_back()
+        free_unused_memory()
         while True:
             result, failure = None, ""
             try:
@@ -79,13 +79,13 @@ def find_executable_batch_size(
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                # Its text alone: the error's traceback holds the tensors of the failed try.
+                # Only its text: the error's traceback holds the tensors of the failed try.
                 failure = str(error) or type(error).__name__
             if not (failures := _failures(failure, size)):
                 return result
             # On a rank whose try has succeeded, the result may hold a model.
             result = None
-            give_back()
+            free_unused_memory()
             smaller = int(size * REDUCED_TO) if reduce_batch_size_fn is None else reduce_batch_size_fn()
             if smaller == 0:
                 raise RuntimeError(
@@ -110,7 +110,7 @@ def _check_arguments(
 
 
 def _failures(failure: str, size: int) -> list[str]:
-    """Return the failures of all ranks; of this one, "" if its try has succeeded. Collective."""
+    """Return the failures of all ranks. `failure` is this rank's, or "" if it succeeded. Collective."""
     if Environment.detect().world_size == 1:
         return [failure] if failure else []
     # The try may have failed before the function made an Accelerator, which joins the job.
@@ -131,5 +131,17 @@ def _failures(failure: str, size: int) -> list[str]:
 
 def _checked(size: Any, what: str) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{what} {size!r} is not accepted; it has to be an integer of at least 1.")
+        raise ValueError(f"{what} {size!r} is not accepted. It has to be an integer of at least 1.")
     return size
+
+
+def release_memory(*objects: Any) -> Any:
+    """Collect garbage and empty the device's cache. Return a None per argument, to assign to its variable.
+
+    >>> model, optimizer = tw.release_memory(model, optimizer)
+    """
+    count = len(objects)
+    # This tuple would keep them alive.
+    del objects
+    free_unused_memory()
+    return [None] * count

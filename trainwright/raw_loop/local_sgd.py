@@ -1,4 +1,4 @@
-"""Local SGD: the ranks step their own copies of a model, and average them after every few steps."""
+"""Local SGD: the ranks step copies of a model, and average them after every few steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.raw_loop.processes import Processes
-from trainwright.raw_loop.unwrapping import extract_model_from_parallel
+from trainwright.raw_loop.bare_models import extract_model_from_parallel
+from trainwright.raw_loop.job_states import Processes
 
 BUCKET_BYTES = 32 * 1024 * 1024
 """Tensors of up to this many bytes together are averaged in one collective."""
 
 
 class LocalSGD:
-    """Within the block each rank steps its own copy of a prepared model, and every few steps the parameters are averaged.
+    """Within the block the ranks step copies of a prepared model, and average the parameters every few steps.
 
-    Backward then sends nothing; `step` does, each local_sgd_steps calls. At the block's end the parameters are averaged once
-    more, and so are the optimizer's moments (momentum, Adam's averages), which differ by rank in between; buffers become rank
+    Backward then sends nothing. `step` does, every local_sgd_steps calls. At the block's end the parameters are averaged once
+    more, and so are the optimizer's moments (momentum, Adam's averages), which differ by rank in between. Buffers become rank
     0's. So afterwards all ranks hold the same model and optimizer again. `save_state` is refused within the block. On one
     process the block changes nothing. Collective: call on every rank.
 
@@ -46,23 +46,23 @@ class LocalSGD:
 
     def __init__(self, accelerator: Processes, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
-            raise ValueError(f"local_sgd_steps={local_sgd_steps!r} is not accepted; pass an integer of at least 1.")
+            raise ValueError(f"local_sgd_steps={local_sgd_steps!r} is not accepted. Pass an integer of at least 1.")
         engine = accelerator.engine
         strategy = engine.strategy
-        if enabled and (not strategy.holds_modules or strategy.divides_optimizers):
+        if enabled and (not strategy.capabilities.holds_modules or strategy.capabilities.divides_optimizers):
             raise ValueError(
-                f"LocalSGD needs the whole model and optimizer on each rank, and strategy={strategy.name!r} shards them; use "
+                f"LocalSGD needs the whole model and optimizer on each rank, and strategy={strategy.name!r} shards them. Use "
                 "strategy='ddp', or enabled=False."
             )
         if enabled and accelerator.use_distributed and engine.precision.state_dict():
             raise ValueError(
                 f"LocalSGD was given precision {engine.precision.name!r}, whose loss scale would skip other steps on each "
-                "rank; use mixed_precision='bf16', or enabled=False."
+                "rank. Use mixed_precision='bf16', or enabled=False."
             )
         module = extract_model_from_parallel(model)
         if module not in engine.modules:
             raise ValueError(
-                f"the {type(module).__name__} given to LocalSGD was not prepared; pass what prepare returned."
+                f"the {type(module).__name__} given to LocalSGD was not prepared. Pass what prepare returned."
             )
         self.enabled = enabled and accelerator.use_distributed
         self.num_steps = 0

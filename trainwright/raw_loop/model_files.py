@@ -18,13 +18,13 @@ from trainwright.checkpoint.filesystem import Files, describe, resolve, temporar
 from trainwright.checkpoint.manifest import load_json
 from trainwright.checkpoint.shards import check_storable, host_bytes, render_header
 from trainwright.checkpoint.tensors import Piece, tied_groups
-from trainwright.compiled_names import clean_name
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.raw_loop.unwrapping import extract_model_from_parallel
+from trainwright.raw_loop.bare_models import extract_model_from_parallel
 from trainwright.strategies.base import Strategy
+from trainwright.tensor_names import clean_name
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
@@ -55,7 +55,7 @@ def state_dict_of(model: nn.Module, strategy: Strategy) -> dict[str, Any]:
     Collective if it is sharded. TypeError for something else than a model, RuntimeError if the ranks' gradients were mixed up.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a model has the weights, but {a_type_of(model)} was given; pass the model.")
+        raise TypeError(f"a model has the weights, but {a_type_of(model)} was given. Pass the model.")
     strategy.check_gradients()
     module = extract_model_from_parallel(model)
     from trainwright.strategies.whole_module import gather_module, is_sharded  # which imports FSDP
@@ -71,7 +71,7 @@ def size_of(text: int | str) -> int:
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or not float(match[1]):
         raise ValueError(
-            f"max_shard_size={text!r} is not accepted; pass a number of bytes, or one with a unit such as '10GB' or '512MiB'."
+            f"max_shard_size={text!r} is not accepted. Pass a number of bytes, or one with a unit such as '10GB' or '512MiB'."
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
@@ -108,18 +108,7 @@ def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int
     names = names if len(shards) > 1 else [WHOLE]
     files.make_directories(folder)
     earlier = {name for name in files.listing(folder) if name in (WHOLE, INDEX) or _SHARD.fullmatch(name)}
-    written: list[str] = []
-    try:
-        for name, shard in zip(names, shards, strict=True):
-            written.append(temporary_path(f"{folder}/{name}") if files.has_rename else f"{folder}/{name}")
-            own = {other: first for other, first in tied.items() if first in shard}
-            with files.create(written[-1]) as out:
-                _write_tensors(out, name, shard, own)
-    except BaseException:
-        for path in written:
-            with contextlib.suppress(OSError):
-                files.remove_file(path)
-        raise
+    written = _write_shards(files, [f"{folder}/{name}" for name in names], shards, tied)
     # The files that readers begin with go first, so that none ever takes a mixture of the earlier files and these.
     for name in sorted(earlier, key=lambda name: name not in (WHOLE, INDEX)):
         if f"{folder}/{name}" not in written:
@@ -136,8 +125,27 @@ def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int
     files.sync_directory(folder)
 
 
+def _write_shards(
+    files: Files, paths: list[str], shards: list[dict[str, Tensor]], tied: Mapping[str, str]
+) -> list[str]:
+    """Write all shards or none, and return their paths: temporary ones if files can be renamed."""
+    written: list[str] = []
+    try:
+        for path, shard in zip(paths, shards, strict=True):
+            written.append(temporary_path(path) if files.has_rename else path)
+            with files.create(written[-1]) as out:
+                names = {other: first for other, first in tied.items() if first in shard}
+                _write_tensors(out, os.path.basename(path), shard, names)
+    except BaseException:
+        for path in written:
+            with contextlib.suppress(OSError):
+                files.remove_file(path)
+        raise
+    return written
+
+
 def _divided(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """Return the tensors in groups of at most `limit` bytes, in their order; a larger tensor is alone in its group."""
+    """Return the tensors in groups of at most `limit` bytes, in their order. A larger tensor has a group by itself."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -176,7 +184,7 @@ def _move(files: Files, source: str, target: str) -> None:
 
 
 def save_object(obj: Any, path: str | os.PathLike[str], *, is_writer: bool) -> None:
-    """Write plain data and tensors into one file, on the rank that writes; see `Accelerator.save`.
+    """Write plain data and tensors into one file, on the rank that writes. See `Accelerator.save`.
 
     Raises:
         TypeError: something else is in the object.
@@ -211,7 +219,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], *, is_writer: bool) -> N
 
 
 def load_object(path: str | os.PathLike[str]) -> Any:
-    """Return what `save_object` wrote, or the tensors of any safetensors file.
+    """Return the data of `save_object`, or the tensors of any safetensors file.
 
     Raises:
         CheckpointError: the file is missing or damaged, or is another kind of file.
@@ -226,11 +234,11 @@ def load_object(path: str | os.PathLike[str]) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     length = int.from_bytes(data[:8], "little")
-    # A safetensors file begins with its header's length in 8 bytes, then JSON; `save` has written any other as JSON alone.
+    # A safetensors file begins with its header's length in 8 bytes, then JSON. `save` writes other files as plain JSON.
     if data[8:9] != b"{" or length > len(data) - 8:
         if data.startswith(PICKLE_STARTS):
             raise CheckpointError(
-                f"{path} is not valid JSON but a pickle, as torch.save writes; read it with torch.load."
+                f"{path} is not valid JSON but a pickle, as torch.save writes. Read it with torch.load."
             )
         return decode(load_json(data, str(path)), {})
     try:

@@ -1,27 +1,110 @@
-"""Options: the objects that `Accelerator(kwargs_handlers=)` takes, each for one part of it."""
+"""Options: the objects that `Accelerator(kwargs_handlers=)` takes for its parts, among them the profiler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainwright.arguments import NamedArguments
-from trainwright.errors import a_type_of
+from trainwright.errors import a_type_of, did_you_mean
 from trainwright.precision import Precision
-from trainwright.raw_loop.profiling import ProfileKwargs
+from trainwright.profilers import Profiler
 from trainwright.strategies import Strategy, make_strategy
+
+ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
+SCHEDULE = ("skip_first", "wait", "warmup", "active", "repeat")
+
+
+@dataclass
+class ProfileKwargs(NamedArguments):
+    """Options of `Accelerator.profile`.
+
+    Args:
+        activities: the activities to record: "cpu" and the name of an accelerator, by default all that torch can.
+        schedule_option: batches by phase: "skip_first" once, then in turns "wait", "warmup" and "active", which is recorded,
+            "repeat" times (0: to the end). The loop calls the `step()` of the yielded profiler after a batch.
+        on_trace_ready: called with the profiler after a recording.
+        record_shapes, profile_memory, with_stack, with_flops, with_modules: torch.profiler's.
+        output_trace_dir: the folder, a path or a URL, into which every rank writes a trace for chrome://tracing or
+            perfetto.dev after a recording: profile-RANK.json, later ones profile-RANK-2.json and so on.
+
+    Raises:
+        ValueError: an activity or a phase is unknown.
+
+    >>> options = tw.ProfileKwargs(activities=["cpu"], record_shapes=True, output_trace_dir="traces")
+    >>> accelerator = tw.Accelerator(kwargs_handlers=[options])
+    >>> with accelerator.profile() as profiler:  # writes traces/profile-0.json
+    ...     for inputs, targets in loader:
+    ...         loss = loss_fn(model(inputs), targets)
+    >>> table = profiler.key_averages().table(sort_by="cpu_time_total", row_limit=5)
+    """
+
+    activities: Iterable[str] | None = None
+    schedule_option: Mapping[str, int] | None = None
+    on_trace_ready: Callable[[profile], Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for kind, given, known in (
+            ("activity", self.activities or (), tuple(ACTIVITIES)),
+            ("phase of schedule_option", self.schedule_option or (), SCHEDULE),
+        ):
+            for name in given:
+                if name not in known:
+                    raise ValueError(
+                        f"ProfileKwargs was given the {kind} {name!r}. Choose from {', '.join(known)}."
+                        f"{did_you_mean(name, known)}"
+                    )
+
+
+@contextmanager
+def profiled(options: ProfileKwargs) -> Iterator[profile]:
+    """Record the block, and write the traces. The traces of other ranks may still be written when it ends."""
+    recordings = 0
+    files = Profiler(options.output_trace_dir)
+
+    def take(recorder: profile) -> None:
+        nonlocal recordings
+        recordings += 1
+        if options.on_trace_ready is not None:
+            options.on_trace_ready(recorder)
+        if options.output_trace_dir is not None:
+            number = f"-{recordings}" if recordings > 1 else ""
+            files.write(f"{number}.json", recorder.export_chrome_trace, names_rank=True)
+
+    # torch's schedule has no defaults for these three.
+    phases = {"wait": 0, "warmup": 0, "active": 1, **(options.schedule_option or {})}
+    with profile(
+        activities=None if options.activities is None else [ACTIVITIES[each] for each in options.activities],
+        schedule=None if options.schedule_option is None else schedule(**phases),
+        on_trace_ready=take,
+        record_shapes=options.record_shapes,
+        profile_memory=options.profile_memory,
+        with_stack=options.with_stack,
+        with_flops=options.with_flops,
+        with_modules=options.with_modules,
+    ) as recorder:
+        yield recorder
+
 
 REPLICATING = "ddp"
 """The strategy that DistributedDataParallelKwargs are for."""
 
 
 class DDPCommunicationHookType(StrEnum):
-    """How strategy "ddp" sends gradients, under Accelerate's names for `comm_hook`; a member equals its value as text.
+    """How strategy "ddp" sends gradients, under Accelerate's names for `comm_hook`. A member equals its value as text.
 
     >>> options = tw.DistributedDataParallelKwargs(comm_hook=tw.DDPCommunicationHookType.BF16)
     >>> options.comm_hook == "bf16"
@@ -41,7 +124,7 @@ class AutocastKwargs(NamedArguments):
 
     Args:
         enabled: False computes in full precision there.
-        cache_enabled: whether weights that were cast are kept for later uses in the block; None for torch's default.
+        cache_enabled: whether weights that were cast are kept for later uses in the block, or None for torch's default.
 
     >>> accelerator = tw.Accelerator(mixed_precision="bf16")
     >>> with accelerator.autocast(tw.AutocastKwargs(enabled=False)):
@@ -59,7 +142,7 @@ class DistributedDataParallelKwargs(NamedArguments):
 
     Args:
         dim, broadcast_buffers: accepted with their defaults only.
-        check_reduction: accepted; it has no effect.
+        check_reduction: accepted. It has no effect.
         bucket_cap_mb: MiB of gradients that are averaged together.
         find_unused_parameters: set it if some batches use only a part of the model.
         gradient_as_bucket_view: let gradients be views of the buckets, which saves memory.
@@ -99,7 +182,7 @@ class DistributedDataParallelKwargs(NamedArguments):
                 )
 
     def strategy(self, chosen: str | Strategy) -> str | Strategy:
-        """Return the strategy "ddp" with these settings, if that or "auto" was chosen; otherwise the one chosen."""
+        """Return the strategy "ddp" with these settings, if that or "auto" was chosen, or else the chosen one."""
         names = ("auto", REPLICATING)
         if chosen not in names:
             return chosen  # as scripts pass these options whatever the strategy is
@@ -124,8 +207,8 @@ class GradScalerKwargs(NamedArguments):
 
     Args:
         init_scale: the first scale.
-        growth_factor: what the scale is multiplied by after growth_interval steps in a row without an inf or a NaN.
-        backoff_factor: what it is multiplied by after a step with one, which is skipped.
+        growth_factor: the factor of the scale after growth_interval steps in a row without an inf or a NaN.
+        backoff_factor: the factor of the scale after a step with one, which is skipped.
         growth_interval: optimizer steps.
         enabled: False scales nothing.
 
@@ -151,8 +234,8 @@ class InitProcessGroupKwargs(NamedArguments):
     """Options of the process group.
 
     Args:
-        backend: accepted if None, "nccl" or "gloo"; the device decides.
-        timeout: how long a rank waits for the others in a collective; half an hour by default.
+        backend: accepted if None, "nccl" or "gloo". The device decides.
+        timeout: how long a rank waits for the others in a collective, half an hour by default.
 
     Raises:
         ValueError: an init_method, since the launcher's is used, or another backend.
@@ -188,27 +271,27 @@ KINDS: tuple[type, ...] = (
 
 
 def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Callable[[type], Any]:
-    """Return a function that finds the object of a kind among those given; None if it was left out.
+    """Return a function that finds the object of a kind among those given, or None if it is missing.
 
     Raises:
         TypeError: an object of another kind.
         ValueError: two of one kind.
     """
     if isinstance(given, kinds):
-        raise TypeError(f"kwargs_handlers={given!r} is not a list; pass kwargs_handlers=[{type(given).__name__}(...)].")
+        raise TypeError(f"kwargs_handlers={given!r} is not a list. Pass kwargs_handlers=[{type(given).__name__}(...)].")
     if given is not None and not isinstance(given, Iterable):
         raise TypeError(
-            f"kwargs_handlers={given!r} is not a list; expected a list of options, such as [AutocastKwargs()]."
+            f"kwargs_handlers={given!r} is not a list. Expected a list of options, such as [AutocastKwargs()]."
         )
     found: dict[type, Any] = {}
     for each in given or ():
         kind = next((kind for kind in kinds if isinstance(each, kind)), None)
         if kind is None:
             raise TypeError(
-                f"kwargs_handlers has {a_type_of(each)}; expected objects of trainwright's "
+                f"kwargs_handlers has {a_type_of(each)}. Expected objects of trainwright's "
                 f"{', '.join(kind.__name__ for kind in kinds)}."
             )
         if kind in found:
-            raise ValueError(f"kwargs_handlers has two {kind.__name__}; pass one.")
+            raise ValueError(f"kwargs_handlers has two {kind.__name__}. Pass one.")
         found[kind] = each
     return found.get

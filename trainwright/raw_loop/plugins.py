@@ -19,7 +19,7 @@ FSDP_VALUES: dict[str, tuple[Any, ...]] = {
     "ignored_modules": (None,),
     "param_init_fn": (None,),
 }
-"""What each field of the FSDP plugin accepts; a policy may also be a function."""
+"""The accepted values of the FSDP plugin's fields. A policy may also be a function."""
 FSDP_REASONS = {
     "sharding_strategy": "strategy='ddp' keeps the model whole; hybrid sharding is not supported",
     "auto_wrap_policy": "or pass module classes, or a function of a module",
@@ -34,10 +34,10 @@ class GradientAccumulationPlugin(NamedArguments):
     """How gradients are accumulated.
 
     Args:
-        num_steps: batches per optimizer step; None for the Accelerator's gradient_accumulation_steps.
-        adjust_scheduler: accepted; prepared schedulers step once for each optimizer step either way.
-        sync_with_dataloader: whether a window ends at the end of its loader; otherwise the next epoch fills it.
-        sync_each_batch: average the gradients over the ranks in each batch, which saves memory under sharding strategies.
+        num_steps: batches per optimizer step, or None for the Accelerator's gradient_accumulation_steps.
+        adjust_scheduler: accepted. Prepared schedulers step once per optimizer step either way.
+        sync_with_dataloader: whether a window ends at the end of its loader. Otherwise the next epoch fills it.
+        sync_each_batch: average the gradients over the ranks in every batch, which saves memory under sharding strategies.
 
     Raises:
         ValueError: num_steps is below 1.
@@ -62,7 +62,7 @@ class GradientAccumulationPlugin(NamedArguments):
 class FullyShardedDataParallelPlugin(NamedArguments):
     """The strategy "fsdp", under the names that Accelerate has for its options.
 
-    Fields that torch's FSDP2 has no need for are accepted where what they promise holds: parameters keep their names,
+    Fields that torch's FSDP2 does not need are accepted if their promise holds: parameters keep their names,
     gathers are limited, all ranks start from rank 0's weights, and one checkpoint format is loaded by every strategy.
 
     Args:
@@ -108,7 +108,7 @@ class FullyShardedDataParallelPlugin(NamedArguments):
             is_policy = name == "auto_wrap_policy" and not isinstance(value, str)
             if not is_policy and value not in accepted:
                 raise ValueError(
-                    f"FullyShardedDataParallelPlugin({name}={value!r}) is not accepted; choose from "
+                    f"FullyShardedDataParallelPlugin({name}={value!r}) is not accepted. Choose from "
                     f"{', '.join(map(repr, accepted))}: {FSDP_REASONS[name]}."
                 )
 
@@ -144,13 +144,13 @@ class DeepSpeedPlugin(NamedArguments):
     """The strategy "deepspeed", under the names that Accelerate has for its options.
 
     Args:
-        hf_ds_config: a DeepSpeed configuration, as a dict or the path of a JSON file; "auto" leaves a value to the Accelerator.
-        gradient_accumulation_steps: None for the Accelerator's own.
-        gradient_clipping: the limit on the gradients' norm in each step.
-        zero_stage: 1, 2 or 3; by default the configuration's, or 2.
+        hf_ds_config: a DeepSpeed configuration, as a dict or the path of a JSON file. "auto" leaves a value to the Accelerator.
+        gradient_accumulation_steps: None for the Accelerator's.
+        gradient_clipping: the limit on the gradients' norm in a step.
+        zero_stage: 1, 2 or 3, by default the configuration's, or 2.
         offload_optimizer_device, offload_param_device: "none" or "cpu".
-        zero3_init_flag: accepted; it has no effect.
-        zero3_save_16bit_model: accepted; `save_model` gathers the weights under every stage.
+        zero3_init_flag: accepted. It has no effect.
+        zero3_save_16bit_model: accepted. `save_model` gathers the weights under every stage.
 
     Raises:
         ValueError: a value that the strategy cannot fulfil.
@@ -173,7 +173,7 @@ class DeepSpeedPlugin(NamedArguments):
         for name in ("offload_optimizer_device", "offload_param_device"):
             if (value := getattr(self, name)) not in (None, "none", "cpu"):
                 raise ValueError(
-                    f"DeepSpeedPlugin({name}={value!r}) is not accepted; choose 'none' or 'cpu', or give a configuration "
+                    f"DeepSpeedPlugin({name}={value!r}) is not accepted. Choose 'none' or 'cpu', or give a configuration "
                     "as hf_ds_config= whose zero_optimization section names the device."
                 )
         if self.gradient_accumulation_steps is not None:
@@ -195,7 +195,7 @@ class DeepSpeedPlugin(NamedArguments):
 def check_length(length: Any, name: str) -> None:
     """Refuse a number of batches that is not an integer of at least 1 (ValueError)."""
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"{name}={length!r} is not accepted; pass an integer of at least 1.")
+        raise ValueError(f"{name}={length!r} is not accepted. Pass an integer of at least 1.")
 
 
 def _wraps_nothing(module: nn.Module) -> bool:

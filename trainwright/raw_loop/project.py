@@ -16,7 +16,7 @@ from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpo
 from trainwright.checkpoint.store import BackgroundSave
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError, a_type_of
-from trainwright.loggers.position import CHECKPOINTS
+from trainwright.loggers.files import CHECKPOINTS
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn
 
@@ -29,9 +29,9 @@ class ProjectConfiguration(NamedArguments):
 
     Args:
         project_dir: the project's folder, a path or an fsspec URL.
-        logging_dir: the folder of the logs; by default the project's.
+        logging_dir: the folder of the logs, by default the project's.
         automatic_checkpoint_naming: number every checkpoint, also where `save_state` is given a path.
-        total_limit: how many numbered checkpoints are kept; None keeps all. The oldest complete ones are removed once the
+        total_limit: how many numbered checkpoints are kept. None keeps all. The oldest complete ones are removed once the
             new one is committed.
         iteration: the number of the next checkpoint. If the folder has that one or a later one, it is one more than the last.
         save_on_each_node: accepted on one node, where it changes nothing.
@@ -57,17 +57,17 @@ class ProjectConfiguration(NamedArguments):
         for name in ("project_dir", "logging_dir"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))):
-                raise TypeError(f"{name}={value!r} is {a_type_of(value)}; expected a path, a URL or None.")
+                raise TypeError(f"{name}={value!r} is {a_type_of(value)}. Expected a path, a URL or None.")
             setattr(self, name, None if value is None else os.fspath(value))
         for name, least in (("total_limit", 1), ("iteration", 0)):
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not is_count and not (value is None and name == "total_limit"):
-                raise ValueError(f"{name}={value!r} is not accepted; pass an integer of at least {least}.")
+                raise ValueError(f"{name}={value!r} is not accepted. Pass an integer of at least {least}.")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Use another project's folder, for the logs too unless they have their own."""
+        """Use another project's folder, for the logs too unless they have another folder."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
@@ -89,17 +89,17 @@ def chosen_project(
         return ProjectConfiguration(project_dir)  # type: ignore[arg-type] # which it converts
     if not isinstance(project_config, ProjectConfiguration):
         raise TypeError(
-            f"project_config is {a_type_of(project_config)}; expected a ProjectConfiguration of trainwright."
+            f"project_config is {a_type_of(project_config)}. Expected a ProjectConfiguration of trainwright."
         )
     if project_dir is not None:
         given, own = os.fspath(project_dir), project_config.project_dir
         if own not in (None, given):
             raise ValueError(
-                f"project_dir={given!r} and project_config.project_dir={own!r} were both given; pass one folder."
+                f"project_dir={given!r} and project_config.project_dir={own!r} were both given. Pass one folder."
             )
         project_config.set_directories(given)
     if project_config.automatic_checkpoint_naming and project_config.project_dir is None:
-        raise ValueError("automatic_checkpoint_naming=True needs a folder; pass project_dir= too.")
+        raise ValueError("automatic_checkpoint_naming=True needs a folder. Pass project_dir= too.")
     return project_config
 
 
@@ -148,16 +148,16 @@ class NumberedCheckpoints:
         return f"{folder}/checkpoint_{number}", number
 
     def note_save(self, path: str, number: int) -> None:
-        """Note that a numbered save was made or begun; remove what it replaces, once it has committed."""
+        """Record that a numbered save was made or begun. Remove the checkpoints that it replaces, once it has committed."""
         self.config.advance(number + 1)
         self._committing = path, self._engine.writer.in_flight
         self._remove_replaced()
 
     def finish(self) -> None:
-        """Wait for a save in flight, and remove what it replaces. Collective.
+        """Wait for a save in flight, and remove the checkpoints that it replaces. Collective.
 
         Raises:
-            CheckpointError: on every rank, if the save failed; then nothing is removed.
+            CheckpointError: on every rank, if the save failed. Then nothing is removed.
         """
         self._engine.finish_save()
         self._remove_replaced()
@@ -179,7 +179,7 @@ class NumberedCheckpoints:
             return [(each.path, each.damage, each.is_refused) for _, each in reversed(_entries(folder))]
 
         for path, damage, is_refused in ranks.decide(look, "the choice of a checkpoint"):
-            if is_refused:  # it is complete: an older one would lose what it holds
+            if is_refused:  # it is complete, so loading an older one would lose training
                 raise CheckpointError(f"load_state: the newest checkpoint is {path}. {damage}")
             if not damage:
                 try:
@@ -195,7 +195,7 @@ class NumberedCheckpoints:
         )
 
     def _lock(self, folder: str) -> None:
-        """Hold the folder, on rank 0, until this process ends or drops the Accelerator; remove what killed writers left."""
+        """Lock the folder, on rank 0, until this process ends or drops the Accelerator. Sweep killed writers' files."""
         if not self._is_locked:
             lock = lock_folder(folder)
             # It also runs at the interpreter's exit.
@@ -217,7 +217,7 @@ class NumberedCheckpoints:
             return
         entries = [each.path for _, each in _entries(os.path.dirname(path)) if not each.damage]
         if len(entries) > limit:
-            # One with missing files must not count among those that stay.
+            # A checkpoint with missing files must not count towards the limit.
             whole = [each for each in entries if _is_whole(each)]
             remove_older([each for each in whole[:-limit] if not same_path(each, self._source)], path)
 

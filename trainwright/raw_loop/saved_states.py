@@ -1,4 +1,4 @@
-"""Saved states: what a raw loop's checkpoint holds beside models and optimizers, and how a loop continues from it."""
+"""Saved states: the checkpoints of a raw loop, and how a loop continues from them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from trainwright.engine.engine import Engine
 from trainwright.engine.script_settings import SCHEDULERS, checked_fresh
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.raw_loop.preparation import Preparation
+from trainwright.raw_loop.bare_models import extract_model_from_parallel
+from trainwright.raw_loop.loop_objects import Preparation
 from trainwright.raw_loop.project import NumberedCheckpoints, ProjectConfiguration
 from trainwright.raw_loop.tracking import Trackers
-from trainwright.raw_loop.unwrapping import extract_model_from_parallel
 
 Hook = Callable[..., None]
 
@@ -41,12 +41,12 @@ class SavedStates:
         self._has_warned = self._has_warned_of_optimizer = False
 
     def end(self) -> None:
-        """Wait for a save in flight; see `Accelerator.end_training`. Collective."""
+        """Wait for a save in flight. See `Accelerator.end_training`. Collective."""
         self.numbered.finish()
         self._engine.strategy.check_gradients(partial(self._engine.ranks.exchange, call="end_training"))
 
     def register(self, objects: tuple[Any, ...]) -> None:
-        """Keep the state of these objects in checkpoints, too; see `Accelerator.register_for_checkpointing`."""
+        """Keep the state of these objects in checkpoints, too. See `Accelerator.register_for_checkpointing`."""
         for each in objects:
             lacking = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(each, name, None))]
             if lacking or isinstance(each, type):
@@ -56,11 +56,11 @@ class SavedStates:
                     else f"{a_type_of(each)} without {lacking[0]}"
                 )
                 raise TypeError(
-                    f"register_for_checkpointing was given {what}; expected objects with state_dict and load_state_dict."
+                    f"register_for_checkpointing was given {what}. Expected objects with state_dict and load_state_dict."
                 )
             try:
                 state = each.state_dict()
-            except Exception:  # it may not be ready yet; a save reports what is wrong
+            except Exception:  # it may not be ready yet; a save reports the error
                 continue
             encode_state(state, f"the state_dict of {type(each).__name__}")
         for each in objects:
@@ -70,7 +70,7 @@ class SavedStates:
     def drop_objects(self) -> None:
         """Drop the registered objects, with a warning."""
         if self._objects:
-            text = "free_memory drops the registered objects; register those again that checkpoints should hold."
+            text = "free_memory drops the registered objects. Register those again that checkpoints should hold."
             rank_zero_warn(text, stacklevel=3)
         self._objects = []
 
@@ -83,7 +83,7 @@ class SavedStates:
     def save(
         self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
     ) -> str:
-        """Write a checkpoint; see `Accelerator.save_state`. Collective."""
+        """Write a checkpoint. See `Accelerator.save_state`. Collective."""
         self._check_training(preparation)
         is_numbered = output_dir is None or self.numbered.config.automatic_checkpoint_naming
         if is_numbered:
@@ -99,7 +99,7 @@ class SavedStates:
                 stacklevel=3,
             )
         loaders = [loader.state_dict() for loader in preparation.loaders]
-        # They differ by rank, so each rank stores its list.
+        # They differ by rank, so every rank stores its list.
         sources = [loader.pop("sources") for loader in loaders]
         position = loaders[0] if loaders else {"epoch": 0, "batch": 0}
         state = {
@@ -127,7 +127,7 @@ class SavedStates:
         return path
 
     def _check_training(self, preparation: Preparation) -> None:
-        """Refuse a save within a window (RuntimeError), and warn of what a checkpoint cannot hold."""
+        """Refuse a save within a window (RuntimeError), and warn of state that a checkpoint cannot hold."""
         if preparation.windows.drop_left():
             rank_zero_warn(
                 "the loop left its loader within an accumulation window, whose gradients are dropped: checkpoints hold none.",
@@ -138,17 +138,17 @@ class SavedStates:
             if alone:
                 raise RuntimeError(
                     f"save_state was called after a backward through {alone}, whose optimizer was not prepared, so its "
-                    "accumulation windows never end with a step; pass it to accelerator.prepare, and step what that returns."
+                    "accumulation windows never end with a step. Pass it to accelerator.prepare, and step what that returns."
                 )
             raise RuntimeError(
-                "save_state was called within an accumulation window, and checkpoints hold no gradients; call it when "
+                "save_state was called within an accumulation window, and checkpoints hold no gradients. Call it when "
                 "accelerator.sync_gradients is True and the optimizer has stepped."
             )
         if alone and not self._has_warned_of_optimizer:
             self._has_warned_of_optimizer = True
             rank_zero_warn(
                 f"save_state: backward has trained {alone}, and no prepared optimizer steps its parameters. If another one "
-                "does, its state is not in the checkpoint; pass it to accelerator.prepare, and step what that returns.",
+                "does, its state is not in the checkpoint. Pass it to accelerator.prepare, and step what that returns.",
                 stacklevel=4,
             )
 
@@ -162,11 +162,11 @@ class SavedStates:
         strict: bool,
         fresh: Any,
     ) -> None:
-        """Continue from a checkpoint; see `Accelerator.load_state`. Collective."""
+        """Continue from a checkpoint. See `Accelerator.load_state`. Collective."""
         engine, fresh = self._engine, checked_fresh(fresh)
         if not preparation.models:
             raise RuntimeError(
-                "load_state was called before prepare, and loads into what was prepared; call accelerator.prepare(model, "
+                "load_state was called before prepare, and loads into what was prepared. Call accelerator.prepare(model, "
                 "optimizer, ...) first."
             )
         opened = engine.open(self.numbered.newest(verify) if input_dir is None else os.fspath(input_dir), verify=verify)
@@ -208,14 +208,14 @@ class SavedStates:
 
     @contextmanager
     def _staged(self, preparation: Preparation, path: str, overwrite: bool) -> Iterator[str | None]:
-        """Run the hooks before a save; yield the directory with their files, None without hooks. Collective with any."""
+        """Run the hooks before a save, and yield the directory with their files, or None if there is no hook. Collective."""
         if not self._save_hooks:
             yield None
             return
         writer, models = self._engine.writer, list(preparation.models)
         directory = writer.stage(path, overwrite)
         try:
-            is_whole = self._engine.strategy.holds_modules
+            is_whole = self._engine.strategy.capabilities.holds_modules
             weights = [model.state_dict() for model in models] if is_whole else []
             models = [extract_model_from_parallel(model) for model in models]
             self._run(self._save_hooks, "save_state", models, weights, directory)
@@ -225,7 +225,7 @@ class SavedStates:
             raise
 
     def _run(self, hooks: OrderedDict[int, Hook], call: str, *arguments: Any) -> None:
-        """Call the hooks, and raise what one raises on any rank on all of them (CheckpointError). Collective."""
+        """Call the hooks, and raise an error of any rank on all ranks (CheckpointError). Collective."""
 
         def run() -> None:
             for hook in hooks.values():
@@ -268,7 +268,7 @@ class SavedStates:
 
 def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str, given: tuple[str, ...]) -> RemovableHandle:
     if not callable(hook):
-        raise TypeError(f"{call} was given {a_type_of(hook)}; expected a function.")
+        raise TypeError(f"{call} was given {a_type_of(hook)}. Expected a function.")
     check_takes(f"{call}: {getattr(hook, '__name__', type(hook).__name__)}", hook, given)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
@@ -279,7 +279,7 @@ def refuse_pickle(call: str, safe_serialization: Any) -> None:
     """Raise ValueError for a call that asks for pickled files."""
     if safe_serialization is not True:
         raise ValueError(
-            f"{call}(safe_serialization={safe_serialization!r}) would write a pickle, which trainwright does not; leave it out "
+            f"{call}(safe_serialization={safe_serialization!r}) would write a pickle, which trainwright does not. Leave it out "
             "for safetensors."
         )
 
@@ -293,5 +293,5 @@ def refuse_save_options(given: dict[str, Any]) -> None:
 
 def refuse_load_options(given: dict[str, Any]) -> None:
     """Raise TypeError for arguments that load_state does not have."""
-    replaced = {"map_location": "tensors are loaded to where the prepared objects are; leave it out"}
+    replaced = {"map_location": "tensors are loaded to where the prepared objects are. Leave it out"}
     refuse_unknown("load_state", given, ["input_dir", "verify", "weights_only", "strict", "fresh"], replaced)

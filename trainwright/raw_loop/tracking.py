@@ -7,23 +7,23 @@ from typing import Any
 
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of, did_you_mean
-from trainwright.ladder.recording import active_recording
-from trainwright.loggers.background import flush_at_exit
+from trainwright.loggers import available_loggers, logger_class, name_of
 from trainwright.loggers.base import Logger, SilentLogger, to_dict, to_numbers
+from trainwright.loggers.files import flush_at_exit
 from trainwright.loggers.folder import FolderLogger, start_loggers
-from trainwright.loggers.names import available_loggers, logger_class, name_of
 from trainwright.loggers.position import logger_states, match_states, resume_loggers
 from trainwright.loggers.remote import RemoteLogger
+from trainwright.overrides import active_observer
 from trainwright.rank_zero import rank_zero_warn
 
 Chosen = list[tuple[str, type[Logger] | Logger]]
-"""The loggers of log_with, by their names: classes, or the user's own instances."""
+"""The loggers of log_with, by their names: classes, or the user's instances."""
 Options = Mapping[str, Mapping[str, Any]]
 """Keyword arguments by a tracker's name."""
 
 
 class Tracker:
-    """A logger under its short name, such as "tensorboard"; attributes that it lacks are the logger's.
+    """A logger under its short name, such as "tensorboard". Attributes that it lacks are the logger's.
 
     Calls do nothing on the ranks that do not write.
     """
@@ -36,12 +36,12 @@ class Tracker:
     def __getattr__(self, name: str) -> Any:
         if name in ("name", "logger", "_left_out"):  # a copy that has no attributes yet
             raise AttributeError(name)
-        # After an AttributeError of these properties: the logger's own says what it lacks.
+        # After an AttributeError of these properties, the logger's error names the missing attribute.
         return getattr(self.logger, "experiment" if name in ("tracker", "writer") else name)
 
     @property
     def tracker(self) -> Any:
-        """Return what the logger writes with: its `experiment`."""
+        """Return the logger's `experiment`, with which it writes."""
         return self.logger.experiment
 
     @property
@@ -50,7 +50,7 @@ class Tracker:
         return self.logger.experiment
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Write a row's numbers, and its other values apart from them; a logger of the user's own gets the row unchanged."""
+        """Write a row's numbers, and its other values apart from them. A user's logger gets the row unchanged."""
         write_others = getattr(self.logger, "log_texts", None)
         if write_others is None:
             self.logger.log_metrics(values, step, **options)
@@ -87,7 +87,7 @@ class Tracker:
 
 
 def chosen_loggers(log_with: Any) -> Chosen:
-    """Return the loggers that log_with= names or holds; "all" is each that can be used here.
+    """Return the loggers that log_with= names or holds; "all" means all that can be used here.
 
     Raises:
         TypeError, ValueError, ImportError: it holds something else, an unknown name, or one whose package is missing.
@@ -100,7 +100,7 @@ def chosen_loggers(log_with: Any) -> Chosen:
             chosen.append((name_of(each), each))
         elif not isinstance(text := getattr(each, "value", each), str):  # a member of an enum of names, too
             what = f"the class {each.__name__}" if isinstance(each, type) else a_type_of(each)
-            raise TypeError(f"log_with holds {what}; expected names, Logger instances, or lists of them.")
+            raise TypeError(f"log_with holds {what}. Expected names, Logger instances, or lists of them.")
         else:
             names = available_loggers() if text == "all" else [text]
             chosen += [(name, logger_class(name)) for name in names if name not in [other for other, _ in chosen]]
@@ -126,11 +126,11 @@ class Trackers:
         """The loggers' states in the checkpoint that was loaded, and its path."""
 
     def init(self, project_name: str, config: Any, init_kwargs: Options | None) -> None:
-        """Make the loggers; see `Accelerator.init_trackers`."""
+        """Make the loggers. See `Accelerator.init_trackers`."""
         if not isinstance(project_name, str) or not project_name:
-            raise ValueError(f"project_name={project_name!r} is not accepted; pass a name, such as the experiment's.")
+            raise ValueError(f"project_name={project_name!r} is not accepted. Pass a name, such as the experiment's.")
         if self._is_made:
-            raise RuntimeError("init_trackers was called before; call end_training() first to begin another run.")
+            raise RuntimeError("init_trackers was called before. Call end_training() first to begin another run.")
         values = to_dict(config) if config is not None else {}
         options = self._options("init_kwargs", init_kwargs)
         made = [
@@ -146,18 +146,18 @@ class Trackers:
         if self._ranks.rank == 0:
             self._ranks.announce(f"made {self._runs}")
         else:
-            # Nothing is broadcast, since rank 0 may be the only one that calls this.
+            # Nothing is broadcast, since only rank 0 may call this.
             start_loggers([each.logger for each in made], lambda text: text, is_writer=False)
 
     @property
     def all(self) -> list[Tracker]:
-        """Return the trackers, started; an empty list before `init`."""
+        """Return the started trackers, or an empty list before `init`."""
         if self._is_made:
             self._start()
         return list(self._trackers)
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """Return a tracker, or what it writes with; see `Accelerator.get_tracker`."""
+        """Return a tracker, or its `experiment`. See `Accelerator.get_tracker`."""
         if not self._is_ready("get_tracker"):
             silent = SilentLogger()
             return silent.experiment if unwrap else Tracker(name, silent)
@@ -167,18 +167,18 @@ class Trackers:
         return found.tracker if unwrap else found
 
     def log(self, values: Mapping[str, Any], step: Any, log_kwargs: Options | None) -> None:
-        """Write a row with each logger; see `Accelerator.log`."""
+        """Write a row with all loggers. See `Accelerator.log`."""
         if not isinstance(values, Mapping) or isinstance(step, str):
             raise TypeError(f"log({values!r:.80}, step={step!r}): expected a dict of numbers, and an integer as step.")
-        if (recording := active_recording()) is not None:
-            recording.note_logged(values)
+        if (observer := active_observer()) is not None:
+            observer.note_logged(values)
         if self._is_ready("log"):
             options = self._options("log_kwargs", log_kwargs)
             for tracker in self._trackers:
                 tracker.log(values, step, **options.get(tracker.name, {}))
 
     def log_images(self, values: Mapping[str, Any], step: int, log_kwargs: Options | None) -> None:
-        """Write images with each logger that can; see `Accelerator.log_images`."""
+        """Write images with the loggers that can. See `Accelerator.log_images`."""
         if self._is_ready("log_images"):
             options = self._options("log_kwargs", log_kwargs)
             able = [each for each in self._trackers if type(each.logger).log_images is not Logger.log_images]
@@ -186,7 +186,7 @@ class Trackers:
                 tracker.log_images(values, step, **options.get(tracker.name, {}))
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the loggers' positions for a checkpoint; empty on the ranks that do not write."""
+        """Return the loggers' positions for a checkpoint, or an empty list on ranks that do not write."""
         if not self._is_made or self._ranks.rank != 0:
             return []
         self._start()
@@ -197,7 +197,7 @@ class Trackers:
         self._resumed = states, path
 
     def end(self) -> None:
-        """Close the loggers; the next `init` begins another run."""
+        """Close the loggers. The next `init` begins another run."""
         if self._is_made and self._ranks.rank == 0:
             # A run without a row gets its hyper-parameters and its end too.
             self._start()
@@ -210,12 +210,12 @@ class Trackers:
         self._runs, self._refused = self._runs + 1, 0
 
     def _is_ready(self, call: str) -> bool:
-        """Return whether there are loggers to call on this rank, and start them; RuntimeError on each rank before `init`."""
+        """Return whether there are loggers to call on this rank, and start them. RuntimeError on every rank before `init`."""
         if self._is_made:
             self._start()
             return self._ranks.rank == 0 or call == "get_tracker"
-        # Rank 0 alone may have called init_trackers, as scripts for Accelerate do, so the other ranks wait for what it does.
-        # Each refusal has its own key, since a script may catch the error and call again.
+        # Only rank 0 may have called init_trackers, as in scripts for Accelerate, so the other ranks wait for rank 0.
+        # Every refusal has another key, since a script may catch the error and call again.
         missing, made = f"missing {self._runs} {self._refused}", f"made {self._runs}"
         if self._ranks.rank == 0:
             self._ranks.announce(missing)
@@ -224,13 +224,13 @@ class Trackers:
         self._refused += 1
         if self._runs:
             raise RuntimeError(
-                f"{call} was called after end_training, which ended the run; call it before, or begin another run with "
+                f"{call} was called after end_training, which ended the run. Call it before, or begin another run with "
                 "accelerator.init_trackers(name)."
             )
-        raise RuntimeError(f"{call} was called before init_trackers; call accelerator.init_trackers(name) first.")
+        raise RuntimeError(f"{call} was called before init_trackers. Call accelerator.init_trackers(name) first.")
 
     def _start(self) -> None:
-        """Start the loggers on rank 0, the only one that writes."""
+        """Start the loggers on rank 0, which does all writing."""
         if self._is_started or self._ranks.rank != 0:
             return
         self._is_started = True
@@ -255,4 +255,4 @@ class Trackers:
 
     def _unknown(self, name: str) -> str:
         known = [other for other, _ in self._chosen]
-        return f"{name!r}, which is not in log_with; its loggers are {', '.join(known) or '(none)'}.{did_you_mean(name, known)}"
+        return f"{name!r}, which is not in log_with. Its loggers are {', '.join(known) or '(none)'}.{did_you_mean(name, known)}"

@@ -1,25 +1,23 @@
 """Strategies by name: how the processes of a job share one training run.
 
-To give a strategy a name, add one line to `STRATEGIES`; the class is imported only when it is chosen.
+To give a strategy a name, add one line to `STRATEGIES`. The class is imported only when it is chosen.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 from trainwright.arguments import foreign_hint
 from trainwright.errors import a_type_of, did_you_mean
-from trainwright.import_paths import missing
 from trainwright.strategies.base import Strategy
 
 STRATEGIES = {
-    "single_device": "trainwright.strategies.single_device:SingleDeviceStrategy",
-    "ddp": "trainwright.strategies.ddp:DDPStrategy",
-    "ddp_sharded": "trainwright.strategies.ddp_sharded:ShardedDDPStrategy",
-    "fsdp": "trainwright.strategies.fsdp:FSDPStrategy",
-    "deepspeed": "trainwright.strategies.deepspeed:DeepSpeedStrategy",
+    "single_device": "trainwright.strategies.base:SingleDeviceStrategy",
+    "ddp": "trainwright.strategies.ddp.strategy:DDPStrategy",
+    "ddp_sharded": "trainwright.strategies.oss.strategy:ShardedDDPStrategy",
+    "fsdp": "trainwright.strategies.fsdp2.strategy:FSDPStrategy",
+    "deepspeed": "trainwright.strategies.zero.strategy:DeepSpeedStrategy",
 }
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,16 +38,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Other names: a strategy with options, or another way to start its processes."""
 
 CHOICES = ("auto", *STRATEGIES)
-"""The names that `trainwright config` offers; each of `VARIANTS` is accepted too."""
+"""The names that `trainwright config` offers. The names in `VARIANTS` are accepted too."""
 SPAWNING = frozenset(name for name in VARIANTS if name.startswith(("ddp_spawn", "ddp_notebook")))
-"""Names under which each call hands its work over to processes that it starts, in a plain script too."""
+"""Names under which a call hands its work over to processes that it starts, in a plain script too."""
 
 
 def __getattr__(name: str) -> Any:
     for path in STRATEGIES.values():
         if path.endswith(f":{name}"):
             return _imported(path)
-    raise missing(name, __name__, sys._getframe(1))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
 
 
 def _imported(path: str) -> Any:
@@ -64,17 +62,17 @@ def make_strategy(name: str, options: dict[str, Any]) -> Strategy:
 
 
 def named_strategy(strategy: str, num_processes: int, or_else: str = "") -> tuple[str, dict[str, Any]]:
-    """Return the name in `STRATEGIES` and the options of a name; "auto" is single_device, or ddp for several processes.
+    """Return the name in `STRATEGIES` and the options of a name. "auto" is single_device, or ddp for several processes.
 
     Raises:
-        ValueError: the name is unknown; the message has the names, and `or_else` after them.
+        ValueError: the name is unknown. The message lists the names, with `or_else` after them.
     """
     auto = "single_device" if num_processes == 1 else "ddp"
     name = auto if strategy == "auto" else strategy
     if name.startswith("ddp_fork"):
         raise ValueError(
-            f"strategy={name!r} is not supported, because neither a GPU nor running threads survive a fork; choose "
-            "'ddp_notebook', which starts fresh processes."
+            f"strategy={name!r} is not supported, because neither a GPU nor running threads survive a fork. "
+            "Choose 'ddp_notebook', which starts fresh processes."
         )
     name, options = VARIANTS.get(name, (name, {}))
     if name not in STRATEGIES:
@@ -85,8 +83,18 @@ def named_strategy(strategy: str, num_processes: int, or_else: str = "") -> tupl
     return name, options
 
 
+def is_variant_of(strategy: Any, name: str) -> bool:
+    """Return whether a strategy is the named one, perhaps with more options."""
+    if isinstance(strategy, Strategy):
+        return strategy.name == name
+    if not isinstance(strategy, str) or strategy == "auto":
+        return False
+    (base, options), (named, least) = named_strategy(strategy, 2), named_strategy(name, 2)
+    return base == named and least.items() <= options.items()
+
+
 def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
-    """Return the strategy of a name or an instance; "auto" is single_device, or ddp for several processes."""
+    """Return the strategy of a name or an instance. "auto" is single_device, or ddp for several processes."""
     if isinstance(strategy, str):
         strategy = make_strategy(*named_strategy(strategy, num_processes, ", or pass a Strategy instance"))
     if not isinstance(strategy, Strategy):
@@ -97,4 +105,14 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> Strategy:
     return strategy
 
 
-__all__ = ["CHOICES", "STRATEGIES", "Strategy", "make_strategy", "named_strategy", "resolve_strategy"]
+__all__ = [
+    "CHOICES",
+    "SPAWNING",
+    "STRATEGIES",
+    "VARIANTS",
+    "Strategy",
+    "is_variant_of",
+    "make_strategy",
+    "named_strategy",
+    "resolve_strategy",
+]

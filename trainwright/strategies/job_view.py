@@ -5,20 +5,19 @@ Lightning (`trainer.strategy.barrier()`). The Engine does the work.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.distributed import collectives
-from trainwright.distributed.ranks import Ranks
+from trainwright.strategies.module_checks import replicated
+from trainwright.strategies.replication import equalize
 
 
-class Job(Protocol):
-    """What the Engine does of this."""
-
-    ranks: Ranks
+class JobCalls(Protocol):
+    """The calls that the Engine makes for this view."""
 
     def barrier(self, call: str = ...) -> None: ...
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
@@ -26,22 +25,22 @@ class Job(Protocol):
 
 
 class JobView:
-    """The part of a Strategy that modules and callbacks use; before the Engine has connected it, that of one process."""
+    """The part of a Strategy that modules and callbacks use. It is one process until the Engine connects it."""
 
     rank: int
     world_size: int
     device: torch.device
     wrapped: Mapping[nn.Module, Any]
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    _job: Job | None = None
+    _job: JobCalls | None = None
     _module: nn.Module | None = None
 
-    def join_job(self, job: Job) -> None:
+    def join_job(self, job: JobCalls) -> None:
         """Take the Engine of the job, once this process is connected."""
         self._job = job
 
     def note_module(self, module: nn.Module | None) -> None:
-        """Note the module that is prepared; None once it is released."""
+        """Record the prepared module, or None once it is released."""
         self._module = module
 
     @property
@@ -61,18 +60,22 @@ class JobView:
 
     @property
     def lightning_module(self) -> nn.Module | None:
-        """Return the module that is prepared, as the user made it."""
+        """Return the prepared module, as the user made it."""
         return self._module
 
     @property
     def model(self) -> Any:
-        """Return the module that is prepared, or the wrapper that its steps run through; None before."""
+        """Return the prepared module, or the wrapper that its steps run through, or None before the preparation."""
         return None if self._module is None else self.wrapped.get(self._module, self._module)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has made this call. Collective: call on every rank."""
         if self._job is not None:
             self._job.barrier(name or "strategy.barrier")
+
+    def broadcast_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Replace buffers by rank 0's, so that all ranks evaluate one model. Collective: call on every rank."""
+        equalize(buffer for module in modules for buffer in replicated(module, module.named_buffers()))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object on every rank: plain data, tensors and nests of them. Collective: call on every rank."""
@@ -92,32 +95,20 @@ class JobView:
         return self._job.reduce(tensor, {"avg": "mean"}.get(name, name))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all ranks, stacked along a new first dimension; one process returns its own. Collective.
+        """Return the tensors of all ranks, stacked along a new first dimension (of length 1 on one process). Collective.
 
-        `sync_grads` lets gradients flow back to the rank of each tensor.
+        With `sync_grads`, gradients flow back to the tensors' ranks.
 
         Raises:
             ValueError: a group, or shapes that differ across the ranks.
         """
         _refuse_group(group, "all_gather")
-        if self.world_size == 1:
-            return tensor
-        collectives.refuse_unequal(tensor)
-        gather = collectives.all_gather_with_gradients if sync_grads else collectives.all_gather
-        return torch.stack(gather(tensor))
+        return collectives.gather_stacked(tensor, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether the decision of all ranks, or with all=False of any rank, is True. Collective."""
         kind = "min" if all else "max"
         return bool(self.reduce(torch.tensor(int(decision), device=self.device), reduce_op=kind))
-
-    def _begin_round(self) -> None:
-        if self._job is not None:
-            self._job.ranks.begin_round()
-
-    def _on_any_rank(self, is_here: bool) -> bool:
-        """Return whether it is so on any rank, over the store: only a rank on which it is not waits. Collective."""
-        return is_here if self._job is None else self._job.ranks.on_any(is_here, "a backward")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)
@@ -125,8 +116,8 @@ class JobView:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy or a pickle is a new strategy of the same arguments: without the job, and without what is set up, such as
-        # wrappers of modules and shards, which are this process's.
+        # A copy or a pickle is a new strategy of the same arguments: without the job, wrappers of
+        # modules and shards, which are this process's.
         return _construct, (type(self), *self._arguments)
 
 

@@ -1,18 +1,20 @@
-"""Memory plans: what each strategy, by name, shards over the devices, and what it adds; for memory estimates."""
+"""Memory plans for estimates: which tensors a strategy shards over the devices, and which buffers it adds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+__all__ = ["ALONE", "FULLY_SHARDED", "MEMORY_PLANS", "DeviceBytes"]
+
 LARGEST_BUCKET = 500_000_000
-"""The most elements of DeepSpeed's buffer for reducing gradients; smaller models get a smaller one."""
+"""The most elements of DeepSpeed's buffer for reducing gradients. Smaller models get a smaller one."""
 MOST_GATHERED = 1_000_000_000
 """DeepSpeed's stage 3 keeps up to this many gathered elements instead of gathering them again."""
 
 
 class DeviceBytes(NamedTuple):
-    """What one device holds in training, without activations."""
+    """Bytes on one device in training, without activations."""
 
     parameters: int
     """The bytes of the parameters, and of the module's buffers."""
@@ -22,7 +24,7 @@ class DeviceBytes(NamedTuple):
     masters: int
     """The bytes of the float32 copies that an engine steps in place of the parameters."""
     buffers: int
-    """The bytes of what is reduced or gathered over the devices."""
+    """The bytes of the buffers for reducing and gathering over the devices."""
 
     @property
     def total(self) -> int:
@@ -40,14 +42,14 @@ class MemoryPlan:
     has_buckets: bool = False
     """Whether gradients are copied into communication buckets."""
     has_masters: bool = False
-    """Whether each device keeps float32 masters of its shard of the trained parameters, which the optimizer steps. A
-    window's gradients are summed in float32 too, whatever the parameters' dtype."""
+    """Whether a device keeps float32 masters of its shard of the trained parameters, which the optimizer steps. A window's
+    gradients are summed in float32 too, whatever the parameters' dtype."""
     reduces: str = ""
     """The dtype of the reduction buffer: "float32", "gradients" (theirs), or "" without one."""
     gathers: bool = False
-    """Whether gathered parameters stay whole on each device until the step ends."""
+    """Whether gathered parameters stay whole on all devices until the step ends."""
     gathers_groups: bool = False
-    """Whether parameters are whole on each device a group at a time, with their gradients."""
+    """Whether parameters are whole on a device one group at a time, with their gradients."""
 
     def on_device(
         self,
@@ -61,10 +63,10 @@ class MemoryPlan:
         gathered: int,
         num_devices: int,
     ) -> DeviceBytes:
-        """Return what one device holds of a whole model's bytes.
+        """Return one device's part of a whole model's bytes.
 
-        `unsharded` are the module's buffers, which are among `parameters`; `masters` its trained parameters in float32,
-        `of_masters` the optimizer's state for these, and `gathered` what is whole at once where groups are gathered.
+        `unsharded` are the module's buffers, which are among `parameters`. `masters` are its trained parameters in float32,
+        and `of_masters` is the optimizer's state for these. `gathered` is the largest size that groups have at once.
         """
         trained, sharded = masters // 4, parameters - unsharded
         reduced = {"float32": masters, "gradients": gradients, "": 0}[self.reduces]
@@ -98,4 +100,4 @@ MEMORY_PLANS = {
         parameters=True, gradients=True, optimizer=True, has_masters=True, reduces="gradients", gathers=True
     ),
 }
-"""The strategies for several devices; the first that fits is recommended."""
+"""The strategies for several devices. The first that fits is recommended."""

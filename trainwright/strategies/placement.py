@@ -1,4 +1,4 @@
-"""Placement: moves modules to a device, and initialises those that were created on the meta device."""
+"""Placement: moves modules to a device, and initialises modules that were created on the meta device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from torch.nn.parameter import is_lazy
 from trainwright.value_kinds import is_dtensor
 
 Occurrences = dict[Tensor, list[tuple[dict[str, Any], str]]]
-"""Where each tensor occurs: the tables of modules that hold it, and its names in them."""
+"""Where a tensor occurs: the tables of modules that hold it, and its names in them."""
 
 
 def move(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool] | None = None) -> None:
-    """Move a module to a device in place, except tensors that `stays` selects; tied weights stay tied, lazy tensors lazy."""
+    """Move a module to a device in place, except tensors that `stays` selects.
+
+    Tied weights stay tied, and lazy tensors lazy.
+    """
     slots: dict[int, list[tuple[nn.Module, str]]] = {}
     kept = []  # keeps the ids unique
     for owner in module.modules():
@@ -40,10 +43,11 @@ def move(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool
 
 
 def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> bool:
-    """Replace a module's meta tensors by real ones, initialised as its constructors would; return whether there were any.
+    """Replace a module's meta tensors by real ones, initialised as by its constructors, and return whether there were any.
 
-    Values are drawn on the host, in the order of the constructors. Other writes than those of `reset_parameters` are lost, so
-    they are refused. `parts` limits this to some submodules, in that order; tied tensors of the whole module stay tied.
+    Values are drawn on the host, in the order of the constructors. Writes outside of `reset_parameters` are
+    lost, so they are rejected. `parts` limits this to some submodules, in that order. Tied tensors of the whole module stay
+    tied.
     """
     meta: Occurrences = {}
     for each in module.modules():
@@ -70,7 +74,7 @@ def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> 
 
 
 def _initialise(module: nn.Module, meta: Occurrences) -> list[tuple[Tensor, Tensor]]:
-    """Replace one module's own meta tensors wherever they occur, and reset it; return the old and new ones."""
+    """Replace a module's direct meta tensors wherever they occur, and reset it. Return the old and new tensors."""
     made: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[dict[str, Any], str, Tensor]] = []
     for table, name, tensor in list(_own_tensors(module)):
@@ -82,7 +86,7 @@ def _initialise(module: nn.Module, meta: Occurrences) -> list[tuple[Tensor, Tens
             others.append((table, name, tensor))
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if made and callable(reset):
-        for table, name, tensor in others:  # real, or tied to an earlier module: discard what the reset draws
+        for table, name, tensor in others:  # real, or tied to an earlier module: discard the reset's values
             table[name] = _empty(tensor)
         reset()
         for table, name, tensor in others:

@@ -1,6 +1,6 @@
-"""Replaced options: those of Lightning's strategies that ours do not have, and what to do instead.
+"""Replaced options: options of Lightning's strategies that are missing here, and their replacements.
 
-An option whose value asks for what happens here anyway is taken.
+An option is accepted if its value asks for the behavior that is the only one here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OF_DEEPSPEED = {
         ), _NVME,
     ),
     "pin_memory": "pass it in config=, {'zero_optimization': {'offload_optimizer': {'device': 'cpu', 'pin_memory': True}}}",
-    "zero_allow_untested_optimizer": "an optimizer is tried before it is refused; pass it in config= to take any",
+    "zero_allow_untested_optimizer": "pass elementwise=True",
     "logging_batch_size_per_gpu": "pass config={'train_micro_batch_size_per_gpu': ...}, which DeepSpeed's reports show",
     "logging_level": "set it with logging.getLogger('DeepSpeed').setLevel",
     **dict.fromkeys(("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"), _SCALE),
@@ -91,11 +91,11 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "load_full_weights": (True, False),
     "exclude_frozen_parameters": (False,),
 }
-"""Values that ask for what happens here anyway; so does None."""
+"""Accepted values, which ask for the behavior that is the only one here, as None does."""
 
 
 def refuse_options(kind: type[Any], unknown: Mapping[str, Any], replaced: Mapping[str, str]) -> None:
-    """Raise TypeError for options that a strategy does not have, with what replaces those of Lightning's."""
+    """Raise TypeError for options that a strategy does not have, with the replacements of Lightning's options."""
     options = {**EVERY, **replaced}
     left = {name: value for name, value in unknown.items() if not (name in options and _is_harmless(name, value))}
     known = [
@@ -114,12 +114,12 @@ def reshards(sharding_strategy: Any, reshard_after_forward: bool) -> bool:
     name = getattr(sharding_strategy, "name", sharding_strategy)  # a text, or a member of torch's enum
     if name not in (None, "FULL_SHARD", "SHARD_GRAD_OP"):
         raise ValueError(
-            f"sharding_strategy={sharding_strategy!r} is not accepted; choose 'FULL_SHARD' or 'SHARD_GRAD_OP'. 'ddp' keeps the "
+            f"sharding_strategy={sharding_strategy!r} is not accepted. Choose 'FULL_SHARD' or 'SHARD_GRAD_OP'. 'ddp' keeps the "
             "model whole, and hybrid sharding is missing."
         )
     if name == "FULL_SHARD" and not reshard_after_forward:
         raise ValueError(
-            "sharding_strategy='FULL_SHARD' reshards after each forward, and reshard_after_forward=False does not; leave out "
+            "sharding_strategy='FULL_SHARD' reshards after every forward, and reshard_after_forward=False does not. Omit "
             "one of the two."
         )
     return bool(reshard_after_forward) and name != "SHARD_GRAD_OP"

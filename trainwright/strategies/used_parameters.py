@@ -1,4 +1,4 @@
-"""Used parameters: which each backward gives gradients, compared over the ranks; steps that use none or one twice."""
+"""Used parameters: compares over the ranks which parameters get gradients, and rejects steps that use none."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.compiled_names import clean_name
 from trainwright.distributed.collectives import Exchange, gather_object
-from trainwright.strategies.base import trained
+from trainwright.strategies.module_checks import trained
+from trainwright.tensor_names import clean_name
 
 MOST_CHANGES = 1000
-"""Of which parameters are used, that are kept to name the first backward at which the ranks differ."""
+"""The number of recorded changes in the used parameters, which name the first backward at which the ranks differ."""
 
 
 class RanksUse:
-    """Compares which parameters the ranks use: at the 1st, 2nd, 4th, 8th backward and so on, and before each save.
+    """Compares which parameters the ranks use, at the 1st, 2nd, 4th, 8th backward and so on, and before every save.
 
-    An engine that pairs the ranks' gradients by their positions adds those of different parameters if a branch of the model
-    is taken on some ranks only. What lies between two comparisons is compared by its digest.
+    An engine may pair the ranks' gradients by their positions. If only some ranks take a branch of the model, the engine adds
+    gradients of different parameters. The backwards between two comparisons are compared by a digest.
     """
 
     def __init__(self, strategy: str) -> None:
@@ -38,9 +38,9 @@ class RanksUse:
         self._has_untracked = False
 
     def track(self, module: nn.Module) -> None:
-        """Register a module's shards for `note_gradients`; again once some are unfrozen: a frozen one has no hook.
+        """Register a module's shards for `note_gradients`. Call this again once some are unfrozen.
 
-        Neither has one that is offloaded to the host, for which FSDP would wait for each copy of a gradient.
+        A frozen shard has no hook. Nor has a shard on the host, because FSDP would wait for every copy of its gradient.
         """
         for name, shard in module.named_parameters():
             if not isinstance(shard, DTensor):
@@ -56,9 +56,9 @@ class RanksUse:
         return bool(self._came) or self._has_untracked or any(each.grad is not None for each in self._tracked)
 
     def note_gradients(self) -> None:
-        """Note a backward by the tracked parameters that it gave a gradient; one without a hook, if it has one now.
+        """Record which tracked parameters have got a gradient in a backward. Collective at some backwards.
 
-        Collective as `note`.
+        A parameter without a hook counts if it has a gradient now.
         """
         if len(self._hooks) < len(self._tracked):
             self._came.update(each for each in self._tracked.keys() - self._hooks.keys() if each.grad is not None)
@@ -66,13 +66,13 @@ class RanksUse:
         self._came.clear()
 
     def renewed(self) -> RanksUse:
-        """Take the hooks off the parameters; return a comparison of other ones."""
+        """Remove the hooks from the parameters, and return a new comparison."""
         for hook in self._hooks.values():
             hook.remove()
         return RanksUse(self._strategy)
 
     def note(self, names: Iterable[str], used: Iterable[bool]) -> None:
-        """Note a backward: whether it gave each of the named parameters a gradient. Collective at some of them.
+        """Record which of the named parameters have got a gradient in a backward. Collective at some backwards.
 
         Raises:
             RuntimeError: as `compare`.
@@ -87,10 +87,10 @@ class RanksUse:
             self.compare()
 
     def compare(self, exchange: Exchange = gather_object) -> None:
-        """Compare what was noted since the last comparison. Collective.
+        """Compare the backwards since the last comparison. Collective.
 
         Raises:
-            RuntimeError: on every rank; the ranks have used different parameters.
+            RuntimeError: on every rank, if the ranks have used different parameters.
         """
         if not self._backwards:
             return
@@ -101,7 +101,7 @@ class RanksUse:
         raise RuntimeError(self._difference(histories))
 
     def _difference(self, histories: list[list[list[int]]]) -> str:
-        """Return what the ranks used differently, and since when."""
+        """Return the message of the first difference between the ranks."""
         for backward in sorted({change[0] for history in histories for change in history}):
             used = [next((each[1:] for each in history[::-1] if each[0] <= backward), []) for history in histories]
             differing = [number for number, each in enumerate(zip(*used, strict=False)) if len(set(each)) > 1]
@@ -117,40 +117,51 @@ class RanksUse:
             )
         return (
             f"{what}, of {len(histories)} ranks. {self._strategy} adds the ranks' gradients by their positions, so the weights "
-            f"are wrong since then; up to backward {self._compared} they were right. Let each rank use the same parameters in "
+            f"are wrong since then; up to backward {self._compared} they were right. Use the same parameters on all ranks in "
             "every step (add 0 * output.sum() of the unused branch to the loss), or train with "
             "strategy='ddp_find_unused_parameters_true'."
         )
 
 
-class DueBackward:
-    """Refuses a training step whose backward gives no parameter a gradient, where the other ranks wait for it."""
+class BackwardGuard:
+    """Rejects a training step whose backward gives no parameter a gradient while the other ranks wait for it.
+
+    It also rejects every call after a failed backward, because the engine is in the middle of that one.
+    """
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
-        self._is_watched = self._is_due = False
+        self._is_watched = self._is_due = self._has_failed = False
         self.is_running = False
         """Whether the strategy runs a backward now."""
 
-    def watch(self, is_watched: bool) -> DueBackward:
-        """Set whether steps are watched; return itself."""
+    def watch(self, is_watched: bool) -> BackwardGuard:
+        """Set whether steps are watched, and return this guard."""
         self._is_watched = is_watched
         return self
 
     def begin(self, name: str) -> None:
-        """Note a step by its name; a raw loop's is "forward", which need not have a backward."""
+        """Record the beginning of a step. A raw loop's is named "forward", and need not have a backward.
+
+        Raises:
+            RuntimeError: as `refuse_failed`.
+        """
+        self.refuse_failed()
         self._is_due = self._is_watched and name != "forward" and torch.is_grad_enabled()
 
     @contextmanager
     def backward(self, has_come: Callable[[], bool]) -> Iterator[None]:
-        """Return the context of a backward; `has_come` tells after it whether a gradient has come.
+        """Return the context of a backward. Afterwards `has_come` returns whether a gradient has come.
 
         Raises:
-            RuntimeError: none has come, and the backward is that of a watched step.
+            RuntimeError: a watched step's backward has produced no gradient.
         """
         self.is_running = True
         try:
             yield
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             self.is_running = False
             is_due, self._is_due = self._is_due, False
@@ -162,26 +173,24 @@ class DueBackward:
                 "strategy='ddp_find_unused_parameters_true'."
             )
 
+    def refuse_failed(self) -> None:
+        """Raise RuntimeError if an earlier backward has failed."""
+        if self._has_failed:
+            raise failed_before(self._strategy)
+
+
+def failed_before(strategy: str) -> RuntimeError:
+    """Return the error of a step after a forward or backward that failed."""
+    return RuntimeError(
+        f"an earlier forward or backward raised an error, and {strategy} cannot train on in the middle of it. Do not catch the "
+        "error: create the module again and load a checkpoint. 'ddp' and a single process train on after such an error."
+    )
+
 
 def are_all_stepped(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether the optimizers step all that the modules train, as an engine's own optimizer does."""
+    """Return whether the optimizers step all trained parameters of the modules, or there are no optimizers."""
     stepped = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     return not optimizers or all(p in stepped for module in modules for p in trained(module).values())
-
-
-def refuse_reentrant(module: nn.Module, name: str, is_trained: object) -> None:
-    """Raise ValueError for layers that recompute activations in a backward within the backward."""
-    for path, layer in module.named_modules() if is_trained else ():
-        # Those of torch's checkpoint_wrapper, and of transformers while it is switched on.
-        functions = [vars(layer).get(each) for each in ("checkpoint_fn", "_gradient_checkpointing_func")]
-        is_reentrant = any(getattr(each, "keywords", {}).get("use_reentrant") for each in functions)
-        if is_reentrant and vars(layer).get("gradient_checkpointing", True):
-            raise ValueError(
-                f"{path!r} of {type(module).__name__} recomputes activations with use_reentrant=True; under strategy={name!r} "
-                "the gradients of a layer that is called twice would be wrong. Pass use_reentrant=False: "
-                "checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT), or, in transformers, "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}."
-            )
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from trainwright.strategies.base import broadcast_tensors
+from trainwright.strategies.replication import equalize
 from trainwright.value_kinds import computed_tensors
 
 ENGINES = (str(Path(__file__).parent), str(Path(dist.__file__).parent))
@@ -37,17 +37,17 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | None:
-    """Return a whole, plain copy of a module in host memory, on rank 0 alone or on all ranks. Collective: call on every rank.
+    """Return a whole, plain copy of a module in host memory, on rank 0 or on all ranks. Collective: call on every rank.
 
-    It is a copy under every strategy, so that a script may end in `torch.save`, `copy.deepcopy` or an export under each. The
+    It is a copy under every strategy, so that a script may always end in `torch.save`, `copy.deepcopy` or an export. The
     module itself is unchanged, and can be trained further.
 
     Args:
-        module: as a run has left it; of a prepared model, `accelerator.unwrap_model(model)`.
-        all_ranks: return the copy on every rank; otherwise the others return None.
+        module: as a run has left it, or `accelerator.unwrap_model(model)` for a prepared model.
+        all_ranks: return the copy on every rank. Otherwise only rank 0 returns it, and the others None.
 
     Raises:
-        RuntimeError: it is sharded, and the processes of that run are no longer connected.
+        RuntimeError: the module is sharded, and the processes of that run are no longer connected.
 
     >>> tw.Trainer(max_epochs=1, enable_model_summary=False).fit(module, loader)
     >>> whole = tw.gather_module(module)
@@ -57,7 +57,7 @@ def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | 
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not dist.is_initialized() and is_sharded(module):
         raise RuntimeError(
-            f"{type(module).__name__} is sharded over processes that are no longer connected; read it from a checkpoint: "
+            f"{type(module).__name__} is sharded over processes that are no longer connected. Read it from a checkpoint: "
             f"{type(module).__name__}.load_from_checkpoint(path)."
         )
     wanted = all_ranks or rank == 0
@@ -73,7 +73,7 @@ def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | 
                 host = torch.empty_like(whole, device="cpu").copy_(whole)
                 memo[id(parameter)] = nn.Parameter(host, parameter.requires_grad)
         buffers = [(each, each.detach().clone()) for each in module.buffers()]
-        broadcast_tensors(clone for _, clone in buffers)
+        equalize(clone for _, clone in buffers)
     if not wanted:
         return None
     memo |= {id(each): clone.cpu() for each, clone in buffers}
@@ -123,7 +123,7 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _is_engines(value: Any) -> bool:
-    """Return whether this is a function of a strategy or of its engine, and no attribute or hook of the user's."""
+    """Return whether this function belongs to a strategy or its engine, not to the user."""
     inner = value
     while inner is not None:  # a partial, a bound method, or torch's wrapper of a hook
         value = inner

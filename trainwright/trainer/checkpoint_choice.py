@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,13 +12,14 @@ import fsspec
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, is_newest, same_path
 from trainwright.checkpoint.filesystem import resolve
+from trainwright.checkpoint.lock import FolderLock, lock_folder
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, check_verify
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine import Engine
 from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
 from trainwright.loggers import Logger
+from trainwright.loggers.files import CHECKPOINTS
 from trainwright.loggers.folder import FolderLogger
-from trainwright.loggers.position import CHECKPOINTS
 from trainwright.loggers.remote import RemoteLogger
 from trainwright.rank_zero import rank_zero_warn
 
@@ -63,6 +64,39 @@ class Choice:
             ranks.decide(look, CALL)
 
 
+class FolderLocks:
+    """The locks of one fit; rank 0's process holds them."""
+
+    def __init__(self, ranks: Ranks, say: Callable[[str], None]) -> None:
+        self._ranks, self._say = ranks, say
+        self._locks: dict[str, FolderLock] = {}
+
+    def take(self, folders: Iterable[str | None]) -> None:
+        """Hold those of the folders that are known (not None) and not held yet. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if another run holds one.
+        """
+        wanted = [folder for folder in dict.fromkeys(folders) if folder is not None and folder not in self._locks]
+        if not wanted:
+            return
+
+        def take() -> list[str]:
+            for folder in wanted:
+                self._locks[folder] = lock_folder(folder)
+            return [self._locks[folder].previous_holder for folder in wanted]
+
+        holders = self._ranks.decide(take, "the locks of the checkpoints' folders")
+        for folder, earlier in zip(wanted, holders, strict=True):
+            self._locks.setdefault(folder, FolderLock(folder, None))  # rank 0's, as the other ranks know it
+            if earlier:
+                self._say(f"{folder} was held by {earlier}, which has ended; this run takes it over.")
+
+    def release(self) -> None:
+        while self._locks:  # a lock leaves the dict first, so that an error here does not release it twice
+            self._locks.popitem()[1].release()
+
+
 @dataclass(frozen=True)
 class CheckpointSearch:
     """Finds the checkpoint of one call.
@@ -102,7 +136,7 @@ class CheckpointSearch:
             return Choice()
         if name in NAMES and not self.callbacks:
             raise ValueError(
-                f"ckpt_path={name!r} needs a ModelCheckpoint, but this trainer has none; pass a path, or leave "
+                f"ckpt_path={name!r} needs a ModelCheckpoint, but this trainer has none. Pass a path, or leave "
                 "enable_checkpointing at True."
             )
         self.engine.finish_save()  # a save in flight may be the checkpoint that is searched for
@@ -125,7 +159,7 @@ class CheckpointSearch:
         if any(callback.last_model_path for callback in self.callbacks):
             raise CheckpointError(
                 "ckpt_path='best': no best checkpoint, because the monitored metric had no finite value at any save (a run "
-                "that ends within an epoch does not validate there); pass 'last', or a path."
+                "that ends within an epoch does not validate there). Pass 'last', or a path."
             )
         raise MissingCheckpoint(
             "ckpt_path='best': no checkpoint was saved by this trainer's ModelCheckpoint. Run fit first, or pass 'last' or the "
@@ -211,12 +245,12 @@ def _check_path(ckpt_path: Any) -> None:
         return
     if not isinstance(ckpt_path, (str, os.PathLike)):
         raise TypeError(
-            f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}; expected a path, 'best', 'last' or 'auto'."
+            f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}. Expected a path, 'best', 'last' or 'auto'."
         )
     path = str(ckpt_path)
     if not path:
         raise ValueError(
-            "ckpt_path='' is an empty path; pass a checkpoint's path, 'best', 'last' or 'auto', or None. (A best_model_path is "
+            "ckpt_path='' is an empty path. Pass a checkpoint's path, 'best', 'last' or 'auto', or None. (A best_model_path is "
             "empty as long as nothing was saved.)"
         )
     if path not in NAMES and path.lower() in NAMES and not os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""Evaluate: validation, test and prediction, each sample counted once on any number of ranks."""
+"""Evaluate: validation, test and prediction, with every sample counted once on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import torch
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
 from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
-from trainwright.data.seeding import isolate_rng, set_rng_state
-from trainwright.distributed import collectives
+from trainwright.data.seeding import isolate_rng
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, hook_of, is_overridden
-from trainwright.profilers.instrumentation import is_measuring
+from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
+from trainwright.trainer.epoch_batches import Batch, PulledBatches
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.oversights import warn_of_monitors, warn_of_shuffling
-from trainwright.trainer.phase import Phase
 from trainwright.trainer.run import Run
-from trainwright.trainer.sources import BatchTransfer, LoaderSource, PulledBatches, find_transfer
+from trainwright.trainer.run_position import VALIDATION_LOADERS, Phase
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
 from trainwright.trainer.stage import Shard, Stage, limited
-from trainwright.trainer.steps import StepArguments, read_step
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.uneven_round import Communication, OwnRounds, UnevenRound
 
@@ -47,16 +46,14 @@ class Evaluation:
     source: LoaderSource
     transfer: BatchTransfer | None = field(init=False)
     shown: Stage = field(init=False)
-    """What the Trainer shows of its data."""
+    """The stage's data as the Trainer shows it."""
     arguments: StepArguments = field(default_factory=StepArguments)
     loaders: list[tuple[str | None, Shard]] = field(default_factory=list)
-    """The user's name of each loader, and this rank's shard of it."""
+    """The user's names of the loaders, and this rank's shards of them."""
     is_loaded: bool = False
     has_iterators: bool = False
     """Whether a loader can be read only once."""
     communication: Communication = field(default_factory=Communication)
-    generators: dict[str, Any] | None = None
-    """What the loaders' hook draws from where fit calls it first, in a sanity check or later: those of fit's start."""
 
     def __post_init__(self) -> None:
         self.transfer = find_transfer(self.run.engine, self.module, self.run.datamodule, self.run.profiler)
@@ -64,16 +61,13 @@ class Evaluation:
         self.run.close_at_end(self.close)
 
     def begin_communication(self) -> Communication:
-        """Start over: what the step communicated with one loader says nothing about the next one."""
-        self.communication = Communication(in_hooks=self.stage != "predict")
+        """Return a new record for the next loader, with which the step may communicate in another way."""
+        always = self.run.engine.strategy.capabilities.forward_is_collective
+        self.communication = Communication(in_hooks=self.stage != "predict", forward_is_collective=always)
         return self.communication
 
-    def draw_from(self, generators: dict[str, Any]) -> None:
-        """Let the loaders' hook draw from these generators when it is called first."""
-        self.generators = generators
-
     def load(self) -> None:
-        """Load and shard the loaders, unless that is done. Collective."""
+        """Load and shard the loaders, if not loaded yet. Collective."""
         if self.is_loaded:
             return
         engine = self.run.engine
@@ -89,10 +83,10 @@ class Evaluation:
         )
         if self.source.owner is None:
             self._refuse_empty()
-        # Before any batch: the ranks with a batch would wait in its forward for those without.
+        # Before any batch: ranks with a batch would wait in its forward for ranks without.
         for _, loader in self.loaders:
             compare_first_draws(loader, engine.ranks, self.stage)
-            if engine.strategy.forward_is_collective and isinstance(loader, ShardedCombination):
+            if engine.strategy.capabilities.forward_is_collective and isinstance(loader, ShardedCombination):
                 loader.refuse_parted_rounds(self.limit_of(loader))
         self.is_loaded, self.has_iterators = True, bool(iterators_of(loaders))
         are_named = all(name is not None for name, _ in self.loaders)
@@ -108,48 +102,48 @@ class Evaluation:
 
     def _made(self) -> Any:
         is_read_once = self.run.call != "fit" or self.run.settings.validates_once(self.source.owner is not None)
-        if self.generators is None:
+        if VALIDATION_LOADERS not in self.run.state.rng or self.stage != "validation":
             return self.source.load(is_read_once)
         with isolate_rng():
-            set_rng_state(self.generators)
-            self.generators = None
+            self.run.state.restore_rng(VALIDATION_LOADERS)
             return self.source.load(is_read_once)
 
     def _refuse_empty(self) -> None:
-        """Refuse a loader that was given and whose length is 0 (ValueError); a hook may return an empty one."""
+        """Reject loaders of the call whose length is 0 (ValueError). A hook may return an empty loader."""
         for index, (name, loader) in enumerate(self.loaders):
             if not isinstance(loader, ShardedLoader) or (loader.world_size > 1 and not loader.is_sharded):
                 continue
             if loader.shard.source_length == 0:
                 raise ValueError(
-                    f"{self._named(index, name)} has no batches (its dataset is empty, or drop_last dropped all); give it "
+                    f"{self._named(index, name)} has no batches (its dataset is empty, or drop_last dropped all). Give it "
                     "data, or leave it out."
                 )
 
     def refuse_none(self, index: int, source: Shard | OwnRounds, has_batch: bool) -> None:
-        """Refuse a loader that was given and yielded no batch on any rank (RuntimeError); a hook may return an empty one.
+        """Reject a loader of the call that yielded no batch on any rank (RuntimeError). A hook may return an empty loader.
 
-        Only reading shows that of one without a length. All ranks know it without another exchange: a sharded loader gives a
-        rank without a batch a dummy of another rank's, and OwnRounds has exchanged what each rank has.
+        A loader without a length can only be found empty by reading it. All ranks know it without another exchange: a sharded
+        loader gives a dummy batch to a rank without samples, and OwnRounds has exchanged the numbers of batches.
         """
         is_empty = source.is_empty if isinstance(source, OwnRounds) else not has_batch
         if is_empty and self.source.owner is None:
             raise RuntimeError(
                 f"{self._named(index, self.loaders[index][0])} yielded no batches (its dataset yields nothing, drop_last "
-                "dropped all, or its __iter__ does not start again for another pass); give it data, or leave it out."
+                "dropped all, or its __iter__ does not start again for another pass). Give it data, or leave it out."
             )
 
     def _named(self, index: int, name: str | None) -> str:
         which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
         return f"the {self.stage} loader{which}"
 
-    def renew(self, generators: dict[str, Any]) -> None:
-        """Let the next evaluation call the loaders' hook again, if there is one, with these generators."""
+    def renew(self) -> None:
+        """Let the next evaluation call the loaders' hook again, if there is one, with the present RNG state."""
         if self.source.owner is not None:
-            self.is_loaded, self.generators = False, generators
+            self.is_loaded = False
+            self.run.state.mark_rng(VALIDATION_LOADERS)
 
     def limit_of(self, loader: Shard, most: int | None = None) -> int | None:
-        """Return the number of a loader's batches to run, at most `most`; None for all until its end."""
+        """Return the number of a loader's batches to run, at most `most`. None for all until its end."""
         limit = getattr(self.run.settings, LIMITS[self.stage])
         count = limited(loader.length, limit)
         return count if most is None else limited(count, most)
@@ -163,21 +157,21 @@ def evaluate(
     before_end: Callable[[], None] | None = None,
     keep: Callable[[int, int, Any], None] | None = None,
 ) -> list[dict[str, float]]:
-    """Run one evaluation and return its metrics over all ranks, a dict for each loader.
+    """Run one evaluation and return its metrics over all ranks, one dict per loader.
 
-    Each submodule is in evaluation mode meanwhile, and as it was afterwards. Collective: call on every rank.
+    All submodules are in evaluation mode meanwhile, and in their earlier mode afterwards. Collective: call on every rank.
 
     Args:
-        most: batches of each loader at most; None for all.
+        most: the largest number of batches of a loader. None for all.
         before_end: called once the metrics are known, before the stage's last hook.
-        keep: given (loader's index, batch's index, outputs) of each step, for a prediction.
+        keep: called with (loader's index, batch's index, outputs) after every step of a prediction.
     """
     run, module, stage = evaluation.run, evaluation.module, evaluation.stage
     engine, hooks, logbook = run.engine, run.hooks, run.logbook
     evaluation.load()
     if getattr(run.settings, LIMITS[stage]) == 0:
         return []
-    engine.strategy.before_evaluation(engine.modules)
+    engine.strategy.broadcast_buffers(engine.modules)
     abandonment = run.stop.begin_evaluation(run.state.progress.is_within_window)
     with (
         run.state.progress.during(phase),
@@ -216,147 +210,139 @@ def run_loader(
     keep: Callable[[int, int, Any], None] | None,
     abandonment: SyncPoint | None,
 ) -> None:
-    """Run the stage's step on each batch of this rank's shard of one loader, until all ranks abandon it."""
+    """Run the stage's step on the batches of this rank's shard of one loader, until all ranks abandon it."""
     run, stage, module = evaluation.run, evaluation.stage, evaluation.module
-    engine, hooks, loader = run.engine, run.hooks, evaluation.loaders[loader_index][1]
-    step, transfer = f"{stage}_step", evaluation.transfer
-    # Epoch 0 each time, so that every evaluation has the same batches in the same order.
-    loader.set_epoch(engine.seed, 0)
-    length = loader.exact_length
-    is_limited = most is not None or getattr(run.settings, LIMITS[stage]) is not None
+    hooks, step, communication = run.hooks, f"{stage}_step", evaluation.begin_communication()
+    several = (loader_index,) if len(evaluation.loaders) > 1 else ()
+
+    def is_left(index: int) -> bool:
+        return abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, index)
+
+    batches = pulled_batches if evaluation.arguments.pulls else handed_batches
+    for batch in batches(evaluation, loader_index, most, is_left):
+        value = batch.value if batch.is_taken else collector.batch
+        collector.begin_batch(value, step, batch.is_uneven, index=batch.index)
+        if batch.is_dummy:
+            run_dummy(evaluation, collector, batch, several)
+            continue
+        # The first batch shows whether hooks and step communicate, so that a dummy batch has to run them for other ranks.
+        look = communication.look if batch.index == 0 else do_nothing
+        look()
+        hooks.call(f"on_{stage}_batch_start", batch.value, batch.index, *several)
+        look()
+        outputs = run.engine.run(module, step, *batch.arguments)
+        look()
+        if not batch.is_taken:
+            batch.refuse(step)
+        if keep is not None:
+            keep(loader_index, batch.index, outputs)
+        hooks.call(f"on_{stage}_batch_end", outputs, batch.value, batch.index, *several)
+        look()
+        run.logbook.log_evaluation_step(batch.index)
+    evaluation.shown.note_indices(None)
+
+
+def do_nothing() -> None: ...
+
+
+def source_of(evaluation: Evaluation, loader: Shard, most: int | None) -> tuple[Shard | OwnRounds, int | None]:
+    """Return the batches of one loader from the first on, and how many to run, None for all."""
+    run = evaluation.run
+    # Epoch 0 every time, so that every evaluation has the same batches in the same order.
+    loader.set_epoch(run.engine.seed, 0)
+    is_limited = most is not None or getattr(run.settings, LIMITS[evaluation.stage]) is not None
     count = evaluation.limit_of(loader, most) if is_limited else None  # without a limit its length does not matter
     evaluation.shown.note_indices(None)
-    communication = evaluation.begin_communication()
-    is_own = engine.world_size > 1 and not loader.is_sharded
-    source = OwnRounds(loader, count, communication, engine.strategy.forward_is_collective) if is_own else loader
-    if evaluation.arguments.pulls:
-        run_pulled(evaluation, collector, loader_index, source, count, keep, abandonment)
-        return
-    several = (loader_index,) if len(evaluation.loaders) > 1 else ()
-    noted = loader.note_indices() if stage == "predict" and isinstance(loader, ShardedLoader) else None
-    # OwnRounds counts by itself, since dummy batches come after this rank's own.
-    batches: Iterator[Any] = islice(source, None if is_own else count)
+    if run.engine.world_size > 1 and not loader.is_sharded:
+        is_collective = run.engine.strategy.capabilities.forward_is_collective
+        return OwnRounds(loader, count, evaluation.communication, is_collective), None
+    return loader, count
+
+
+def handed_batches(
+    evaluation: Evaluation, loader_index: int, most: int | None, is_left: Callable[[int], bool]
+) -> Iterator[Batch]:
+    """Yield the batches of one loader that are handed to the step."""
+    run, stage, shown = evaluation.run, evaluation.stage, evaluation.shown
+    loader, transfer = evaluation.loaders[loader_index][1], evaluation.transfer
+    source, count = source_of(evaluation, loader, most)
+    length = source.exact_length  # None for OwnRounds, in which dummy batches come after this rank's
+    indices = loader.note_indices() if stage == "predict" and isinstance(loader, ShardedLoader) else None
+    values: Iterator[Any] = islice(source, count)
     if is_measuring(run.profiler):
-        batches = run.profiler.timed_iterator(batches, f"{stage}_dataloader_next")
+        values = run.profiler.timed_iterator(values, f"{stage}_dataloader_next")
     index = -1
-    for index, batch in enumerate(batches):
+    for index, value in enumerate(values):
         is_dummy = source.real_length is not None and index >= source.real_length
-        if length is not None and index >= length and not is_own:
+        if length is not None and index >= length:
             refuse_length(length)
-        if abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, index):
+        if is_left(index):
             break
-        if noted:
-            evaluation.shown.note_indices(noted.popleft())
-        if transfer is not None:
-            batch = transfer(batch, loader_index)
-        if batch is None:
-            skip_none(engine.world_size, stage)
+        if indices:
+            shown.note_indices(indices.popleft())
+        value = value if transfer is None else transfer(value, loader_index)
+        if value is None:
+            skip_none(run.engine.world_size, stage)
             continue
-        # Only in a last round may the ranks have unequal numbers of samples; without a length each may be the last.
-        collector.begin_batch(batch, step, is_own or length is None or index == length - 1)
-        arguments = evaluation.arguments.of(batch, index, loader_index)
-        if is_dummy:
-            run_dummy(evaluation, collector, batch, arguments, (index, *several))
-            continue
-        # The first batch shows what communicates, and so what a dummy batch has to run for the other ranks.
-        is_first = index == 0
-        counts = [collectives.count_issued()] if is_first else []
-        hooks.call(f"on_{stage}_batch_start", batch, index, *several)
-        counts += [collectives.count_issued()] if is_first else []
-        outputs = engine.run(module, step, *arguments)
-        counts += [collectives.count_issued()] if is_first else []
-        if keep is not None:
-            keep(loader_index, index, outputs)
-        hooks.call(f"on_{stage}_batch_end", outputs, batch, index, *several)
-        if is_first:
-            communication.learn([*counts, collectives.count_issued()], engine.strategy.forward_is_collective)
-        run.logbook.log_evaluation_step(index)
+        # Only in a last round may the ranks have unequal numbers of samples. Without a length any round may be the last.
+        is_uneven = length is None or index == length - 1
+        arguments = evaluation.arguments.of(value, index, loader_index)
+        yield Batch(arguments, value, index, is_uneven=is_uneven, is_dummy=is_dummy)
     evaluation.refuse_none(loader_index, source, index >= 0)
-    evaluation.shown.note_indices(None)
+
+
+def pulled_batches(
+    evaluation: Evaluation, loader_index: int, most: int | None, is_left: Callable[[int], bool]
+) -> Iterator[Batch]:
+    """Yield a batch for each step that takes its batches of one loader itself."""
+    run = evaluation.run
+    source, count = source_of(evaluation, evaluation.loaders[loader_index][1], most)
+    length = source.exact_length
+
+    def is_dummy(number: int) -> bool:
+        return source.real_length is not None and number >= source.real_length
+
+    pulled = PulledBatches(
+        with_last(source, 0, length if count is None else count),
+        evaluation.transfer,
+        0,
+        run.logbook,
+        run.engine.precision.step_context,
+        is_dummy=is_dummy,
+        loader_index=loader_index,
+    )
+    evaluation.refuse_none(loader_index, source, not pulled.is_at_end)
+    while not pulled.is_at_end:
+        batch = pulled.begin_step(is_uneven=length is None or pulled.count >= length - 1)
+        if is_left(batch.index):
+            break
+        yield batch
+        if batch.is_dummy and not batch.is_taken:
+            break
 
 
 def skip_none(world_size: int, stage: str = "training") -> Any:
-    """Return None for a batch that is None, with a warning; RuntimeError on several ranks, which would wait for this one."""
+    """Return None for a batch that is None, with a warning. RuntimeError on several ranks, which would wait for this rank."""
     if world_size > 1:
         raise RuntimeError(
             f"the {stage} loader yielded None on one of {world_size} ranks: the others would wait for a batch. Let "
-            "collate_fn return other samples, or leave bad ones out of the dataset; only a single process skips such a batch."
+            "collate_fn return other samples, or remove bad samples from the dataset. Only a single process skips such a batch."
         )
     rank_zero_warn(f"the {stage} loader yielded None (from collate_fn?), so this batch is skipped.", stacklevel=4)
 
 
-def run_dummy(
-    evaluation: Evaluation,
-    collector: MetricCollector,
-    batch: Any,
-    arguments: tuple[Any, ...],
-    indices: tuple[int, ...] = (),
-    pulled: PulledBatches | None = None,
-) -> None:
-    """Run what communicates of a batch that is not this rank's own, because other ranks wait for it. Its results are dropped.
-
-    `pulled` is the iterator from which the step takes its batches itself.
-    """
+def run_dummy(evaluation: Evaluation, collector: MetricCollector, batch: Batch, several: tuple[int, ...]) -> None:
+    """Run the hooks and the step that communicate on another rank's batch, and drop the results."""
     run, stage, communication = evaluation.run, evaluation.stage, evaluation.communication
     uneven = UnevenRound(collector, evaluation.module, run.callbacks, is_dummy=True)
-    if communication.in_hooks and indices:
-        run.hooks.call(f"on_{stage}_batch_start", batch, *indices)
+    if communication.in_hooks:
+        run.hooks.call(f"on_{stage}_batch_start", batch.value, batch.index, *several)
     outputs = None
     if communication.in_step or communication.in_hooks:
-        outputs = run.engine.run(evaluation.module, f"{stage}_step", *arguments)
-    if communication.in_hooks and pulled is not None and pulled.count:
-        batch, indices = pulled.latest, (pulled.count - 1, *indices[1:])
-    if communication.in_hooks and indices:
-        run.hooks.call(f"on_{stage}_batch_end", outputs, batch, *indices)
+        outputs = run.engine.run(evaluation.module, f"{stage}_step", *batch.arguments)
+    if communication.in_hooks:
+        run.hooks.call(f"on_{stage}_batch_end", outputs, batch.value, batch.index, *several)
     uneven.end()
-
-
-def run_pulled(
-    evaluation: Evaluation,
-    collector: MetricCollector,
-    loader_index: int,
-    loader: Shard | OwnRounds,
-    count: int | None,
-    keep: Callable[[int, int, Any], None] | None,
-    abandonment: SyncPoint | None,
-) -> None:
-    """Let the stage's step take its batches from an iterator until none is left."""
-    run, stage = evaluation.run, evaluation.stage
-    engine, step, length = run.engine, f"{stage}_step", loader.exact_length
-    several = (loader_index,) if len(evaluation.loaders) > 1 else ()
-    is_own = isinstance(loader, OwnRounds)
-    pairs = with_last(loader, 0, None if is_own else length if count is None else count)
-
-    def is_dummy(number: int) -> bool:
-        return loader.real_length is not None and number >= loader.real_length
-
-    batches = PulledBatches(
-        pairs, evaluation.transfer, 0, run.logbook, engine.precision.step_context, is_dummy, loader_index
-    )
-    evaluation.refuse_none(loader_index, loader, not batches.is_at_end)
-    while not batches.is_at_end:
-        taken = batches.begin_step()
-        if abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, taken):
-            break
-        collector.begin_batch(collector.batch, step, length is None or taken >= length - 1)
-        if is_dummy(taken):
-            run_dummy(evaluation, collector, None, (batches,), (taken, *several), batches)
-            if batches.count == taken:
-                break
-            continue
-        counts = [collectives.count_issued()]
-        run.hooks.call(f"on_{stage}_batch_start", None, taken, *several)
-        counts.append(collectives.count_issued())
-        outputs = engine.run(evaluation.module, step, batches)
-        counts.append(collectives.count_issued())
-        if batches.count == taken:
-            raise RuntimeError(f"{step} took no batch from its dataloader_iter; call next(dataloader_iter) in it.")
-        if keep is not None:
-            keep(loader_index, batches.count - 1, outputs)
-        run.hooks.call(f"on_{stage}_batch_end", outputs, batches.latest, batches.count - 1, *several)
-        if taken == 0:
-            evaluation.communication.learn([*counts, collectives.count_issued()], engine.strategy.forward_is_collective)
-        run.logbook.log_evaluation_step(batches.count - 1)
 
 
 def sanity_check(evaluation: Evaluation) -> None:
@@ -385,8 +371,8 @@ def sanity_check(evaluation: Evaluation) -> None:
 
 @contextmanager
 def evaluation_mode(module: Module, stage: str = "") -> Iterator[None]:
-    """Put every submodule into evaluation mode, and back to the mode that it was in, unless the module's hooks do it."""
-    # Each by itself, since users keep some in evaluation mode while they train (a frozen batch norm).
+    """Put every submodule into evaluation mode, and back to its earlier mode, unless the module's hooks do it."""
+    # One by one, since users keep some in evaluation mode while they train (a frozen batch norm).
     was_training = {child: child.training for child in module.modules()}
     (hook_of(module, f"on_{stage}_model_eval", Module) if stage else module.eval)()
     try:

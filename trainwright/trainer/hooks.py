@@ -1,50 +1,57 @@
-"""Hooks: the timeline of a run, and the HookTable of who is called at each point of the loop, found once a call.
+"""Hooks: the timeline of a run, and the HookTable, which finds at the start of a call who is called at each point.
 
-    each     configure_callbacks > prepare_data > setup (the datamodule's first) > configure_model
-             > (a checkpoint is opened: on_load_checkpoint > load_state_dict of callbacks and datamodule)
-    fit      configure_optimizers > on_fit_start > (weights, optimizers and counters are taken from the checkpoint)
+    always   configure_callbacks > on_tune (a fit that resumes nothing) > prepare_data > setup (the datamodule's first)
+             > configure_model > (a checkpoint is opened: on_load_checkpoint > load_state_dict of callbacks and datamodule)
+    fit      configure_optimizers > on_fit_start > configure_lr_scheduler
+             > (weights, optimizers and counters are taken from the checkpoint: load_sharded_state_dict)
                sanity check, unless the run resumes: on_sanity_check_start > val_dataloader > validation as below
                  > on_sanity_check_end
-               train_dataloader > on_train_start
-               each epoch: on_train_epoch_start
-                 each batch: on_before_batch_transfer > transfer_batch_to_device > on_after_batch_transfer
+               train_dataloader > on_resume_start (a resumed run) > on_train_start > on_resume_end (a resumed run)
+               every epoch: on_train_epoch_start > configure_lr_scheduler
+                 every batch: on_before_batch_transfer > transfer_batch_to_device > on_after_batch_transfer
                    on_train_batch_start
                    training_step
                    at a window's start: on_before_zero_grad > optimizer_zero_grad
                    on_before_backward > backward > on_after_backward
                    at a window's end: on_before_optimizer_step > configure_gradient_clipping > optimizer_step
                      > lr_scheduler_step of the step-wise schedulers
-                   on_train_batch_end > validation, where due within the epoch
+                   on_train_batch_end > on_save_point > validation, where due within the epoch
                  lr_scheduler_step of the epoch-wise schedulers > validation, where due
-                 the metrics are reduced > on_train_epoch_end > what it logged is reduced
-                 > lr_scheduler_step of those that monitor one > on_train_epoch_end of what runs last
-               on_train_end > on_fit_end > teardown
+                 the metrics are reduced > on_train_epoch_end > its logged values are reduced > lr_scheduler_step of
+                 monitoring schedulers > on_train_epoch_end of callbacks with a negative priority > on_save_point
+                 instead, if the run stops within the epoch: on_train_epoch_stop > on_save_point
+                 > on_train_epoch_end, by priority as above
+               on_before_train_end (unless a signal stops the run) > on_train_end > on_fit_end > teardown
     validation, test, predict
              (validation in fit: on_validation_model_zero_grad) > on_*_model_eval > on_*_start > on_*_epoch_start
-               each batch: the three of the transfer > on_*_batch_start > *_step > on_*_batch_end
-             the metrics are reduced > on_*_epoch_end > what it logged is reduced > on_*_end > on_*_model_train
-    a checkpoint is written: state_dict > on_save_checkpoint
+               every batch: the three of the transfer > on_*_batch_start > *_step > on_*_batch_end
+             the metrics are reduced > on_*_epoch_end > its logged values are reduced
+             > on_*_end > on_save_point (validation) > on_*_model_train
+    a checkpoint is written: state_dict > has_requested_stop (if should_stop is set) > sharded_state_dict > on_save_checkpoint
     an exception ends the run: on_exception > teardown
+    the loggers are closed, except after predict: on_run_end
 
-Callbacks are called in list order and before the module; those that `runs_last` (checkpoints) come after the others, in
-on_train_batch_end and on_validation_end after the module too, and at an epoch's end also after the reduction: they score and
-save the others' results. If a run stops within an epoch, ModelCheckpoints come first, and save what the latest batch left.
+Callbacks are called before the module, the highest `priority` first, and callbacks of equal priority in list order. With a
+negative priority (EarlyStopping and progress bars, then checkpoints) they come after the module in on_train_batch_end,
+on_validation_end and on_train_epoch_end. A checkpoint callback decides in these hooks and saves at the save point after them,
+so that a checkpoint records which other saves are due. A run that is killed between two saves makes the second one when it
+resumes.
 A hook that is not overridden is an empty tuple and costs nothing. Only callbacks and the datamodule have on_exception. Names
-without on_ are the module's or the datamodule's, except setup, teardown and state_dict, which callbacks have too.
+without on_ are the module's or the datamodule's, except setup, teardown, state_dict, configure_lr_scheduler,
+has_requested_stop and the hooks of the sharded state, which callbacks have.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import chain
 from typing import Any
 
 from trainwright.arguments import check_takes
-from trainwright.callbacks.base import Callback
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.base import HOOKS, Callback
 from trainwright.distributed.ranks import Ranks
 from trainwright.module import Module, is_overridden
 from trainwright.module_hooks import ModuleHooks
@@ -53,24 +60,20 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.logbook import Logbook
 
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
-HOOKS = tuple(name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_"))
+Hooks = tuple[Callable[..., Any], ...]
 MODULE_HOOKS = tuple(name for name in vars(ModuleHooks) if not name.startswith("_"))
 SILENT = (
     "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_callbacks",
     "configure_model", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
     "val_dataloader", "transfer_batch_to_device", "setup", "teardown",
 )  # fmt: skip
-"""Further methods of a module of which a misspelt one is missed by nothing."""
-SAVE = "on_train_epoch_end, saving"
-"""The hook table's name for the on_train_epoch_end of ModelCheckpoints, which come last of all."""
-RUN_LAST = "on_train_epoch_end, last"
-"""The table's name for the same hook of the other callbacks that run last."""
-SAVED_AFTER = ("on_train_batch_end", "on_validation_end")
-"""Hooks in which the callbacks that run last come after the module: they save what it has done there."""
+"""Further methods of a module. If one is misspelt, nothing else reports it."""
+UNTIMED_HOOKS = ("on_tune", "on_run_end")
+"""Hooks called before the profiler is set up, or after it is closed."""
 
 
 class HookTable:
-    """For each hook, the bound methods to call, timed by the profiler if there is one; no module hooks without a module."""
+    """The bound methods to call for every hook, timed by the profiler if there is one."""
 
     def __init__(
         self,
@@ -80,53 +83,68 @@ class HookTable:
         logbook: Logbook,
         profiler: Profiler | None = None,
     ) -> None:
-        # sorted is stable, so both kinds stay in the order of the list.
-        ordered = sorted(callbacks, key=lambda callback: callback.runs_last)
-        self._logbook = logbook
-        self._calls: dict[str, tuple[Callable[..., Any], ...]] = {}
-
-        def bound(callback: Callback, name: str) -> Callable[..., Any]:
-            call = partial(getattr(callback, name), trainer, module)
-            return call if profiler is None else profiler.timed(call, f"[callback] {type(callback).__name__}.{name}")
-
-        for name in HOOKS:
-            overriding = [callback for callback in ordered if is_overridden(name, callback, Callback)]
-            if name == "on_train_epoch_end":
-                last = [callback for callback in overriding if callback.runs_last]
-                self._calls[SAVE] = tuple(bound(each, name) for each in last if isinstance(each, ModelCheckpoint))
-                self._calls[RUN_LAST] = tuple(
-                    bound(each, name) for each in last if not isinstance(each, ModelCheckpoint)
-                )
-                overriding = [callback for callback in overriding if not callback.runs_last]
-            after = [each for each in overriding if each.runs_last] if name in SAVED_AFTER else []
-            calls: list[Callable[..., Any]] = [bound(each, name) for each in overriding if each not in after]
-            if module is not None and hasattr(Module, name) and is_overridden(name, module, Module):
-                own = getattr(module, name)
-                calls.append(own if profiler is None else profiler.timed(own, f"[module] {name}"))
-            calls += [bound(each, name) for each in after]
-            if name.endswith(("_batch_start", "_batch_end")) and "train" not in name:
-                # The arguments before the loader's index: batch and batch_idx, at a batch's end outputs too.
-                calls = [_with_loader_index(each, 2 if name.endswith("_start") else 3) for each in calls]
-            self._calls[name] = tuple(calls)
-        readers = [
-            each for each in ordered if is_overridden("on_train_batch_end", each, Callback) and each.reads_outputs
-        ]
-        self.outputs_are_read = bool(readers) or (
-            module is not None and is_overridden("on_train_batch_end", module, Module)
+        self._trainer, self._module, self._logbook, self._profiler = trainer, module, logbook, profiler
+        ordered = sorted(callbacks, key=lambda callback: -callback.priority)
+        calls = {name: self._of_callbacks(name, ordered) + self._of_module(name) for name in HOOKS}
+        save_point = tuple(partial(_without_arguments, hook) for hook in calls["on_save_point"])
+        early = [callback for callback in ordered if callback.priority >= 0]
+        late = ordered[len(early) :]
+        for name in ("on_train_batch_end", "on_validation_end"):
+            first, last = self._of_callbacks(name, early), self._of_callbacks(name, late)
+            calls[name] = first + self._of_module(name) + last + save_point
+        # The reduction of the epoch's metrics comes between these two.
+        name = "on_train_epoch_end"
+        calls[name], self._late_epoch_end = (
+            self._of_callbacks(name, early) + self._of_module(name),
+            self._of_callbacks(name, late),
+        )
+        self._calls = calls
+        readers = [callback for callback in ordered if callback.reads_outputs]
+        self.outputs_are_read = bool(
+            self._of_callbacks("on_train_batch_end", readers) + self._of_module("on_train_batch_end")
         )
         """Whether a training step's outputs have to be made ready for on_train_batch_end."""
         self.reduced_early = frozenset(name for name in EPOCH_ENDS if self._calls[name])
-        """The ends of epochs whose hooks see the epoch's values; the same on every rank after `agree`."""
+        """The ends of epochs whose hooks see the epoch's values. After `agree` they are the same on every rank."""
+
+    def _of_callbacks(self, name: str, callbacks: Iterable[Callback]) -> Hooks:
+        """Return this hook of the callbacks that override it."""
+        return tuple(
+            self._timed(
+                name,
+                partial(getattr(callback, name), self._trainer, self._module),
+                f"[callback] {type(callback).__name__}",
+            )
+            for callback in callbacks
+            if is_overridden(name, callback, Callback)
+        )
+
+    def _of_module(self, name: str) -> Hooks:
+        """Return this hook of the module, if it overrides it."""
+        module = self._module
+        if module is None or not hasattr(Module, name) or not is_overridden(name, module, Module):
+            return ()
+        return (self._timed(name, getattr(module, name), "[module]"),)
+
+    def _timed(self, name: str, hook: Callable[..., Any], owner: str) -> Callable[..., Any]:
+        """Return a hook that the profiler, if there is one, measures, and that takes an evaluation's arguments."""
+        if self._profiler is not None and name not in UNTIMED_HOOKS:
+            separator = " " if owner == "[module]" else "."
+            hook = self._profiler.timed(hook, f"{owner}{separator}{name}")
+        if name.endswith(("_batch_start", "_batch_end")) and "train" not in name:
+            # The arguments before the loader's index: batch and batch_idx, at a batch's end outputs too.
+            hook = _with_loader_index(hook, 2 if name.endswith("_start") else 3)
+        return hook
 
     def agree(self, ranks: Ranks, call: str) -> None:
-        """Reduce early on every rank if one of them has a hook that looks at the values. Collective."""
+        """Reduce early on every rank if one rank has a hook that reads the values. Collective."""
         self.reduced_early = frozenset(chain(*ranks.exchange(sorted(self.reduced_early), call)))
 
-    def __getitem__(self, name: str) -> tuple[Callable[..., Any], ...]:
+    def __getitem__(self, name: str) -> Hooks:
         return self._calls[name]
 
     def call(self, name: str, *args: Any) -> list[Any]:
-        """Call everything that overrides this hook, in order, and return what they return."""
+        """Call all overrides of this hook, in order, and return their results."""
         calls = self._calls[name]
         if not calls:
             return []
@@ -141,13 +159,29 @@ class HookTable:
             collector.enter_hook(outer)
         return returned
 
+    def call_late(self) -> None:
+        """Call on_train_epoch_end of the callbacks with a negative priority, once the epoch's metrics are reduced."""
+        for hook in self._late_epoch_end:
+            hook()
+
+
+def _without_arguments(hook: Callable[[], Any], *_: Any) -> None:
+    hook()
+
 
 def check_hooks(owner: Module | Callback) -> None:
     """Check the hooks that a user's class defines, and warn of methods whose names are almost those of hooks.
 
     Raises:
-        TypeError: a hook does not take what it is given.
+        TypeError: a hook does not take its arguments, or a callback's priority is not an int.
     """
+    if isinstance(owner, Callback):
+        if not isinstance(owner.priority, int):
+            raise TypeError(
+                f"{type(owner).__name__}.priority is {owner.priority!r}. Set an int, for example priority = -10."
+            )
+        if hasattr(owner, "runs_last"):
+            raise TypeError(f"{type(owner).__name__} sets runs_last, which was removed. Set priority = -10 instead.")
     base: type = Module if isinstance(owner, Module) else Callback
     hooks = MODULE_HOOKS if base is Module else HOOKS
     for kind in type(owner).__mro__:

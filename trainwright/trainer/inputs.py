@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from trainwright.arguments import foreign_hint
-from trainwright.compiled_names import WRAPPER
 from trainwright.data.combined_loader import CombinedLoader, is_collection, is_read_once
 from trainwright.errors import a_type_of
 from trainwright.module import Module, is_overridden
@@ -17,6 +16,7 @@ from trainwright.paths import absolute
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import STRATEGIES, VARIANTS, Strategy
+from trainwright.tensor_names import WRAPPER
 
 GIVEN_OUTPUTS = {
     "training_epoch_end": "on_train_epoch_end",
@@ -44,7 +44,7 @@ def check_replaced_hooks(owner: Any) -> None:
     for name, replacement in GIVEN_OUTPUTS.items():
         if callable(getattr(owner, name, None)):
             raise TypeError(
-                f"{type(owner).__name__} defines {name}, which is never called; define {replacement} instead (outputs of the "
+                f"{type(owner).__name__} defines {name}, which is never called. Define {replacement} instead (outputs of the "
                 "steps are not kept: keep on self what you need)."
             )
     left = {name: new for name, new in REPLACED_HOOKS.items() if callable(getattr(owner, name, None))}
@@ -60,17 +60,17 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
     """Raise TypeError unless it is a Module with the methods that the call needs."""
     if module is None:
         raise TypeError(
-            f"trainer.{call} was given no module, and none was run before; pass an instance of trainwright.Module."
+            f"trainer.{call} was given no module, and none was run before. Pass an instance of trainwright.Module."
         )
     if isinstance(module, type) and issubclass(module, Module):
-        raise TypeError(f"trainer.{call} was given the class {module.__name__}; pass an instance of it.")
+        raise TypeError(f"trainer.{call} was given the class {module.__name__}. Pass an instance of it.")
     if not isinstance(module, Module):
         hint = " Subclass trainwright.Module, or use trainwright.Accelerator in your own loop."
         hint = foreign_hint(module) or (hint if isinstance(module, nn.Module) else "")
         if isinstance(getattr(module, WRAPPER, None), Module):  # of torch.compile
             hint = " Pass the module itself, and compile=True to the Trainer: it compiles the submodules that the steps call."
         raise TypeError(
-            f"trainer.{call} was given {a_type_of(module)}; expected an instance of trainwright.Module.{hint}"
+            f"trainer.{call} was given {a_type_of(module)}. Expected an instance of trainwright.Module.{hint}"
         )
     check_replaced_hooks(module)
     missing = [name for name in needed if not is_overridden(name, module, Module)]
@@ -82,19 +82,19 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
             f"trainer.predict needs predict_step, or forward for it to call; {type(module).__name__} defines neither."
         )
     if not hasattr(module, "_trainer"):
-        raise TypeError(f"{type(module).__name__}.__init__ did not call super().__init__(); call it first.")
+        raise TypeError(f"{type(module).__name__}.__init__ did not call super().__init__(). Call it first.")
 
 
 def check_loader(loader: Any, argument: str, call: str, hook: str, is_read_once: bool) -> Any:
     """Return the loaders; TypeError for anything else, and for an iterator unless it `is_read_once`."""
     if loader is None:
         raise TypeError(
-            f"trainer.{call} was given no {argument}; pass a torch DataLoader, or an iterable of batches, or define {hook} on "
+            f"trainer.{call} was given no {argument}. Pass a torch DataLoader, or an iterable of batches, or define {hook} on "
             "the module or on a DataModule."
         )
     if isinstance(loader, str) or not isinstance(loader, Iterable):  # a str is iterable
         raise TypeError(
-            f"{argument} is {a_type_of(loader)}; expected a torch DataLoader, an iterable of batches, or several of "
+            f"{argument} is {a_type_of(loader)}. Expected a torch DataLoader, an iterable of batches, or several of "
             f"them in a list, a dict or a CombinedLoader.{foreign_hint(loader)}"
         )
     once = iterators_of(loader)
@@ -102,7 +102,7 @@ def check_loader(loader: Any, argument: str, call: str, hook: str, is_read_once:
         limit = {"train": "limit_train_batches", "val": "limit_val_batches"}.get(hook.partition("_")[0])
         raise TypeError(
             f"{argument} is or holds {a_type_of(once[0])}, which can be read only once, and this run may read it more "
-            f"often; pass a list, a DataLoader, or an object whose __iter__ starts again. With {limit}=<a number> each pass "
+            f"often. Pass a list, a DataLoader, or an object whose __iter__ starts again. With {limit}=<a number> each pass "
             "takes the next batches of it; max_epochs=1 reads training data once, and without val_check_interval validation "
             "data too."
         )
@@ -125,18 +125,18 @@ def choose_precision(precision: Any, plugins: Any) -> Any:
     given = plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]
     for plugin in given:
         if isinstance(plugin, str) and plugin in {*STRATEGIES, *VARIANTS}:
-            raise ValueError(f"plugins={plugin!r} names a strategy; pass strategy={plugin!r} instead.")
+            raise ValueError(f"plugins={plugin!r} names a strategy. Pass strategy={plugin!r} instead.")
         if isinstance(plugin, Strategy):
-            raise ValueError(f"plugins= holds {a_type_of(plugin)}; pass it as strategy=.")
+            raise ValueError(f"plugins= holds {a_type_of(plugin)}. Pass it as strategy=.")
         if not isinstance(plugin, Precision):
             raise TypeError(
-                f"plugins= holds {plugin!r}, {a_type_of(plugin)}; expected a Precision. Pass a strategy as strategy=. "
+                f"plugins= holds {plugin!r}, {a_type_of(plugin)}. Expected a Precision. Pass a strategy as strategy=. "
                 "Leave out environments, checkpoint IO and layer synchronisation: a job is detected, checkpoints have one "
                 f"format, and sync_batchnorm=True synchronises.{foreign_hint(plugin)}"
             )
         if precision is not None:
             raise ValueError(
-                f"precision={precision!r} and plugins={plugin!r} both choose a precision; pass one of them."
+                f"precision={precision!r} and plugins={plugin!r} both choose a precision. Pass one of them."
             )
         precision = plugin
     return precision
@@ -146,7 +146,7 @@ def choose_root(default_root_dir: Any) -> str:
     """Return the absolute folder of a Trainer's files; TypeError unless it is a path or None."""
     if not isinstance(default_root_dir, (str, os.PathLike, type(None))):
         raise TypeError(
-            f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}; expected a path, an fsspec URL "
+            f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}. Expected a path, an fsspec URL "
             "or None for the working directory."
         )
     return absolute("." if default_root_dir is None else default_root_dir)
@@ -154,8 +154,8 @@ def choose_root(default_root_dir: Any) -> str:
 
 def check_compile(compile: Any, strategy: Strategy) -> None:
     """Raise ValueError for compile= under a strategy whose engine the compiler cannot follow."""
-    if compile and not strategy.takes_compile:
+    if compile and not strategy.capabilities.takes_compile:
         raise ValueError(
             f"compile={compile!r} cannot hold under strategy={strategy.name!r} as it is set (DeepSpeed's stage 3 gathers "
-            "parameters in hooks that the compiler does not follow); leave compile out, or choose 'fsdp' or stage 2."
+            "parameters in hooks that the compiler does not follow). Leave compile out, or choose 'fsdp' or stage 2."
         )

@@ -94,7 +94,7 @@ def choose_levels(name: str, hook: str, settings: LogSettings) -> tuple[bool, bo
     if rule is None:
         raise RuntimeError(
             f"self.log({name!r}, ...) was called {f'in {hook}' if hook else 'outside of a step or hook'}, where nothing is "
-            "collected; log in training_step, validation_step, test_step, in the hooks of a batch, in on_train_start, "
+            "collected. Log in training_step, validation_step, test_step, in the hooks of a batch, in on_train_start, "
             "on_train_epoch_start or on_train_epoch_end, or in those hooks of validation and test."
         )
     on_step = rule.on_step if settings.on_step is None else bool(settings.on_step)
@@ -102,11 +102,11 @@ def choose_levels(name: str, hook: str, settings: LogSettings) -> tuple[bool, bo
     if not rule.has_step and (on_step or not on_epoch):
         raise ValueError(
             f"self.log({name!r}, on_step={on_step}, on_epoch={on_epoch}) was called in {hook}, where there is no batch and so "
-            "no step; leave on_step at False and on_epoch at True."
+            "no step. Leave on_step at False and on_epoch at True."
         )
     if not on_step and not on_epoch:
         raise ValueError(
-            f"self.log({name!r}, ...) has on_step=False and on_epoch=False; set at least one of them to True."
+            f"self.log({name!r}, ...) has on_step=False and on_epoch=False. Set at least one of them to True."
         )
     return on_step, on_epoch
 
@@ -139,19 +139,19 @@ def check_batch_size(name: str, batch_size: Any) -> float:
     """Return a batch size as a float; TypeError or ValueError unless it is a positive number."""
     if isinstance(batch_size, torch.Tensor):
         raise TypeError(
-            f"self.log({name!r}, ...) got a tensor as batch_size; expected a positive number. Pass len(...) or a shape's "
+            f"self.log({name!r}, ...) got a tensor as batch_size. Expected a positive number. Pass len(...) or a shape's "
             "element; a sum over a mask has to be read with .item(), which waits for the device."
         )
     try:
         size = float(batch_size)
     except (TypeError, ValueError):
         raise TypeError(
-            f"self.log({name!r}, ...) got batch_size={batch_size!r}, {a_type_of(batch_size)}; expected a positive "
+            f"self.log({name!r}, ...) got batch_size={batch_size!r}, {a_type_of(batch_size)}. Expected a positive "
             "number."
         ) from None
     if not 0 < size < float("inf"):
         raise ValueError(
-            f"self.log({name!r}, ...) got batch_size={batch_size!r}; expected a positive number. If a batch has nothing to "
+            f"self.log({name!r}, ...) got batch_size={batch_size!r}. Expected a positive number. If a batch has nothing to "
             "average, leave the call out."
         )
     return size

@@ -19,25 +19,25 @@ from trainwright.trainer.logged_value import Key, Loader, expanded, to_numbers
 from trainwright.trainer.metric_objects import metrics_in_use, refuse_shared
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.reduction import end_loader, reduce_epoch
-from trainwright.trainer.state import TrainerState
+from trainwright.trainer.run_position import Position
 
 
 class Logbook:
     """Keeps the latest value of every metric and writes the loggers' rows (on rank 0)."""
 
-    def __init__(self, loggers: Sequence[Logger], engine: Engine, state: TrainerState) -> None:
+    def __init__(self, loggers: Sequence[Logger], engine: Engine, state: Position) -> None:
         self.collector: MetricCollector | None = None
-        """The target of self.log; None if nothing is collected."""
+        """The target of self.log. None if nothing is collected."""
         self.training_collector: MetricCollector | None = None
-        """The collector of the training epoch, also during a validation within the epoch, which has its own."""
+        """The collector of the training epoch, also while a validation within the epoch has another collector."""
         self.unfinished: dict[str, Any] | None = None
-        """What a checkpoint within an epoch holds of that epoch, until it is resumed."""
-        self.owes_row = False
-        """Whether the row of the latest step is still to be written."""
+        """The logged values of a checkpoint within an epoch, until the epoch is resumed."""
+        self.is_row_due = False
+        """Whether the row of the latest step is due."""
         self.has_begun = False
-        """Whether an epoch or an evaluation has begun; a sanity check does not count."""
+        """Whether an epoch or an evaluation has begun. A sanity check does not count."""
         self.reductions = 0
-        """Reductions over the ranks that were begun; compared across ranks, they show which rank is behind."""
+        """Reductions over the ranks begun so far. Compared across ranks, they show which rank is behind."""
         self._loggers = loggers if engine.rank == 0 else ()  # only rank 0 writes
         self._engine, self._state = engine, state
         self._is_silent = False
@@ -52,15 +52,15 @@ class Logbook:
         """The names that were logged as float64 tensors."""
         self._latest = {"callback": self._callback, "logged": self._logged, "shown": self._shown}
         self._scored_at: dict[str, int] = {}
-        """By metric of the latest validation, the optimizer step of the weights that it scored."""
+        """By metric of the latest validation, the optimizer step of the scored weights."""
         self._epoch_of: dict[str, int] = {}
-        """By metric of the training, the epoch whose value it has."""
+        """By metric of the training, the epoch of its value."""
         self._held_rows: list[tuple[dict[str, float], int]] = []
-        """Rows of a validation within fit, held until it ends: a run that leaves it writes them when it is resumed."""
+        """Rows of a validation within fit, until it ends: a run that abandons the validation writes them when resumed."""
         self._outer: MetricCollector | None = None
         """The collector before the running evaluation."""
         self._not_of_evaluation: dict[str, int] | None = None
-        """The Metric objects in use before the running evaluation, with their updates; None between evaluations."""
+        """The Metric objects in use before the running evaluation, with their updates. None between evaluations."""
         self._evaluated: set[str] = set()
         """The Metric objects that evaluations of this run have logged."""
 
@@ -90,24 +90,26 @@ class Logbook:
 
     def end_evaluation(self) -> None:
         """Return to the collector before the evaluation."""
-        self.collector, self._outer, self._not_of_evaluation = self._outer, None, None
+        self.collector = self._outer
+        self._outer = self._not_of_evaluation = None
 
     def stop_collecting(self) -> None:
         """Let self.log raise until the next start."""
-        self.collector, self.owes_row = None, False
+        self.collector = None
+        self.is_row_due = False
 
     @property
     def is_silenced(self) -> bool:
         """Return whether the batch's values are discarded: this rank only keeps collectives in step with other ranks."""
         return self.collector is not None and self.collector.silent
 
-    def owe_row(self) -> None:
-        """Note that the row of the latest step is due: `log_step` writes it, at the batch's end or before a save."""
-        self.owes_row = True
+    def mark_row_due(self) -> None:
+        """Request the row of the latest step, written at the batch's end or before a save."""
+        self.is_row_due = True
 
     def log_step(self) -> None:
         """Write a row with the latest step values of this rank."""
-        self.owes_row = False
+        self.is_row_due = False
         if not self._loggers or self._is_silent:
             return
         self._write(self._step_values(), self._state.logged_step)
@@ -140,7 +142,7 @@ class Logbook:
         end_loader(self.collector, module)
 
     def reduce(self, module: Module) -> None:
-        """Reduce what the epoch has logged so far, so that the hooks of its end can read it. Collective.
+        """Reduce the epoch's values so far, so that the hooks of its end can read them. Collective.
 
         Values that those hooks log are reduced by `finish`, in a second gather.
         """
@@ -156,7 +158,7 @@ class Logbook:
     def finish(self, module: Module, num_loaders: int = 1) -> list[dict[str, float]]:
         """Reduce the epoch's values over the ranks, write them as a row and return them by loader. Collective.
 
-        A value without a loader is in the dict of each loader. A value of rank 0 alone is not returned.
+        A value without a loader is in the dict of every loader. A value of rank 0 only is not returned.
         """
         assert self.collector is not None
         if self.collector is not self.training_collector:
@@ -200,8 +202,13 @@ class Logbook:
         """Return the latest value of every metric as its user sees it, for the Trainer of another process."""
         return {"callback": self.callback_metrics, "logged": self.logged_metrics, "shown": self.progress_bar_metrics}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the latest values from a checkpoint; one of an older version may lack some."""
+    def load_state_dict(self, state: dict[str, Any], unfinished: dict[str, Any] | None = None) -> None:
+        """Load the latest values from a checkpoint, of which an older version may lack some.
+
+        `unfinished` is the epoch's part of a checkpoint within an epoch, kept until the epoch is resumed.
+        """
+        if unfinished is not None:
+            self.unfinished = unfinished
         for name, values in self._latest.items():
             values.update(state.get(name, {}))
         self._earlier_batches.update(state.get("evaluation_batches", {}))
@@ -210,7 +217,7 @@ class Logbook:
         self._doubles.update(state.get("doubles", ()))
 
     def logger_states(self) -> list[dict[str, Any]]:
-        """Return the loggers' positions for a checkpoint, after writing what they hold back; empty on ranks other than 0."""
+        """Return the loggers' positions for a checkpoint, after a flush. Empty on ranks other than 0."""
         return logger_states(self._loggers)
 
     def drop_later_rows(self) -> None:
@@ -220,9 +227,9 @@ class Logbook:
                 logger.drop_later_rows()
 
     def epoch_state(self) -> dict[str, Any] | None:
-        """Return what this rank has logged so far in the training epoch, for a checkpoint; None between two epochs.
+        """Return this rank's logged values of the training epoch, for a checkpoint. None between two epochs.
 
-        Metric objects that only the running evaluation has used are left out.
+        Metric objects that only the running evaluation has used are omitted.
         """
         if self._state.batch == 0 or self._state.epoch_ended:
             return None
@@ -241,7 +248,7 @@ class Logbook:
         self._held_rows.clear()
 
     def monitored(self, name: str, asker: str) -> float:
-        """Return a metric that `asker` follows; ValueError naming the logged ones if it was not logged."""
+        """Return a metric that `asker` follows. ValueError with the logged names if it was not logged."""
         self._keep_steps()
         metrics = self._callback  # of which epoch values are not rounded
         if name not in metrics:
@@ -256,17 +263,13 @@ class Logbook:
             )
         return float(metrics[name])  # NOTE: waits for the device if the value is a step's
 
-    def keep_unfinished(self, state: dict[str, Any] | None) -> None:
-        """Keep what a checkpoint within an epoch holds of that epoch, until the epoch is resumed."""
-        self.unfinished = state
-
     def is_outdated(self, name: str) -> bool:
         state = self._state
         is_earlier = state.epoch_ended and self._epoch_of.get(name, state.epoch) != state.epoch
         return is_earlier or self._scored_at.get(name, state.step) != state.step
 
     def resume_epoch(self) -> None:
-        """Resume the epoch's values from the checkpoint; they replace what the hooks of the epoch's start logged again."""
+        """Resume the epoch's values from the checkpoint, in place of values logged again by the hooks of the epoch's start."""
         state, self.unfinished = self.unfinished, None
         if state is not None:
             assert self.collector is not None
@@ -278,7 +281,7 @@ class Logbook:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Every metric's latest value: an epoch's over all ranks, a training step's of this rank. None of rank 0's alone."""
+        """Latest values of the metrics: an epoch's over all ranks, a training step's of this rank."""
         self._keep_steps()
         return self._as_tensors(self._callback)
 
@@ -342,7 +345,7 @@ class Logbook:
             self._write(numbers, step)
 
     def _write(self, numbers: dict[str, float], step: int) -> None:
-        """Write a row; a metric called step replaces its x value, and one called epoch the number of the epoch."""
+        """Write a row. A metric named step replaces its x value, and a metric named epoch the number of the epoch."""
         if not numbers or self._is_silent or not self._loggers:
             return
         step = int(numbers.pop("step", step))
@@ -353,9 +356,9 @@ class Logbook:
 def format_table(
     title: str, metrics: Sequence[Mapping[str, float]], loaders: Sequence[str | None] | None = None
 ) -> str:
-    """Return a table with a row for each metric and a column for each loader, whose suffix is cut off the metrics' names.
+    """Return a table with a row for every metric and a column for every loader, without the loaders' suffixes.
 
-    `loaders` are the names of the loaders; None for a loader without a name, or if all are.
+    `loaders` are the names of the loaders. None for a loader without a name, or if no loader has a name.
     """
     names = [*(loaders or ()), *[None] * len(metrics)][: len(metrics)]
     suffixes = [f"/dataloader_idx_{index}" for index in range(len(names))]

@@ -1,4 +1,4 @@
-"""One logged name: its settings, its latest value, and what the epoch has added up on the value's device."""
+"""One logged name: its settings, its latest value, and the epoch's sum on the value's device."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Key(NamedTuple):
     base_name: str
     epoch_name: str
     loader: int
-    """The index of its loader; -1 for a value of all of them."""
+    """The index of its loader. -1 for a value of all loaders."""
     reduce_fx: str
     prog_bar: bool
     logger: bool
     attribute: str
-    """The module's attribute that holds the Metric; empty for a plain value."""
+    """The path of the Metric in the module. Empty for a plain value."""
     rank_zero_only: bool
 
 
 Reduced = float | dict[str, float]
-"""An epoch value over all ranks; for a Metric that computes several numbers, each by its suffix."""
+"""An epoch value over all ranks. A Metric that computes several numbers has them by suffix."""
 
 
 def expanded(reduced: Mapping[Key, Reduced]) -> dict[Key, float]:
-    """Return each number under its own key: those of one Metric as name_key (of a vector name_0, name_1, ...)."""
+    """Return the numbers by key: a Metric's parts as name_key, or name_0, name_1 and so on for a vector."""
     numbers: dict[Key, float] = {}
     for key, value in reduced.items():
         parts = {"": value} if isinstance(value, (int, float)) else {f"_{part}": each for part, each in value.items()}
@@ -52,7 +52,7 @@ def expanded(reduced: Mapping[Key, Reduced]) -> dict[Key, float]:
 
 
 class LoggedValue:
-    """What one hook logs under one name for one loader.
+    """The values that one hook logs under one name for one loader.
 
     `base_name` is the name with the loader's suffix. With on_step and on_epoch both, the two values have the names
     `step_name` and `key.epoch_name`, which are otherwise the base name.
@@ -87,7 +87,7 @@ class LoggedValue:
         """The description that all ranks share."""
         self.metric: Metric | None = None
         self.last: Tensor | float | None = None
-        """The latest value; None before the first."""
+        """The latest value. None before the first."""
         self._shown: Tensor | float | None = None
         self._pending: list[Tensor] = []
         self._weights: list[float] = []
@@ -98,16 +98,17 @@ class LoggedValue:
         self.last = value
 
     def take_new(self) -> Tensor | float | None:
-        """Return the latest value if it was not taken before, else None."""
+        """Return the latest value. None if it was returned before."""
         value = None if self.last is self._shown else self.last
         self._shown = self.last
         return value
 
     def follow(self, metric: Metric, attribute: str) -> None:
-        self.metric, self.key = metric, self.key._replace(attribute=attribute)
+        self.metric = metric
+        self.key = self.key._replace(attribute=attribute)
 
     def add(self, value: Tensor | float, weight: float) -> None:
-        """Add a value to the epoch's; a tensor stays on its device and is not read."""
+        """Add a value to the epoch's sum. A tensor stays on its device and is not read."""
         self._weight += weight
         if isinstance(value, Tensor):
             self._pending.append(value)
@@ -118,7 +119,7 @@ class LoggedValue:
             self._combine(value * weight if self.reduce_fx == "mean" else value)
 
     def total(self) -> tuple[Tensor | float, float]:
-        """Return this rank's (reduced value, weight): the weighted sum for a mean, else the sum, minimum or maximum."""
+        """Return this rank's (reduced value, weight): the weighted sum for a mean, otherwise the sum, minimum or maximum."""
         self._sum_up()
         return (0.0 if self._total is None else self._total, self._weight)
 
@@ -152,7 +153,7 @@ class LoggedValue:
 
     @classmethod
     def restored(cls, state: dict[str, Any], device: torch.device, rank: int = 0) -> LoggedValue:
-        """Return what `state_dict` described; its pending values go to `device` unless they were on the host."""
+        """Return the value that `state_dict` described. Pending values go to `device`, if they were not on the host."""
         # Unlike the settings of any call, so that the next log of this name goes through the checks and `take_over`.
         settings = LogSettings(**{**state["settings"], "reduce_fx": None})
         levels = choose_levels(state["name"], state["hook"], settings)
@@ -166,7 +167,7 @@ class LoggedValue:
         return logged
 
     def take_over(self, restored: LoggedValue) -> None:
-        """Continue from a checkpoint's entry of this name, unless that was reduced in another way."""
+        """Continue from a checkpoint's entry of this name, if it was reduced in the same way."""
         if restored.reduce_fx == self.reduce_fx:
             self.last, self._shown = restored.last, restored._shown
             self._pending, self._weights = restored._pending, restored._weights
@@ -174,7 +175,7 @@ class LoggedValue:
 
     @classmethod
     def merged(cls, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Merge the states of several ranks; the latest value is the first rank's."""
+        """Merge the states of several ranks. The latest value comes from the first rank."""
         empty: dict[str, Any] = {"total": None, "weight": 0.0, "pending": [], "weights": []}
         whole = cls.restored({**states[0], **empty}, torch.device("cpu"))  # on the host, where sums are float64
         for state in states:
@@ -219,7 +220,7 @@ def to_numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
 def read_all(values: list[Tensor | float]) -> list[float]:
     """Return the values as python numbers, the tensors among them in one transfer. NOTE: waits for the device.
 
-    On a device without float64 there is one transfer for each dtype, so that none is rounded.
+    On a device without float64 there is one transfer per dtype, so that no value is rounded.
     """
     indices_of: dict[torch.dtype, list[int]] = {}
     for index, value in enumerate(values):
@@ -248,7 +249,7 @@ def _on_device(numbers: list[float], device: torch.device) -> Tensor:
 
 
 def _extreme(one: Tensor | float, other: Tensor | float, is_minimum: bool) -> Tensor | float:
-    """Return the smaller or the larger of two values; NaN if one is NaN. No tensor is read."""
+    """Return the smaller or the larger of two values, NaN if one is NaN. No tensor is read."""
     device = next((each.device for each in (one, other) if isinstance(each, Tensor)), None)
     if device is None:
         numbers = torch.tensor([one, other], dtype=torch.float64)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from trainwright.trainer.run_position import Position, RunningStage
 from trainwright.trainer.settings import Settings
-from trainwright.trainer.state import TrainerState
-from trainwright.trainer.states import RunningStage
 
 
 class Count(NamedTuple):
@@ -28,7 +27,7 @@ class Counted(NamedTuple):
 class EpochLoop:
     """`trainer.fit_loop.epoch_loop`: the batches and steps of a fit."""
 
-    def __init__(self, state: TrainerState) -> None:
+    def __init__(self, state: Position) -> None:
         self._state = state
 
     @property
@@ -58,7 +57,7 @@ class FitLoop:
     `change` changes a setting by name, which the next fit takes; within a run it raises.
     """
 
-    def __init__(self, settings: Settings, state: TrainerState, change: Callable[[str, Any], None]) -> None:
+    def __init__(self, settings: Settings, state: Position, change: Callable[[str, Any], None]) -> None:
         self._settings, self._state, self._change = settings, state, change
         self.epoch_loop = EpochLoop(state)
 

@@ -47,7 +47,7 @@ def step_value(name: str, metric: Metric) -> Tensor | None:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().reshape(())
     raise ValueError(
-        f"self.log({name!r}, on_step=True) got a Metric whose value is not a single number; log each of its parts under its "
+        f"self.log({name!r}, on_step=True) got a Metric whose value is not a single number. Log each of its parts under its "
         "own name."
     )
 
@@ -170,7 +170,7 @@ def _numbers(key: Key, value: Any) -> Reduced:
         return numbers
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else a_type_of(value)
     raise ValueError(
-        f"the metric logged as {key.base_name!r} computes {kind}; expected one number, a vector of numbers (logged as "
+        f"the metric logged as {key.base_name!r} computes {kind}. Expected one number, a vector of numbers (logged as "
         f"{key.base_name}_0, ...) and a dict of numbers (logged as {key.base_name}_key). Log the rest under other names."
     )
 

@@ -1,4 +1,4 @@
-"""Metrics: what self.log collects during one epoch of training or one evaluation.
+"""Metrics: the values that self.log collects during one epoch of training or one evaluation.
 
 A value stays on its device: a step value is read only to be shown, an epoch value is summed there in float64. At an epoch's
 end one all_gather reduces the (sum, weight) pairs of every key (reduction.py). log_rules.py says which hooks may log.
@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.callers import warn
 from trainwright.data.batch_stream import sample_counts
 from trainwright.errors import a_type_of
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.rank_zero import rank_zero_warn, warn
 from trainwright.trainer.log_rules import (
     LogSettings,
     check_batch_size,
@@ -46,13 +45,13 @@ if TYPE_CHECKING:
 
 
 class MetricCollector:
-    """What one stage logs between two of its epoch ends.
+    """The values that one stage logs between two of its epoch ends.
 
     Args:
         module: holds the torchmetrics objects.
         stage: "train", "validation" or "test".
-        rank: this process's; the others ignore values that only rank 0 logs.
-        warned: what the user was already warned of in this run.
+        rank: the rank of this process. Ranks other than 0 ignore values that only rank 0 logs.
+        warned: the subjects of this run's warnings so far.
         others: paths of Metric objects that another stage logs.
     """
 
@@ -60,13 +59,15 @@ class MetricCollector:
         self, module: nn.Module, stage: str = "train", rank: int = 0, warned: set[str] | None = None, others: Any = ()
     ) -> None:
         self.values: dict[tuple[str, str, Loader | None], LoggedValue] = {}
-        """What was logged, by hook, name and loader."""
+        """The logged values, by hook, name and loader."""
         self.hook = ""
         """The running step or hook."""
         self.loader: Loader | None = None
-        """The current evaluation loader; None between loaders, and for a single loader without a name."""
+        """The current evaluation loader. None between loaders, and for a single loader without a name."""
         self.batch: Any = None
-        """The current batch; None between batches."""
+        """The current batch. None between batches."""
+        self.index = 0
+        """The number of the current batch."""
         self.silent = False
         """True during a batch whose results are discarded."""
         self.is_uneven = False
@@ -85,35 +86,40 @@ class MetricCollector:
         self._batch_size_of: Any = None  # the batch itself: an id may be used again
 
     def begin_loader(self, loader: Loader | None) -> None:
+        """Begin an evaluation loader. None ends the latest one."""
         self.loader = loader
+        self.batch = None
 
-    def begin_batch(self, batch: Any, step: str = "training_step", is_uneven: bool = False) -> None:
-        self.batch, self.hook, self.is_uneven = batch, step, is_uneven
+    def begin_batch(self, batch: Any, step: str = "training_step", is_uneven: bool = False, *, index: int) -> None:
+        """Begin a batch of a step, whose hook may log from here on."""
+        self.batch, self.index = batch, index
+        self.hook, self.is_uneven = step, is_uneven
 
-    def take_batch(self, batch: Any) -> None:
+    def take_batch(self, batch: Any, index: int) -> None:
         """Begin another batch within a step that pulls its batches."""
         self.batch = batch
+        self.index = index
 
     def end_batches(self) -> None:
         self.batch = None
 
     def annotate(self, error: BaseException) -> None:
-        """Add to an error of a step, or of a hook with a batch, which batch it was and what is in it."""
+        """Add a batch's number and contents to an error of its step or of a hook with it."""
         kinds = (RuntimeError, ValueError, TypeError, LookupError)
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if isinstance(error, kinds)]
         if self.batch is None or all(frame.f_code.co_name != self.hook for frame in frames):
             return
-        index = next(
-            (each.f_locals["index"] for each in frames if each.f_code.co_name in ("fit_epoch", "run_loader")), ""
-        )
-        error.add_note(f"In {self.hook}, with batch {index}: {_in_words(self.batch)}.")
+        error.add_note(f"In {self.hook}, with batch {self.index}: {_in_words(self.batch)}.")
 
     def begin_uneven_round(self, silent: bool) -> None:
-        """Begin a round in which ranks have different numbers of samples; `silent`: this rank has none."""
-        self.is_uneven, self.silent = True, silent
+        """Begin a round in which ranks have different numbers of samples. With `silent` this rank has none."""
+        self.is_uneven = True
+        self.silent = silent
 
     def end_uneven_round(self) -> None:
-        self.is_uneven = self.silent = False
+        """End the round."""
+        self.is_uneven = False
+        self.silent = False
 
     def enter_hook(self, name: str) -> str:
         """Let a hook log under its name, and return the hook around it, to enter again afterwards."""
@@ -133,7 +139,7 @@ class MetricCollector:
         if self.silent:
             return
         logged = self.values.get((self.hook, name, self.loader))
-        if logged is None or logged.settings != settings:  # the checks cost time, so they are made once a name
+        if logged is None or logged.settings != settings:  # the checks cost time, so they are made once for a name
             if isinstance(value, Mapping) or is_collection(value):
                 self._log_each(name, value, settings, batch_size)
                 return
@@ -141,12 +147,12 @@ class MetricCollector:
         if logged.is_ignored:
             return
         number: Tensor | float
-        if type(value) is float:  # the exact types first: this runs at each batch
+        if type(value) is float:  # the exact types first: this runs at every batch
             number = value
         elif isinstance(value, Tensor):
             if value.dim() and value.numel() != 1:
                 raise ValueError(
-                    f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; expected one element. Reduce it "
+                    f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}. Expected one element. Reduce it "
                     "first, for example with .mean()."
                 )
             if type(value) is Tensor and value.is_cpu and not logged.enable_graph:
@@ -155,7 +161,7 @@ class MetricCollector:
                 if hasattr(value, "full_tensor"):
                     raise TypeError(
                         f"log({name!r}) was given a value that was computed from sharded parameters themselves, of which "
-                        "each rank holds a part; pass value.full_tensor(), computed on every rank."
+                        "every rank has a part. Pass value.full_tensor(), computed on every rank."
                     )
                 value = value.reshape(()) if value.dim() else value  # otherwise (1,) and () could not be stacked
                 number = value.detach().clone()  # the user may change the tensor in place before it is read
@@ -166,7 +172,7 @@ class MetricCollector:
             return
         else:
             raise TypeError(
-                f"self.log({name!r}, ...) got {a_type_of(value)}; expected a number, a tensor of one element, a "
+                f"self.log({name!r}, ...) got {a_type_of(value)}. Expected a number, a tensor of one element, a "
                 "torchmetrics Metric, or a flat dict of these."
             )
         logged.show(value.clone() if logged.enable_graph and isinstance(value, Tensor) else number)
@@ -189,8 +195,8 @@ class MetricCollector:
         return {path for logged in self.values.values() if (path := logged.key.attribute)}
 
     def clear(self) -> None:
-        """Drop the values, and reset the Metric objects that were logged."""
-        # Also those of other ranks, which `reduced` names: each rank has computed them.
+        """Drop the values, and reset the logged Metric objects."""
+        # Also objects logged on other ranks, which `reduced` names: every rank has computed them.
         reset_metrics(self._module, [*self.reduced, *(logged.key for logged in self.values.values())])
         self.values.clear()
         self.computed.clear()
@@ -214,7 +220,7 @@ class MetricCollector:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Replace what this epoch has logged by what a checkpoint holds of it; `device` is this rank's."""
+        """Replace this epoch's logged values by a checkpoint's. `device` is the device of this rank."""
         self.values.clear()
         for each in state["values"]:
             if each["attribute"] and not is_metric(found_at(self._module, each["attribute"])):
@@ -224,13 +230,13 @@ class MetricCollector:
         restore_metrics(self._module, state["metrics"])
 
     def _log_each(self, name: str, values: Any, settings: tuple[Any, ...], batch_size: Any) -> None:
-        """Log each value of a flat dict under name/key."""
+        """Log the values of a flat dict under name/key."""
         check_name(name)
         options = LogSettings(*settings)._replace(metric_attribute=None)
         for key, value in flat_items(values):
             if isinstance(value, Mapping):
                 raise ValueError(
-                    f"self.log({name!r}, ...) got a dict that holds a dict under {key!r}; expected a flat dict. Log the "
+                    f"self.log({name!r}, ...) got a dict that holds a dict under {key!r}. Expected a flat dict. Log the "
                     f"inner one by itself, as {f'{name}/{key}'!r}."
                 )
             self.log(f"{name}/{key}", value, options, batch_size)
@@ -246,7 +252,7 @@ class MetricCollector:
             pairs = zip(settings._fields, known.settings, settings, strict=True)
             changes = ", ".join(f"{field}={old!r} and then {new!r}" for field, old, new in pairs if old != new)
             raise ValueError(
-                f"self.log({name!r}, ...) was called in {self.hook} with {changes}; use one setting for a name, or two names."
+                f"self.log({name!r}, ...) was called in {self.hook} with {changes}. Use one setting for a name, or two names."
             )
         levels = choose_levels(name, self.hook, settings)
         check_settings(name, settings, is_metric=is_metric(value))
@@ -257,10 +263,10 @@ class MetricCollector:
             if set(others) - {None, self.loader}:
                 raise ValueError(
                     f"self.log({name!r}, add_dataloader_idx=False) is called with two loaders, whose values would be mixed "
-                    "under one name; leave add_dataloader_idx at True, or use a different name for each loader."
+                    "under one name. Leave add_dataloader_idx at True, or use a different name for each loader."
                 )
         if isinstance(value, Tensor) and value.is_complex():
-            raise TypeError(f"self.log({name!r}, ...) got a complex tensor; expected a real one. Log its .abs().")
+            raise TypeError(f"self.log({name!r}, ...) got a complex tensor. Expected a real one. Log its .abs().")
         if isinstance(value, Tensor) and value.dtype == torch.float64:
             self.doubles |= {logged.base_name, logged.step_name, logged.key.epoch_name}
         if settings.logger and "logger" not in self.warned:
@@ -278,19 +284,19 @@ class MetricCollector:
             logged.follow(metric, self._attribute_of(logged, metric))
         elif logged.metric is not metric:
             raise ValueError(
-                f"self.log({logged.name!r}, ...) got another Metric than before in {self.hook}; use a different name for each."
+                f"self.log({logged.name!r}, ...) got another Metric than before in {self.hook}. Use a different name for each."
             )
         if logged.on_step:
             logged.show(step_value(logged.name, metric))
 
     def _attribute_of(self, logged: LoggedValue, metric: Metric) -> str:
-        """Return the path of the module's attribute that holds a Metric; ValueError if none does."""
+        """Return the path of the module's attribute for a Metric. ValueError if the module does not have it."""
         given = logged.settings.metric_attribute
         if given is not None:
             if found_at(self._module, given) is not metric:
                 raise ValueError(
                     f"self.log({logged.name!r}, metric_attribute={given!r}) got a Metric that {type(self._module).__name__} "
-                    "does not hold there; give the path of the attribute that holds it, or leave metric_attribute out."
+                    "does not hold there. Give the path of the attribute that holds it, or leave metric_attribute out."
                 )
             return given
         if self._paths is None:
@@ -298,7 +304,7 @@ class MetricCollector:
         attribute = self._paths.get(id(metric))
         if attribute is None:
             raise ValueError(
-                f"self.log({logged.name!r}, ...) got a Metric that is not an attribute of the module; assign it in __init__ "
+                f"self.log({logged.name!r}, ...) got a Metric that is not an attribute of the module. Assign it in __init__ "
                 "(self.accuracy = ...), so that it moves to the device and is reset, or give its path as metric_attribute=."
             )
         return attribute
@@ -320,18 +326,18 @@ class MetricCollector:
         return 1.0 if batch is None else self._batch_size
 
     def warn_of_rows(self, rows: list[int]) -> None:
-        """Warn, once per run, that a gather in an uneven round was padded; `rows` are those of each rank."""
+        """Warn, once per run, that a gather in an uneven round was padded. `rows` has a number for every rank."""
         if "rows" not in self.warned:
             self.warned.add("rows")
             rank_zero_warn(
                 f"all_gather: in a last round the ranks have {', '.join(map(str, rows))} rows, since it has fewer samples than "
-                "a full one; those with fewer repeat theirs to fill up. With drop_last=True a training has no such round.",
+                "a full one. A rank with fewer repeats rows to fill up. With drop_last=True a training has no such round.",
                 stacklevel=6,
             )
 
 
 def merged(states: list[dict[str, Any]], module: nn.Module) -> tuple[dict[str, Any] | None, list[str]]:
-    """Merge several ranks' states of an epoch; also return the Metric objects that cannot be merged.
+    """Merge several ranks' states of an epoch. Also return the Metric objects that cannot be merged.
 
     The merged state is None if there are no states.
     """

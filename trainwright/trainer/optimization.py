@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.data.transfer import map_tensors
-from trainwright.engine.gradients import clear_gradients
-from trainwright.engine.optimizers import SchedulerConfig, may_use_closure, needs_closure
-from trainwright.engine.window import in_float32
+from trainwright.engine.optimizers import SchedulerConfig, clear_gradients, may_use_closure, needs_closure
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Clipping, parameters_of
+from trainwright.strategies.base import Clipping, release
+from trainwright.strategies.divided_optimizers import parameters_of
+from trainwright.trainer.epoch_batches import Batch
+from trainwright.trainer.evaluate import skip_none
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
 
-TOO_MANY_EMPTY = 10
-"""Batches without a loss at a run's beginning after which a warning says that nothing is trained."""
+
+def run_training_step(run: TrainingRun, batch: Batch) -> Any:
+    """Return the outputs of training_step on a batch; None for a batch that is None, which is skipped."""
+    if not batch.arguments:
+        return skip_none(run.engine.world_size)
+    outputs = run.engine.run(run.module, "training_step", *batch.arguments)
+    if not batch.is_taken:
+        batch.refuse("training_step")
+    return outputs
 
 
 def read_loss(outputs: Any, world_size: int) -> Tensor | None:
@@ -34,7 +42,7 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
         return None
     if outputs is None:
         raise RuntimeError(
-            f"training_step returned None on one of {world_size} ranks, which skips the batch there alone; return a loss on "
+            f"training_step returned None on one of {world_size} ranks, which skips the batch there alone. Return a loss on "
             "every rank (0.0 * the loss, to let it count for nothing)."
         )
     given = a_type_of(outputs)
@@ -43,29 +51,9 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
         if "loss" in outputs:
             given = f"a dict whose 'loss' is {a_type_of(outputs['loss'])}"
     raise TypeError(
-        f"training_step returned {given}; expected a loss tensor, a dict with one under 'loss', or None to "
+        f"training_step returned {given}. Expected a loss tensor, a dict with one under 'loss', or None to "
         "skip the batch."
     )
-
-
-def count_empty(run: TrainingRun) -> None:
-    """Count a batch for which training_step returned None, and warn if the run has begun with nothing else."""
-    run.count_empty()
-    if run.num_empty == run.state.total_batches + 1 and (run.num_empty == TOO_MANY_EMPTY or run.progress.is_last_batch):
-        rank_zero_warn(
-            f"training_step returned None for the first {run.num_empty} batches, which skips them: nothing has been trained. "
-            "Did you forget the return statement?",
-            stacklevel=4,
-        )
-
-
-def refuse_empty_epoch(run: TrainingRun) -> None:
-    """Refuse, at the end of a run's first epoch, a training_step that has returned None for each batch (RuntimeError)."""
-    if run.num_empty and run.num_empty == run.state.total_batches and run.optimizer is not None:
-        raise RuntimeError(
-            f"training_step returned None for all {run.num_empty} batches of the first epoch, so nothing was trained; return "
-            "the loss (did you forget the return statement?), or set automatic_optimization = False and step yourself."
-        )
 
 
 def explain_second_backward(error: RuntimeError) -> None:
@@ -87,136 +75,127 @@ def read_outputs(outputs: Any) -> dict[str, Any]:
     return dict(map_tensors(Tensor.detach, outputs)) if isinstance(outputs, Mapping) else {"outputs": outputs}
 
 
-def begin_window(run: TrainingRun, index: int) -> None:
-    """Begin a window, and clear the gradients of the previous one."""
+def clear_with_hooks(run: TrainingRun, batch: Batch) -> None:
+    """Clear the gradients at a window's start by the hooks and the module's optimizer_zero_grad."""
     optimizer = run.optimizer
     if optimizer is None:
         return
-    if run.before_zero_grad:
-        run.hooks.call("on_before_zero_grad", optimizer)
-    if "optimizer_zero_grad" in run.own:
-        run.own["optimizer_zero_grad"](run.state.epoch, index, optimizer)
+    run.hooks.call("on_before_zero_grad", optimizer)
+    if "optimizer_zero_grad" in run.plan.overrides:
+        run.plan.overrides["optimizer_zero_grad"](run.state.epoch, batch.index, optimizer)
     else:
         clear_gradients(optimizer)
 
 
-def backward(run: TrainingRun, loss: Tensor, weight: float) -> None:
-    """Send a loss backward, divided by its window's length and weighted by this rank's part in an uneven round."""
+def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None:
+    """Send the loss in training_step's outputs backward, scaled for its window and its round, and return it.
+
+    After a dummy batch, restore the state that it has changed.
+    """
+    plan, loss = run.plan, outputs if type(outputs) is Tensor else read_loss(outputs, run.engine.world_size)
+    if loss is None:
+        run.count_empty()
+    elif run.optimizer is not None:
+        if loss.numel() != 1 or not loss.requires_grad:
+            refuse_loss(loss)
+        scaled = loss
+        if batch.is_uneven or run.accumulate > 1:
+            scaled = run.window.scale(loss, batch.weight)
+        if run.accumulate > 1:
+            run.window.hold_gradients()
+        if plan.before_backward:
+            run.hooks.call("on_before_backward", scaled)
+        try:
+            run.engine.backward(scaled, plan.overrides.get("backward"))
+        except RuntimeError as error:
+            explain_second_backward(error)
+            raise
+        if plan.after_backward:
+            run.hooks.call("on_after_backward")
+    if run.uneven_round is not None:
+        run.uneven_round.put_back()  # before the step, whose changes stay on a rank without a sample too
+    return loss
+
+
+def refuse_loss(loss: Tensor) -> NoReturn:
+    """Raise RuntimeError for a loss that no backward can be run on."""
     if loss.numel() != 1:
         raise RuntimeError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; expected one element. Reduce it, for example with "
+            f"training_step returned a loss of shape {tuple(loss.shape)}. Expected one element. Reduce it, for example with "
             ".mean()."
         )
-    if not loss.requires_grad:
-        raise RuntimeError(
-            "training_step returned a loss that no parameter requiring a gradient led to; compute it from the module's "
-            "parameters, outside of torch.no_grad and without .detach() or .item()."
-        )
-    dtype = loss.dtype
-    if weight != 1.0:
-        loss = in_float32(loss) * weight
-    if run.accumulate > 1:
-        loss = run.window.divide(loss, dtype)
-        run.window.hold_gradients()
-    if run.before_backward:
-        run.hooks.call("on_before_backward", loss)
-    try:
-        run.engine.backward(loss, run.own.get("backward"))
-    except RuntimeError as error:
-        explain_second_backward(error)
-        raise
-    if run.after_backward:
-        run.hooks.call("on_after_backward")
+    raise RuntimeError(
+        "training_step returned a loss that no parameter requiring a gradient led to. Compute it from the module's parameters, "
+        "outside of torch.no_grad and without .detach() or .item()."
+    )
 
 
-def leave_window(run: TrainingRun) -> None:
-    """Drop the gradients of a window that will not be ended, and end the batch.
-
-    Saves that have waited for the window's end wait for the epoch's: this batch was drawn and not trained on.
-    """
-    run.end_uneven_round()
-    if run.optimizer is not None and run.window.is_open:
-        run.optimizer.zero_grad()
-        run.window.drop()
-        run.engine.sync_gradients(True)
-
-
-def hold_over_end(run: TrainingRun) -> None:
-    """Note gradients of manual optimization that wait for a step over an epoch's end: they are part of a checkpoint."""
-    if run.window.is_open and not run.engine.strategy.gradients_are_parameters:
+def warn_of_unstepped_gradients(run: TrainingRun) -> None:
+    """Store gradients of manual optimization that wait for a step over an epoch's end, or warn that no checkpoint does."""
+    if run.window.is_open and not run.engine.strategy.capabilities.gradients_are_parameters:
         rank_zero_warn(
-            f"gradients wait over the end of epoch {run.state.epoch} for a step, and strategy={run.engine.strategy.name!r} "
-            "cannot save them, so a resumed run loses them. Step before the epoch ends "
-            "(trainer.is_last_batch).",
+            f"Epoch {run.state.epoch} ended with gradients that no optimizer has stepped, and "
+            f"strategy={run.engine.strategy.name!r} cannot checkpoint them, so a resumed run loses them. Step before the epoch "
+            "ends (trainer.is_last_batch).",
             stacklevel=2,
         )
     elif run.window.is_open:
-        run.state.hold_gradients(True)
+        run.state.keep_gradients()
     run.window.drop()
 
 
-def step(
-    run: TrainingRun,
-    optimizer: Optimizer | None,
-    arguments: tuple[Any, ...],
-    loss: Tensor | None,
-    weight: float,
-) -> None:
+def step(run: TrainingRun, batch: Batch, loss: Tensor | None) -> None:
     """Step the optimizer at a window's end, and the step-wise schedulers unless that step was skipped."""
-    state = run.state
+    state, plan, optimizer = run.state, run.plan, run.optimizer
     if optimizer is None:  # training without an optimizer still counts its steps
         state.count_steps(1, 0)
+        return
+    if loss is None and not run.window.has_gradients:  # training_step has returned None for the window's batches
         return
     # The window ended early, or half precision rounded what its losses were divided by (engine/window.py). Hooks and
     # clipping are to see the gradients of the window's mean.
     if run.accumulate > 1 and (correction := run.window.correction) != 1.0:
         run.engine.strategy.clip_gradients(optimizer, Clipping(scale=correction))
-    if run.before_step:
+    if plan.before_step:
         run.engine.strategy.finalize(optimizer)
         run.hooks.call("on_before_optimizer_step", optimizer)
-    if run.has_own_step:
+    if plan.has_own_step:
         run.step_results.clear()
-        step_by_module(run, optimizer, arguments, loss, weight)
-        skipped = sum(result.skipped for result in run.step_results)
-        state.count_steps(len(run.step_results), skipped)
-        was_made = len(run.step_results) > skipped
+        step_by_module(run, optimizer, batch, loss)
+        made, skipped = len(run.step_results), sum(result.skipped for result in run.step_results)
     else:
-        result = run.engine.step(optimizer, run.clipping)
-        state.step += 1  # written here, not by the state: no call of ours that every batch would pay
-        state.skipped_steps += result.skipped
-        was_made = not result.skipped
-    if was_made and run.schedulers:
+        made, skipped = 1, run.engine.step(optimizer, plan.clipping).skipped
+    state.count_steps(made, skipped)
+    if made > skipped and run.trained.schedulers:
         step_schedulers(run, "step", state.step, plateau=False)
 
 
-def step_by_module(
-    run: TrainingRun, optimizer: Optimizer, arguments: tuple[Any, ...], loss: Tensor | None, weight: float
-) -> None:
+def step_by_module(run: TrainingRun, optimizer: Optimizer, batch: Batch, loss: Tensor | None) -> None:
     """Clip and step as the module says, or with a closure that the optimizer asks for."""
+    overrides = run.plan.overrides
     prepared = run.trained.prepared_optimizers[0]
     run.engine.strategy.finalize(optimizer)
     clip_gradients(run, optimizer)
     # After the clipping: the closure notes the current gradients, to see later changes.
-    closure = StepClosure(run, optimizer, arguments, loss, weight)
-    if "optimizer_step" in run.own:
-        index = run.state.batch
-        run.own["optimizer_step"](run.state.epoch, index, prepared, closure)
-    elif "closure" in run.own:
+    closure = StepClosure(run, optimizer, batch, loss)
+    if "optimizer_step" in overrides:
+        overrides["optimizer_step"](run.state.epoch, run.state.batch, prepared, closure)
+    elif run.plan.gives_closure:
         prepared.step(closure)
     else:
         prepared.step()
     if optimizer in run.engine.strategy.finalized:  # the module left the step out, and with it these gradients
-        run.engine.strategy.release(optimizer)
+        release(run.engine.strategy, optimizer)
 
 
 def clip_gradients(run: TrainingRun, optimizer: Optimizer) -> None:
     """Clip the gradients as the module or the settings say."""
-    settings = run.settings
-    if "configure_gradient_clipping" in run.own:
+    settings, plan = run.settings, run.plan
+    if "configure_gradient_clipping" in plan.overrides:
         algorithm = settings.gradient_clip_algorithm
-        run.own["configure_gradient_clipping"](optimizer, settings.gradient_clip_val, algorithm)
-    elif run.clipping is not None:
-        run.engine.strategy.clip_gradients(optimizer, run.clipping)
+        plan.overrides["configure_gradient_clipping"](optimizer, settings.gradient_clip_val, algorithm)
+    elif plan.clipping is not None:
+        run.engine.strategy.clip_gradients(optimizer, plan.clipping)
 
 
 class StepClosure:
@@ -224,19 +203,12 @@ class StepClosure:
 
     The first call returns the loss that is computed already, and leaves its gradients. Each later call, or a first call after
     parameters or gradients have changed (other than through `.data`, which torch does not count), repeats training_step and
-    backward without logging or counting. On several ranks it returns the mean, with each rank's `weight` in an uneven round.
+    backward without logging or counting. On several ranks it returns the mean, weighted by each rank's samples.
     """
 
-    def __init__(
-        self,
-        run: TrainingRun,
-        optimizer: Optimizer,
-        arguments: tuple[Any, ...],
-        loss: Tensor | None,
-        weight: float,
-    ) -> None:
-        self._run, self._optimizer, self._arguments, self._weight = run, optimizer, arguments, weight
-        self._loss = None if loss is None else loss.detach() * weight
+    def __init__(self, run: TrainingRun, optimizer: Optimizer, batch: Batch, loss: Tensor | None) -> None:
+        self._run, self._optimizer, self._batch = run, optimizer, batch
+        self._loss = None if loss is None else loss.detach() * batch.weight
         self._seen = self._fingerprint()
         self._is_first = True
 
@@ -256,20 +228,24 @@ class StepClosure:
 
     def _recompute(self) -> Tensor:
         run = self._run
-        if run.accumulate > 1 or not run.engine.precision.takes_closure or not run.engine.strategy.takes_closure:
+        if (
+            run.accumulate > 1
+            or not run.engine.precision.takes_closure
+            or not run.engine.strategy.capabilities.takes_closure
+        ):
             raise RuntimeError(
                 f"{type(self._optimizer).__name__} calls for the loss again within its step, which cannot be recomputed under "
-                "accumulate_grad_batches > 1, a loss scale (16-mixed) or a strategy that steps by itself; leave that "
+                "accumulate_grad_batches > 1, a loss scale (16-mixed) or a strategy that steps by itself. Leave that "
                 "setting at its default, or choose an optimizer that looks at the gradients once."
             )
         self._optimizer.zero_grad()
         # Optimizers step under no_grad.
         with torch.enable_grad(), discarded(run.module, run.logbook.collector):
-            loss = read_loss(run.engine.run(run.module, "training_step", *self._arguments), run.engine.world_size)
+            loss = read_loss(run_training_step(run, self._batch), run.engine.world_size)
             if loss is None:
                 raise RuntimeError("training_step returned None when the optimizer called for the loss again.")
-            loss = loss * self._weight
-            run.engine.backward(loss, run.own.get("backward"))
+            loss = loss * self._batch.weight
+            run.engine.backward(loss, run.plan.overrides.get("backward"))
             clip_gradients(run, self._optimizer)
         return self._mean(loss.detach())
 
@@ -278,18 +254,18 @@ class StepClosure:
         return loss if self._run.engine.world_size == 1 else self._run.engine.reduce(loss, "mean")
 
 
-def closure_is_wanted(run_accumulate: int, engine: Any, optimizer: Optimizer) -> bool:
+def closure_is_wanted(accumulate: int, engine: Any, optimizer: Optimizer) -> bool:
     """Return whether an optimizer's step gets a closure: it needs one, or is the user's own class and may use one.
 
     Raises:
         ValueError: it needs one, which these settings rule out.
     """
     # A later call could repeat only the window's last batch, and would use scaled gradients under a loss scale.
-    can_be_given = run_accumulate == 1 and engine.precision.takes_closure and engine.strategy.takes_closure
+    can_be_given = accumulate == 1 and engine.precision.takes_closure and engine.strategy.capabilities.takes_closure
     if needs_closure(optimizer) and not can_be_given:
         raise ValueError(
             f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times; that "
-            f"cannot be done with accumulate_grad_batches={run_accumulate}, precision={engine.precision.name!r} and "
+            f"cannot be done with accumulate_grad_batches={accumulate}, precision={engine.precision.name!r} and "
             f"strategy={engine.strategy.name!r}. Use accumulate_grad_batches=1, a precision without a loss scale, and one "
             "device or ddp, or choose another optimizer."
         )
@@ -298,9 +274,10 @@ def closure_is_wanted(run_accumulate: int, engine: Any, optimizer: Optimizer) ->
 
 def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: bool) -> None:
     """Step the schedulers of an interval whose frequency divides the count."""
-    if run.is_manual:
+    if run.plan.is_manual:
         return
-    for config in run.schedulers:
+    overrides = run.plan.overrides
+    for config in run.trained.schedulers:
         if config.interval != interval or config.is_plateau != plateau or count % config.frequency:
             continue
         metric = None
@@ -308,8 +285,8 @@ def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: boo
             metric = _monitored(run, config)
             if metric is None:
                 continue
-        if "lr_scheduler_step" in run.own:
-            run.own["lr_scheduler_step"](config.scheduler, metric)
+        if "lr_scheduler_step" in overrides:
+            overrides["lr_scheduler_step"](config.scheduler, metric)
         elif metric is None:
             config.scheduler.step()
         else:

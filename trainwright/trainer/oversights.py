@@ -20,7 +20,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.timer import Timer
 from trainwright.data.combined_loader import CombinedLoader, is_collection
-from trainwright.devices.accelerator import wait_for
+from trainwright.devices.hardware import wait_for
 from trainwright.engine.optimizers import AFTER_VALIDATIONS, SchedulerConfig
 from trainwright.errors import did_you_mean
 from trainwright.rank_zero import rank_zero_warn
@@ -48,7 +48,7 @@ def warn_of_open_end(settings: Settings, callbacks: list[Callback]) -> None:
     is_open = settings.max_epochs is None and settings.max_steps == -1 and settings.max_time is None
     if is_open and not any(isinstance(each, (EarlyStopping, Timer)) for each in callbacks):
         rank_zero_warn(
-            f"max_epochs was not given, so fit trains {DEFAULT_MAX_EPOCHS} epochs; pass max_epochs= (-1 for no limit), "
+            f"max_epochs was not given, so fit trains {DEFAULT_MAX_EPOCHS} epochs. Pass max_epochs= (-1 for no limit), "
             "max_steps= or max_time=.",
             stacklevel=2,
         )
@@ -70,7 +70,7 @@ def warn_of_monitors(
             problem = f"and steps after epoch {each.frequency}, before the first validation; {AFTER_VALIDATIONS}."
             rank_zero_warn(f"{asker} follows {name!r}, {problem}", stacklevel=2)
         elif name not in logged and VALIDATION_WORDS.intersection(re.split(r"[^a-z]+", str(name))):
-            problem = f"and the validation of the sanity check has logged {names}; log it, or change monitor."
+            problem = f"and the validation of the sanity check has logged {names}. Log it, or change monitor."
             rank_zero_warn(f"{asker} follows {name!r}, {problem}{did_you_mean(name, logged)}", stacklevel=2)
 
 
@@ -78,7 +78,7 @@ def warn_of_shuffling(loaders: Any, stage: str) -> None:
     """Warn of evaluation loaders that shuffle."""
     if any(isinstance(each.sampler, (RandomSampler, SubsetRandomSampler)) for each in loaders_of(loaders)):
         rank_zero_warn(
-            f"the {stage} loader shuffles, so with a limit of batches each evaluation scores other samples; pass "
+            f"the {stage} loader shuffles, so with a limit of batches each evaluation scores other samples. Pass "
             "shuffle=False.",
             stacklevel=2,
         )
@@ -93,7 +93,7 @@ def warn_of_dropped_samples(loaders: Any) -> None:
             if each.drop_last and len(each) == 1 and left_out > 0:
                 rank_zero_warn(
                     f"the training loader has a single batch of {size} samples, since drop_last=True leaves out the other "
-                    f"{left_out}; pass a smaller batch_size, or drop_last=False.",
+                    f"{left_out}. Pass a smaller batch_size, or drop_last=False.",
                     stacklevel=2,
                 )
 
@@ -163,6 +163,6 @@ def _watched(
     if waited > LARGE_WAIT * total and waited > LONG_WAIT_SECONDS * count:
         rank_zero_warn(
             f"training waits for data during {waited / total:.0%} of its time ({waited / count * 1000:.0f} ms for a batch): "
-            f"the loader has num_workers={workers}, and this process {cores} cores; pass a larger num_workers.",
+            f"the loader has num_workers={workers}, and this process {cores} cores. Pass a larger num_workers.",
             stacklevel=2,
         )

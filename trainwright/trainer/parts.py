@@ -19,14 +19,14 @@ from trainwright.callbacks.run_report import RunReport
 from trainwright.callbacks.timer import Timer
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
 from trainwright.devices import cuda
-from trainwright.distributed.environment import Environment, prepare_deterministic
-from trainwright.engine.command_line import fill_accumulation
+from trainwright.distributed.environment import prepare_deterministic
 from trainwright.engine.engine import Engine
 from trainwright.errors import a_type_of
 from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.module import is_overridden
+from trainwright.overrides import overridden
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.inputs import check_replaced_hooks
 from trainwright.trainer.settings import Settings
@@ -49,8 +49,9 @@ def settings_of(arguments: dict[str, Any]) -> Settings:
     if given.overfit_batches and {*limits} - {"None", "1.0", overfit}:
         text = f"overfit_batches={overfit} replaces limit_train_batches={limits[0]} and limit_val_batches={limits[1]}."
         rank_zero_warn(text, stacklevel=4)
-    accumulate = fill_accumulation(Environment.detect(), "accumulate_grad_batches", given.accumulate_grad_batches)
-    return replace(given.effective, accumulate_grad_batches=accumulate)
+    batches = given.accumulate_grad_batches
+    batches = overridden("Trainer", "accumulate_grad_batches", batches, is_open=batches == 1)
+    return replace(given.effective, accumulate_grad_batches=batches)
 
 
 def arranged_callbacks(
@@ -64,7 +65,7 @@ def arranged_callbacks(
     """
     if isinstance(callbacks, str) or not (callbacks is None or isinstance(callbacks, (Callback, type, Iterable))):
         raise TypeError(
-            f"callbacks={callbacks!r} is {a_type_of(callbacks)}; expected a Callback or a list of them."
+            f"callbacks={callbacks!r} is {a_type_of(callbacks)}. Expected a Callback or a list of them."
             f"{foreign_hint(callbacks)}"
         )
     given = _as_callbacks([callbacks] if isinstance(callbacks, type) else callbacks, "callbacks= holds")
@@ -72,18 +73,18 @@ def arranged_callbacks(
         check_replaced_hooks(each)
     if settings.enable_checkpointing is False and any(isinstance(each, ModelCheckpoint) for each in given):
         raise ValueError(
-            "enable_checkpointing=False, but callbacks= holds a ModelCheckpoint; leave out one of the two."
+            "enable_checkpointing=False, but callbacks= holds a ModelCheckpoint. Leave out one of the two."
         )
     if settings.enable_progress_bar is False and (bars := [each for each in given if isinstance(each, ProgressBar)]):
         raise ValueError(
-            f"enable_progress_bar=False, but callbacks= holds {a_type_of(bars[0])}; leave out one of the two."
+            f"enable_progress_bar=False, but callbacks= holds {a_type_of(bars[0])}. Leave out one of the two."
         )
     if settings.enable_report is False and any(isinstance(each, RunReport) for each in given):
-        raise ValueError("enable_report=False, but callbacks= holds a RunReport; leave out one of the two.")
+        raise ValueError("enable_report=False, but callbacks= holds a RunReport. Leave out one of the two.")
     writes_files = any(isinstance(each, FolderLogger) for each in loggers)
     if settings.enable_report and not writes_files and not settings.fast_dev_run:
         rank_zero_warn(
-            "enable_report=True, but no logger in logger= writes a folder, so no report is written; pass a CSVLogger or a "
+            "enable_report=True, but no logger in logger= writes a folder, so no report is written. Pass a CSVLogger or a "
             "TensorBoardLogger.",
             stacklevel=3,
         )
@@ -102,7 +103,7 @@ def arranged_callbacks(
     if settings.max_time is not None:
         if any(isinstance(each, Timer) for each in given):
             raise ValueError(
-                f"max_time={settings.max_time!r} and a Timer in callbacks= both limit the time; leave out one of the two."
+                f"max_time={settings.max_time!r} and a Timer in callbacks= both limit the time. Leave out one of the two."
             )
         missing.append(Timer(settings.max_time))
     # Last, so that it does not come before the user's own in trainer.callbacks.
@@ -122,13 +123,13 @@ def _as_callbacks(given: Any, origin: str) -> list[Callback]:
     for each in callbacks:
         if not isinstance(each, Callback):
             raise TypeError(
-                f"{origin} {each!r}, {a_type_of(each)}; expected instances of trainwright.Callback.{foreign_hint(each)}"
+                f"{origin} {each!r}, {a_type_of(each)}. Expected instances of trainwright.Callback.{foreign_hint(each)}"
             )
     return callbacks
 
 
 def _in_order(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks with the checkpoints last, which then save what the others have done.
+    """Return the callbacks with the checkpoints last, as Lightning does. HookTable calls them by priority.
 
     Raises:
         ValueError: two have the same state_key, so that a checkpoint could keep the state of only one; or two are bars.
@@ -143,9 +144,9 @@ def _in_order(callbacks: list[Callback]) -> list[Callback]:
     bars = [type(each).__name__ for each in callbacks if isinstance(each, ProgressBar)]
     if len(bars) > 1:
         raise ValueError(
-            f"callbacks= holds {len(bars)} progress bars ({', '.join(bars)}); give the Trainer one of them."
+            f"callbacks= holds {len(bars)} progress bars ({', '.join(bars)}). Give the Trainer one of them."
         )
-    return sorted(callbacks, key=lambda each: isinstance(each, ModelCheckpoint))
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
 
 
 def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]:
@@ -153,19 +154,19 @@ def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]
     if settings.barebones:
         if logger:
             raise ValueError(
-                f"barebones=True leaves out the loggers, but logger={logger!r} asks for one; leave out one."
+                f"barebones=True leaves out the loggers, but logger={logger!r} asks for one. Leave out one."
             )
         return []
     if isinstance(logger, str) or not (logger is None or isinstance(logger, (bool, Logger, Iterable))):
         raise TypeError(
-            f"logger={logger!r} is {a_type_of(logger)}; expected True, False or Logger instances, such as "
+            f"logger={logger!r} is {a_type_of(logger)}. Expected True, False or Logger instances, such as "
             f"CSVLogger(...) and TensorBoardLogger(...).{foreign_hint(logger)}"
         )
     loggers = [logger] if isinstance(logger, Logger) else list(logger) if isinstance(logger, Iterable) else []
     for each in loggers:
         if not isinstance(each, Logger):
             raise TypeError(
-                f"logger= holds {each!r}, {a_type_of(each)}; expected True, False or Logger instances."
+                f"logger= holds {each!r}, {a_type_of(each)}. Expected True, False or Logger instances."
                 f"{foreign_hint(each)}"
             )
     if settings.fast_dev_run:

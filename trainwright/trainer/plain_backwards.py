@@ -1,4 +1,4 @@
-"""Plain backwards: those of `loss.backward()` in a step of manual optimization, which the engine does not see."""
+"""Plain backwards: calls of `loss.backward()` in manual optimization, which the engine does not see."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class PlainBackwards:
-    """Refuses gradients that another backward than the engine's has given, where they are not averaged or scaled."""
+    """Rejects gradients of a plain backward, where they are neither averaged nor scaled."""
 
     def __init__(self) -> None:
         self._module: nn.Module | None = None
@@ -20,13 +20,13 @@ class PlainBackwards:
         self._has_looked = False
 
     def watch(self, module: nn.Module) -> None:
-        """Watch what a module trains, and nothing else."""
+        """Watch the trained parameters of one module."""
         self.close()
         self._module = module
         self._watch_new(module)
 
     def _watch_new(self, module: nn.Module) -> list[Tensor]:
-        """Watch the parameters that are not watched yet; return those under a name that another one had."""
+        """Watch new parameters, and return the parameters under a name that another parameter had."""
         known = set(self._names.values())
         found: dict[Tensor, str] = {}
         found.update((p, name) for name, p in module.named_parameters() if p.requires_grad and p not in self._names)
@@ -51,7 +51,7 @@ class PlainBackwards:
     def refuse(self) -> None:
         """Raise RuntimeError if a plain backward has given gradients that were not discarded."""
         if self._module is not None and not self._has_looked:
-            self._has_looked = True  # once, within a step: the module has what fsdp has gathered instead of its shards
+            self._has_looked = True  # once, within a step, where the module has gathered parameters
             self._came.update(each for each in self._watch_new(self._module) if each.grad is not None)
         if not self._came:
             return

@@ -1,4 +1,4 @@
-"""Predict: what predict_step returns for each batch, in the order of the dataset on any number of ranks."""
+"""Predict: the outputs of predict_step, in the order of the dataset on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.transfer import to_device
-from trainwright.distributed.nests import gather_nests
+from trainwright.distributed.collectives import gather_nests
 from trainwright.trainer.evaluate import Evaluation, evaluate
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ HOST = torch.device("cpu")
 
 
 def predict(evaluation: Evaluation, return_predictions: bool, *, own_only: bool = False) -> list[Any] | None:
-    """Return the outputs of each batch on the host, with several loaders a list of them for each; None if unwanted.
+    """Return the outputs of all batches on the host, a list per loader if there are several. None if unwanted.
 
-    Every rank gets the outputs of all, tensors of a subclass as plain tensors, and dicts of a subclass as dicts; with
-    `own_only` its own, of any kind. Collective: call on every rank.
+    Every rank gets the outputs of all ranks, tensors of a subclass as plain tensors, and dicts of a subclass as dicts. With
+    `own_only` it gets the outputs of this rank, of any kind. Collective: call on every rank.
 
     Raises:
         TypeError: on several ranks, at the first batch: outputs that are more than plain data and tensors.
@@ -61,13 +61,13 @@ def gather_outputs(own: dict[int, Any], engine: Engine) -> dict[int, Any]:
 
 
 def encoded(outputs: dict[int, Any]) -> tuple[Any, dict[str, Tensor]]:
-    """Return outputs as plain data and its tensors; TypeError if they are more than that."""
+    """Return outputs as plain data and its tensors. TypeError if they contain other objects."""
     try:
         return encode(outputs, "predict_step's outputs")
     except TypeError as error:
         raise TypeError(
-            f"{error} On several ranks predictions are gathered as such; return these, or pass "
-            "return_predictions='own' to keep each rank's own."
+            f"{error} On several ranks predictions are gathered as such. Return these, or pass "
+            "return_predictions='own' to keep the outputs of every rank there."
         ) from error
 
 

@@ -1,14 +1,14 @@
-"""A call of the Trainer in processes that are started for it, and what comes back from them.
+"""A call of the Trainer in processes that are started for it, and the results that come back.
 
 If the call starts the job's processes (in a notebook, with ddp_spawn), the Trainer here takes no part in the run. A Trainer
-with the same arguments makes the call on every rank, with copies of the callbacks, loggers, module and data. What comes back:
+with the same arguments makes the call on every rank, with copies of the callbacks, loggers, module and data. The results:
 
     the module's state_dict, by a checkpoint without optimizers, into the module itself (and its other buffers)
     the counters, the metrics, the result
     the state_dict of the callbacks
     attributes of the callbacks, the loggers, the profiler, the module and the datamodule: plain data, tensors and RESULTS
 
-What does not: optimizers, schedulers, loaders, generators, and other attributes.
+Optimizers, schedulers, loaders, RNG states and other attributes do not come back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.classification_scores import ClassificationScores
+from trainwright.callbacks.classification_report import ClassificationScores
 from trainwright.callbacks.learning_rate_search import LearningRateSearch
 from trainwright.checkpoint.codec import encode
 from trainwright.engine.worker_calls import call_in_workers
@@ -51,15 +51,15 @@ ENGINES_OWN = ("ds_", "_ds_", "_fsdp", "_external_params", "_original_parameters
 def call_remotely(
     run: Run, function: Callable[..., Any], arguments: dict[str, Any], others: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
-    """Make a call in the workers of a new job, load into `run` what it has changed, and return what it returned.
+    """Make a call in the workers of a new job, load its changes into `run`, and return its result.
 
-    `function` makes the call on a rank and returns `changes`; it gets the folder, `arguments` as "Trainer", `others`, the parts
+    `function` makes the call on a rank and returns `changes`. It gets the folder, `arguments` as "Trainer", `others`, the parts
     of the run and `options`.
 
     Raises:
         TypeError: something that cannot be copied to other processes.
-        WorkerFailed: a rank has failed; nothing has changed here.
-        RunStopped: a signal has stopped the run there; nothing has changed here.
+        WorkerFailed: a rank has failed. Nothing has changed here.
+        RunStopped: a signal has stopped the run there. Nothing has changed here.
         LaunchError: the job could not be started.
     """
     handed = {
@@ -82,7 +82,7 @@ def call_remotely(
 
 
 def _load_weights(run: Run, path: str, buffers: dict[str, Any]) -> None:
-    """Load into the module what the workers have made of it.
+    """Load the workers' weights into the module.
 
     Raises:
         RuntimeError: they have other layers.
@@ -102,7 +102,7 @@ def _load_weights(run: Run, path: str, buffers: dict[str, Any]) -> None:
     except CheckpointError as error:
         raise RuntimeError(
             f"trainer.{run.call} has finished, but its weights do not fit the {type(module).__name__} here: {error} "
-            "Make every layer in __init__ or in configure_model: setup() and other hooks are called in the workers alone."
+            "Make every layer in __init__ or in configure_model: setup() and other hooks are called in the workers only."
         ) from error
     with torch.no_grad():
         for name, value in module.named_buffers():
@@ -111,7 +111,7 @@ def _load_weights(run: Run, path: str, buffers: dict[str, Any]) -> None:
 
 
 def _load_changes(run: Run, changed: dict[str, Any]) -> None:
-    """Load what the workers report of the run into this process's objects."""
+    """Load the workers' report of the run into this process's objects."""
     module = run.module
     assert module is not None
     # The optimizers ended with the workers.
@@ -135,10 +135,10 @@ def _load_changes(run: Run, changed: dict[str, Any]) -> None:
 
 
 def changes(run: Run, result: Any, folder: Path) -> dict[str, Any]:
-    """Return what a worker reports of the run that it has made, and save the weights in the folder. Collective."""
+    """Return a worker's report of its run, and save the weights in the folder. Collective."""
     module = run.module
     assert module is not None
-    # Every other call leaves the weights that the module here has.
+    # Other calls do not change the weights.
     has_weights = run.call == "fit" or run.ckpt_path is not None
     if has_weights:
         run.engine.save(str(folder / WEIGHTS), step=0, epoch=0, state={}, weights_only=True)
@@ -157,7 +157,7 @@ def changes(run: Run, result: Any, folder: Path) -> dict[str, Any]:
 
 def _plain_state(callback: Callback) -> dict[str, Any]:
     state = callback.state_dict()
-    encode(state, f"the state_dict of {type(callback).__name__}")  # says here what a checkpoint would have refused
+    encode(state, f"the state_dict of {type(callback).__name__}")  # raises the error that a checkpoint would raise
     return state
 
 
@@ -178,7 +178,7 @@ def _plain_items(items: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return plain data and tensors unchanged, and a result as a dict; TypeError for anything else."""
+    """Return plain data and tensors unchanged, and a result as a dict. TypeError for anything else."""
     if type(value) in RESULTS:
         parts = value if isinstance(value, dict) else vars(value)
         value = {RESULT: RESULTS.index(type(value)), **_plain_items(parts)}
@@ -196,7 +196,7 @@ def _set_attributes(owner: Any, attributes: dict[str, Any]) -> None:
 
 
 def _merged(own: Any, value: Any) -> Any:
-    """Return a value from a worker; lists, dicts and results are changed in place, since other objects may hold them."""
+    """Return a value from a worker. Lists, dicts and results change in place, since other objects may refer to them."""
     if type(value) is dict and RESULT in value:
         kind: Any = RESULTS[value[RESULT]]
         own = own if type(own) is kind else kind.__new__(kind)

@@ -1,4 +1,4 @@
-"""Resume: a run's own state back from a checkpoint. Model, optimizers and precision are the engine's."""
+"""Resume: restores a run's state from a checkpoint. The engine restores model, optimizers and precision."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.callbacks.base import load_parts, load_states, make_up, note_restored
-from trainwright.callbacks.checkpoint_policy import monitor_of
+from trainwright.callbacks.base import Callback
+from trainwright.callbacks.checkpoint_policy import are_similar, monitor_of
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
-from trainwright.engine.engine import OpenCheckpoint
+from trainwright.engine.checkpoints import OpenCheckpoint
 from trainwright.engine.named_state import hold_gradients
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.metrics import merged
 from trainwright.trainer.run import Run
+from trainwright.trainer.run_position import AFTER_EPOCH_START, CHECKPOINT, EPOCH_START
 from trainwright.trainer.saving import edit_with_hooks
 from trainwright.trainer.training_run import TrainingRun
 
 
 class Resumption:
-    """Resumes a fit from a checkpoint, in this order; what is in parentheses is done by others.
+    """Resumes a fit from a checkpoint, in this order. Others do the steps in parentheses.
 
-        (loggers)    they continue in the checkpoint's run folder, before anything is set up: Run.opened, in run.py
+        (loggers)    continue in the checkpoint's run folder, before anything is set up: Run.opened, in run.py
         parts        callbacks and the datamodule load their state, before optimizers are made: a callback that changes the
                      module or adds parameter groups can do so again in on_fit_start
-        state        after on_fit_start: weights, optimizers, what callbacks have stored in pieces (averaged weights),
-                     counters, position in the data, the user's own should_stop, gradients that wait for a step of manual
+        state        after on_fit_start: weights, optimizers, the callbacks' sharded state (averaged weights), counters,
+                     position in the data, the user's should_stop, gradients that wait for a step of manual
                      optimization, schedulers, metrics
         (data)       the loaders begin at that position: fit() in fit.py calls TrainData.seek
         begin        callbacks that had stopped the run stop it again; the loggers drop the rows after the checkpoint
@@ -36,7 +37,7 @@ class Resumption:
                      to where the checkpoint's epoch began, since the hooks of its start draw from them again
         (the epoch)  after those hooks: the checkpoint's own generators, and the metrics logged so far; begin_epoch() in fit.py
 
-    Each method is collective: call it on every rank.
+    All methods are collective: call them on every rank.
     """
 
     def __init__(self, run: TrainingRun, checkpoint: StoredCheckpoint, fresh: tuple[str, ...]) -> None:
@@ -44,11 +45,9 @@ class Resumption:
         self._unused: list[str] = []
         """The keys of the callback states that no callback has loaded."""
         self._opened: OpenCheckpoint | None = None
-        self._generators: dict[str, Any] | None = None
-        """This rank's, as the checkpoint holds them."""
 
     def parts(self) -> None:
-        """Open the checkpoint, and load the callbacks' and the datamodule's state. What that draws does not shift the run's."""
+        """Open the checkpoint, and load the state of callbacks and datamodule, without a change of the RNG state."""
         run = self._run
         with isolate_rng():
             self._opened = open_with_hooks(run, self._checkpoint)
@@ -69,30 +68,30 @@ class Resumption:
         strict = run.module.strict_loading is not False
         check = partial(run.engine.script.check, path=path, fresh=self._fresh)
         restored = run.engine.load(self._opened, strict=strict, check=check, fresh=self._fresh)
-        load = partial(load_parts, run.callbacks, run.trainer, run.module, self._checkpoint, self._opened.tensors)
+        load = partial(run.hooks.call, "load_sharded_state_dict", self._checkpoint, self._opened.tensors)
         run.engine.ranks.run_on_all(load, "the load of a checkpoint")
         state, own = restored.state, restored.rank_state or {}
-        run.state.resume(state["position"], own.get("epoch_rng"))
+        position, gradients = state["position"], own.get("gradients", [])
+        if position.get("holds_gradients") and not self._can_hold(gradients):
+            position = {**position, "holds_gradients": False}
+        run.state.resume(position, own.get("epoch_rng"), restored.rng)
         sources = restored.nearest_rank_state.get("sources") or [()]
-        run.data.load_state_dict({"places": state["position"].get("places", ()), "sources": sources[0]})
+        run.data.load_state_dict({"places": position.get("places", ()), "sources": sources[0]})
         if own.get("should_stop"):  # by the user's own code, which may not ask again
             run.stop.request(True)
             run.trainer.print(
-                f"trainer.should_stop had been set when {path} was saved, so the run ends as it would have ended; to train on, "
+                f"trainer.should_stop had been set when {path} was saved, so the run ends as it would have ended. To train on, "
                 "set trainer.should_stop = False in on_train_start."
             )
         if run.state.holds_gradients:
-            self._load_gradients(own.get("gradients", []))
+            hold_gradients(run.engine.modules, gradients)
         run.engine.script.resume(state, path, self._fresh, self._unused)
-        for config in run.schedulers if run.state.step else ():
+        for config in run.trained.schedulers if run.state.step else ():
             if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
-                optimizer._opt_called = True  # it stepped before this process began; else torch warns of the order
-        run.logbook.load_state_dict(state.get("metrics", {}))
-        if run.state.batch:
-            run.logbook.keep_unfinished(self._unfinished_metrics(restored.rank_state))
-        run.trained.resumed_from(path)
-        run.state.load_generators(restored.rng)
-        self._generators = restored.rng
+                optimizer._opt_called = True  # it stepped before this process began, and torch would warn of the order
+        unfinished = self._unfinished_metrics(restored.rank_state) if run.state.batch else None
+        run.logbook.load_state_dict(state.get("metrics", {}), unfinished)
+        run.update_trained(resume_source=path)
         last, epoch = run.settings.last_epoch, run.state.epoch
         if last is not None and epoch >= last and run.state.batch == 0:
             run.trainer.print(
@@ -103,39 +102,38 @@ class Resumption:
 
     def begin(self) -> None:
         """Let callbacks that had stopped the run stop it again, and the loggers drop the rows after the checkpoint."""
-        note_restored(self._run.callbacks, self._run.trainer)
+        self._run.hooks.call("on_resume_start")
         self._run.stop.agree()
         self._run.logbook.drop_later_rows()
 
-    def generators(self) -> None:
-        """Let callbacks make up for what was left undone, and put the generators to where the checkpoint's epoch began."""
-        run, generators = self._run, self._generators
-        if generators is None:
+    def restore_rng(self) -> None:
+        """Let callbacks make the saves that the killed run missed, then rewind the RNG to the epoch's start."""
+        run, state = self._run, self._run.state
+        saved = state.rng.pop(CHECKPOINT, None)
+        if saved is None:
             return
-        run.state.load_generators(None)
-        with isolate_rng(), run.state.at_loaded_end():
-            set_rng_state(generators)
-            make_up(run.callbacks, run.trainer)
-        set_rng_state(run.state.epoch_generators or generators)
-        if run.state.batch:
-            run.wait_with(generators)
+        with isolate_rng(), state.at_loaded_end():
+            set_rng_state(saved)
+            run.hooks.call("on_resume_end")
+        set_rng_state(state.rng.get(EPOCH_START) or saved)
+        if state.batch:
+            state.rng[AFTER_EPOCH_START] = saved
 
-    def _load_gradients(self, held: Sequence[Mapping[str, Tensor]]) -> None:
-        """Load the gradients that wait for a step of manual optimization, in a job like the one that saved them."""
+    def _can_hold(self, gradients: Sequence[Mapping[str, Tensor]]) -> bool:
+        """Return whether this job is like the one that saved these gradients; warn if it is not."""
         run, saved_under = self._run, self._checkpoint.header.get("strategy")
-        if saved_under == run.engine.strategy.name and len(held) == len(run.engine.modules):
-            hold_gradients(run.engine.modules, held)
-            return
-        run.state.hold_gradients(False)
+        if saved_under == run.engine.strategy.name and len(gradients) == len(run.engine.modules):
+            return True
         rank_zero_warn(
             f"{self._checkpoint.path} holds gradients that wait for a step, as {self._checkpoint.world_size} processes under "
-            f"{saved_under!r} had them; on {run.engine.world_size} under {run.engine.strategy.name!r} the run continues "
+            f"{saved_under!r} had them. On {run.engine.world_size} under {run.engine.strategy.name!r} the run continues "
             "without them.",
             stacklevel=2,
         )
+        return False
 
     def _unfinished_metrics(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return what the epoch had logged: this rank's own, or at a different world size its part of what all ranks had."""
+        """Return the epoch's logged values of this rank, or at a different world size a share of all ranks' values."""
         checkpoint, engine = self._checkpoint, self._run.engine
         if checkpoint.world_size == engine.world_size:
             return (own or {}).get("metrics")
@@ -151,6 +149,16 @@ class Resumption:
                 stacklevel=2,
             )
         return together
+
+
+def load_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> list[str]:
+    """Load the states of callbacks, of a ModelCheckpoint also under a similar key; return the keys of the unused states."""
+    unused, keys = dict(states), [callback.state_key for callback in callbacks]
+    for callback, key in zip(callbacks, keys, strict=True):
+        similar = (other for other in unused if other not in keys and are_similar(key, other))
+        if (stored := key if key in unused else next(similar, None)) is not None:
+            callback.load_state_dict(unused.pop(stored))
+    return list(unused)
 
 
 def open_with_hooks(run: Run, checkpoint: StoredCheckpoint) -> OpenCheckpoint:

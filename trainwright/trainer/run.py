@@ -1,19 +1,18 @@
-"""Run: one call of a Trainer, from its parts' setup to their teardown. The next call makes another one."""
+"""Run: one call of a Trainer, from the setup of its parts to their teardown. The next call makes another run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import Callback, attach, detach, report
+from trainwright.callbacks.base import Callback, attach, detach
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.callers import say
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.data.datamodule import DataModule
 from trainwright.devices.abilities import has_pinned_memory
@@ -22,21 +21,21 @@ from trainwright.engine.compilation import Compiled
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
+from trainwright.engine.window import AccumulationWindow
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, refuse_branch, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.loggers.base import RunResult
 from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
-from trainwright.profilers.instrumentation import instrument, is_measuring
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.profilers.base import instrument, is_measuring
+from trainwright.rank_zero import rank_zero_warn, say
 from trainwright.strategies.base import Clipping
-from trainwright.trainer.checkpoint_choice import Choice
+from trainwright.trainer.checkpoint_choice import Choice, FolderLocks
 from trainwright.trainer.hooks import HookTable, check_hooks
-from trainwright.trainer.locks import FolderLocks
 from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Stages
-from trainwright.trainer.state import TrainerState
 from trainwright.trainer.stop import Stop
 from trainwright.trainer.training_data import TrainData
 
@@ -44,10 +43,10 @@ START_OF_LOGGERS = "the start of the loggers"
 
 
 class Parts(NamedTuple):
-    """What a Trainer gives each of its runs."""
+    """The parts that a Trainer passes to its runs."""
 
     trainer: Any
-    """Passed to hooks and callbacks; a run itself uses no more of it than a callback may."""
+    """Passed to hooks and callbacks. The run only uses what callbacks may use."""
     settings: Settings
     engine: Engine
     loggers: list[Logger]
@@ -58,12 +57,12 @@ class Parts(NamedTuple):
     """Where logs and checkpoints go unless a logger or a callback has its folder."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trained:
-    """What a fit has made of a module. A save after the fit, and after evaluations of the same module, reads it."""
+    """Objects that a fit has made for a module. A save after the fit, and after evaluations of the same module, reads them."""
 
     accumulate_grad_batches: int
-    """Batches of one optimizer step; a callback may change it at an epoch's start."""
+    """Batches of one optimizer step. A callback may change it at an epoch's start."""
     resume_source: str | None = None
     """The checkpoint that the fit was resumed from."""
     data: TrainData | None = None
@@ -71,28 +70,16 @@ class Trained:
     prepared_optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
 
-    def accumulate(self, batches: int) -> None:
-        """Accumulate this many batches from the next epoch on."""
-        self.accumulate_grad_batches = batches
-
-    def resumed_from(self, path: str) -> None:
-        """Note the checkpoint that the fit was resumed from."""
-        self.resume_source = path
-
-    def drop_optimizers(self) -> None:
-        """Drop the optimizers, because the module has other weights now."""
-        self.optimizers, self.prepared_optimizers, self.schedulers = [], [], []
-
 
 class Outcome:
     """The first error of a run. Cleanup steps neither hide it nor stop one another."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        """None while nothing has failed."""
+        """None until something fails."""
 
     def after(self, call: Callable[..., Any], *args: Any) -> None:
-        """Make a call of the cleanup; raise its error if it is the run's first, else print it."""
+        """Make a call of the cleanup. Raise its error if it is the run's first, otherwise print it."""
         try:
             call(*args)
         except Exception as error:
@@ -103,7 +90,7 @@ class Outcome:
 
 
 def _name_of(call: Callable[..., Any]) -> str:
-    """Return a function's name, or that of a method with the class of its object, which may not be where it is defined."""
+    """Return a function's name, for a method with the class of its object."""
     function = getattr(call, "func", call)
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__qualname__", repr(function))
@@ -111,10 +98,10 @@ def _name_of(call: Callable[..., Any]) -> str:
 
 
 class Run:
-    """One call of a Trainer: validate, test or predict; TrainingRun is that of fit.
+    """One call of a Trainer: validate, test or predict. A call of fit is a TrainingRun.
 
-    An evaluation keeps the counters, the stop and the optimizers of the `previous` run. `state` are the counters of a first run
-    that continues the work of another process.
+    An evaluation keeps the counters, the stop and the optimizers of the `previous` run. `state` has the counters of a first
+    run that continues the work of another process.
     """
 
     def __init__(
@@ -125,7 +112,7 @@ class Run:
         datamodule: DataModule | None,
         choice: Choice,
         previous: Run | None,
-        state: TrainerState | None = None,
+        state: Position | None = None,
     ) -> None:
         self.trainer, self.settings, self.engine = parts[:3]
         self.loggers, self.profiler, self.in_order, self.root = parts[3:]
@@ -134,15 +121,21 @@ class Run:
         """The call while it runs, else None."""
         self.stages: Stages = Stages() if previous is None else previous.stages
         if previous is None or call == "fit":
-            self.state = state or TrainerState()
+            self.state = state or Position()
             self.stop = self._make_stop()
             self.trained = Trained(self.settings.accumulate_grad_batches)
         else:
             self.state, self.stop, self.trained = previous.state, previous.stop, previous.trained
         self.logbook = Logbook(self.loggers, self.engine, self.state)
         profiler = self.profiler if is_measuring(self.profiler) else None
+        if module is not None:  # None until the first call
+            check_hooks(module)
+            for callback in self.callbacks:
+                check_hooks(callback)
         self.hooks = HookTable(self.trainer, module, self.callbacks, self.logbook, profiler)
         self.compiled: Compiled | None = None
+        self.window: AccumulationWindow | None = None
+        """The batches of the next optimizer step, in a fit."""
         self.is_prepared = False
         """Whether the loop may run, or has begun."""
         self._closing: list[Callable[[], None]] = []
@@ -166,8 +159,9 @@ class Run:
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """Return each ModelCheckpoint among the callbacks."""
-        return [each for each in self.callbacks if isinstance(each, ModelCheckpoint)]
+        """Return the ModelCheckpoints among the callbacks."""
+        checkpoints: list[ModelCheckpoint] = self.trainer.checkpoint_callbacks
+        return checkpoints
 
     @property
     def ckpt_path(self) -> str | None:
@@ -180,7 +174,7 @@ class Run:
         return False
 
     def obstacle(self, error: BaseException) -> str:
-        """Return why a run that fails here cannot be resumed exactly; "" if it can."""
+        """Return why a run that fails here cannot be resumed exactly, "" if it can."""
         return ""
 
     @property
@@ -193,6 +187,10 @@ class Run:
     def uses_inference_mode(self) -> bool:
         """Return whether evaluations run under torch.inference_mode: on request, and outside fit only."""
         return self.settings.inference_mode and self.call != "fit"
+
+    def update_trained(self, **changes: Any) -> None:
+        """Replace some of the objects that the fit has made."""
+        self.trained = replace(self.trained, **changes)
 
     def load_training_data(self) -> None:
         """Load the training data of a fit, if that was not done yet. Collective."""
@@ -209,7 +207,7 @@ class Run:
             raise ValueError(f"gradient_clip_algorithm={algorithm!r} is unknown; choose from norm, value.")
         if limit:
             prepared = self.trained.prepared_optimizers
-            # Users pass what self.optimizers() returns, and the strategy knows what is in that.
+            # Users pass an element of self.optimizers(), and the strategy knows the optimizer in it.
             inner = next((each.optimizer for each in prepared if optimizer in (each, each.optimizer)), optimizer)
             clipping = Clipping(value=limit) if algorithm == "value" else Clipping(norm=limit)
             self.engine.strategy.clip_gradients(inner, clipping)
@@ -223,7 +221,7 @@ class Run:
         if self.settings.sync_batchnorm and self.engine.world_size > 1:
             if self.engine.device.type == "cpu":
                 raise ValueError(
-                    "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not compute on the CPU; leave it at False."
+                    "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not compute on the CPU. Leave it at False."
                 )
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         if self.settings.compile:
@@ -237,7 +235,7 @@ class Run:
                 )
 
     def changes(self) -> dict[str, Any]:
-        """Return, as plain data, what a Trainer in another process has to know of this run."""
+        """Return the results of this run, as plain data for a Trainer in another process."""
         return {
             "state": self.state.plain(),
             "batches": self.stages.counts(),
@@ -249,8 +247,8 @@ class Run:
         }
 
     def load_changes(self, changed: dict[str, Any]) -> None:
-        """Load what `changes` has returned in another process."""
-        self.state, self.choice = TrainerState.of_plain(changed["state"]), Choice(changed["ckpt_path"])
+        """Load the results that `changes` returned in another process."""
+        self.state, self.choice = Position.of_plain(changed["state"]), Choice(changed["ckpt_path"])
         self.stop, self.stages = self._make_stop(), Stages.of_counts(changed["batches"])
         self.stop.request(changed["should_stop"])
         self.trained = Trained(changed["accumulate_grad_batches"], changed["resume_source"])
@@ -260,20 +258,17 @@ class Run:
 
     @contextmanager
     def opened(self, stays: bool = False) -> Iterator[None]:
-        """Set up what surrounds the loop, and take it down whatever happens. Collective: call on every rank.
+        """Set up the surroundings of the loop, and take them down whatever happens. Collective: call on every rank.
 
-        With `stays` the module remains prepared as the latest run has left it; else the engine closes that one first.
+        With `stays` the module remains prepared as by the latest run. Otherwise the engine closes it first.
         """
         engine, outcome = self.engine, Outcome()
         module, datamodule = self.module, self.datamodule
         assert module is not None
-        check_hooks(module)
-        for callback in self.callbacks:
-            check_hooks(callback)
         self.stop.note_end(None)
-        self.state.progress.begin(self.call)
+        self.state.progress.begin(self.call, self.window)
         outer = trainer_of(module)
-        # What is registered is called from the last to the first: teardowns, loggers, locks, then the rest, and the report.
+        # Registered functions are called from the last to the first: teardowns, loggers, locks, then the rest, and the report.
         with ExitStack() as stack:
             # A hook of that Trainer's run may have made this call.
             if outer is not None and outer.run.running_call is not None:
@@ -309,13 +304,12 @@ class Run:
                 engine.finish_save()
             except BaseException as error:
                 outcome.error = error
-                engine.strategy.annotate(error)
                 if self.logbook.collector is not None:
                     self.logbook.collector.annotate(error)
                 if self.is_prepared:
                     self.state.progress.fail(self.obstacle(error))
                 self.stop.note_end(error)
-                # A save in flight can commit while every rank lives, whatever they raise; not if a rank is gone.
+                # A save in flight can commit while every rank lives, whatever they raise, but not if a rank is gone.
                 outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
                 for hook in self.hooks["on_exception"]:
                     outcome.after(hook, error)
@@ -336,7 +330,7 @@ class Run:
         return (self.state.progress.batches_begun, self.logbook.reductions), ", ".join(parts)
 
     def _start_loggers(self, locks: FolderLocks) -> None:
-        """Let the loggers choose their folders, and lock those of checkpoints before anything is written. Collective."""
+        """Let the loggers choose their folders, and lock the checkpoint folders before anything is written. Collective."""
         ranks, choice = self.engine.ranks, self.choice
         # Rank 0's, because the working directories of the ranks may differ.
         self.root = ranks.broadcast(self.root, START_OF_LOGGERS)
@@ -384,7 +378,7 @@ class Run:
     def log_hyper_parameters(self) -> None:
         """Write the hyper-parameters to the loggers, on rank 0."""
         if self.settings.enable_autolog_hparams and self.loggers and self.engine.rank == 0:
-            plain, _ = logged_hyper_parameters((self.module, self.datamodule), is_plain)
+            plain = logged_hyper_parameters((self.module, self.datamodule), is_plain)
             for logger in self.loggers if plain else ():
                 logger.log_hyperparams(plain)
 
@@ -395,7 +389,6 @@ class Run:
         self.running_call, self.is_prepared = None, False
         self.logbook.stop_collecting()
         self.state.progress.end(outcome.error is not None)
-        self.state.progress.follow(None)
         detach(self.callbacks)
         for child in self.module.modules() if self.module is not None else ():
             if isinstance(child, Module):
@@ -403,7 +396,7 @@ class Run:
                 child.untoggle_optimizer()
         for close in self._closing:
             outcome.after(close)
-        outcome.after(self.engine.strategy.after_run)
+        outcome.after(self.engine.strategy.after_run, outcome.error)
         outcome.after(self.profiler.describe)
         outcome.after(self.profiler.teardown, self.call)
 
@@ -415,7 +408,8 @@ class Run:
         """Let callbacks report on a fit or an evaluation that has begun, once its loggers and its profiler are closed."""
         if self.call != "predict" and self.logbook.has_begun:
             result, error = self._result(outcome), outcome.error
-            outcome.after(report, self.callbacks, self.trainer, self.module, result, error)
+            for hook in self.hooks["on_run_end"]:
+                outcome.after(hook, result, error)
 
     def _result(self, outcome: Outcome) -> RunResult:
         if self.stop.interrupted or self.stop.number:
@@ -423,6 +417,6 @@ class Run:
         return "success" if outcome.error is None else "failed"
 
     def _withdraw_loggers(self, outcome: Outcome) -> None:
-        """Let a run that was refused leave nothing behind."""
+        """Remove the files of a run that was rejected."""
         if outcome.error is not None and not self.logbook.has_begun:
             outcome.after(withdraw_loggers, self.loggers, self.engine.world_size == 1)

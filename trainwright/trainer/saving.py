@@ -1,16 +1,15 @@
-"""Saving: what a checkpoint holds of a run beside the model, the optimizers and the precision, which are the engine's."""
+"""Saving: the state of a run in a checkpoint. The engine saves the model, the optimizers and the precision."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import Callback, parts_to_save, stop_themselves
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.contents import encode_state, extra_states
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
@@ -24,39 +23,38 @@ from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import UNSAVED_KEYS, parameters_of
-from trainwright.strategies.optimizer_proxy import unwrap_optimizer
-from trainwright.strategies.sparse_gradients import sparse_weights
-from trainwright.strategies.state_probe import state_of_a_step
+from trainwright.strategies.base import UNSAVED_KEYS
+from trainwright.strategies.divided_optimizers import parameters_of, unwrap_optimizer
+from trainwright.strategies.module_checks import sparse_weights
 from trainwright.trainer.run import Run
-from trainwright.trainer.state import OpenEpoch
+from trainwright.trainer.run_position import CHECKPOINT, EPOCH_LEFT, EPOCH_START, OpenEpoch
 from trainwright.trainer.training_run import TrainingRun
 
 SAVE_HOOK = "on_save_checkpoint"
 
 
 def check_save(run: Run, weights_only: bool) -> bool:
-    """Return whether a save can hold the weights only; RuntimeError if there is nothing to save."""
+    """Return whether a save can only contain weights. RuntimeError if there is nothing to save."""
     if not run.engine.modules:
         raise RuntimeError("there is nothing to save: save_checkpoint works from fit's beginning on.")
     if not weights_only and run.engine.num_workers:
         rank_zero_warn(
             "the optimizers ended with the processes of the run, so save_checkpoint writes the weights only, from which no fit "
-            "resumes; a ModelCheckpoint saves everything, within the run.",
+            "resumes. A ModelCheckpoint saves everything, within the run.",
             stacklevel=4,
         )
         weights_only = True
     if not weights_only and run.running_call != "fit" and not run.engine.optimizers:
         raise RuntimeError(
-            "the latest run was an evaluation, which has no optimizer to save; pass weights_only=True, or save after fit."
+            "the latest run was an evaluation, which has no optimizer to save. Pass weights_only=True, or save after fit."
         )
     return weights_only
 
 
 def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
-    """Return what a checkpoint holds apart from tensors: counters, schedulers, callbacks, datamodule, hyper-parameters.
+    """Return the state of counters, schedulers, callbacks, datamodule and hyper-parameters for a checkpoint.
 
-    `data` is the position in the training data; None for a checkpoint of the weights only.
+    `data` is the position in the training data. None for a checkpoint of the weights only.
     """
     from trainwright import __version__
 
@@ -88,6 +86,14 @@ def position_in_data(run: Run) -> LoaderState:
     return run.trained.data.state_dict()
 
 
+def sharded_state(run: Run) -> dict[str, Mapping[str, Tensor]]:
+    """Return the tensors that callbacks store in pieces, by section and name."""
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    for sections in run.hooks.call("sharded_state_dict") if run.module is not None else ():
+        parts |= sections or {}
+    return parts
+
+
 def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
     """Return the state of each callback that has any, by its key."""
     return {each.state_key: state for each in callbacks if (state := each.state_dict())}
@@ -108,16 +114,12 @@ def check_state(run: Run) -> None:
             for group in optimizer.param_groups:
                 stored = {key: value for key, value in group.items() if key not in UNSAVED_KEYS}
                 encode_state(stored, f"a parameter group of {type(optimizer).__name__}")
-        for optimizer in others:
-            for key, tensor in state_of_a_step(optimizer, sparse):
-                _check_dense(optimizer, key, tensor)
-                check_storable(f"{key} of {type(optimizer).__name__}", tensor)
         try:
             state = {
                 **run_state(run, position_in_data(run)),
                 "extra": [extra_states(module) for module in engine.modules],
             }
-        except Exception:  # a state_dict may not be ready before the first batch; the save will report what is wrong
+        except Exception:  # a state_dict may not be ready before the first batch, and the save will report the error
             return
         encode_state(state, "state")
         for module in engine.modules:
@@ -136,7 +138,7 @@ def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:
     """Refuse sparse state, and name optimizers without it (CheckpointError)."""
     if tensor.layout is torch.sparse_coo:
         raise CheckpointError(
-            f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are; a "
+            f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are. A "
             "checkpoint stores dense tensors. Use torch.optim.SparseAdam, or SGD without momentum, or leave sparse out."
         )
 
@@ -156,23 +158,22 @@ def _check_first_step(optimizer: Optimizer) -> None:
             for key, value in state.items() if isinstance(state, dict) else ():
                 local = getattr(value, "_local_tensor", value)  # the part of a DTensor
                 if isinstance(local, Tensor):
+                    _check_dense(stepped, key, local)
                     check_storable(f"{key} of {type(stepped).__name__}", local)
 
     handle = optimizer.register_step_post_hook(look)
 
 
 def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
-    """Write a checkpoint, now or, returning False, once the run may be saved; see Trainer.save_checkpoint. Collective."""
+    """Write a checkpoint as Trainer.save_checkpoint does. Return False if it waits until the run may be saved. Collective."""
     weights_only = check_save(run, weights_only)
     if isinstance(run, TrainingRun) and not run.may_save(weights_only):
         run.waiting_saves.append((path, weights_only, blocking, overwrite))
         return False
-    if run.logbook.owes_row:
+    if run.logbook.is_row_due:
         run.logbook.log_step()  # no resumed run would write it
-    # Before the state is read, because the checkpoint holds its own number.
-    run.state.count_save()
-    data = None if weights_only else position_in_data(run)
-    callbacks = run.trainer.callbacks
+    number = run.state.count_save()  # before the state is read, because the checkpoint contains its number
+    data = None if weights_only or run.trained.data is None else run.trained.data.state_dict()
     run.engine.save(
         path,
         step=run.state.step,
@@ -180,44 +181,46 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
         state=run_state(run, data),
         rank_state=None if data is None else rank_state(run, data),
         weights_only=weights_only,
-        number=run.state.saves,
+        number=number,
         edit=edit_with_hooks(run, SAVE_HOOK),
         blocking=blocking,
         overwrite=overwrite,
-        parts=parts_to_save(callbacks, run.trainer, run.module) if callbacks else None,
+        parts=sharded_state(run),
     )
     return True
 
 
 def save_waiting(run: TrainingRun) -> None:
-    """Write the checkpoints that were requested within the batch, window or epoch's end that is over. Collective."""
+    """Write the checkpoints that waited for the end of the batch, its window or the epoch. Collective."""
+    if run.window.is_open:
+        return
     for _ in range(len(run.waiting_saves)):  # one that has to wait on is requested again
         save_checkpoint(run, *run.waiting_saves.pop(0))
 
 
 def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
-    """Return what a checkpoint holds of this rank alone, such as what it has logged in the epoch and its data's sources."""
+    """Return this rank's part of a checkpoint, such as the values logged in the epoch and the state of data sources."""
     assert run.module is not None
     # A callback that has stopped the run stops a resumed one again by itself.
-    own_stop = run.stop.requested and not stop_themselves(run.trainer.callbacks)
+    own_stop = run.stop.requested and not any(run.hooks.call("has_requested_stop"))
     epoch = run.state.open_epoch
     return {
-        "rng": epoch.generators if epoch is not None else run.state.loaded_generators or rng_state(),
+        "rng": run.state.rng.get(EPOCH_LEFT) or run.state.rng.get(CHECKPOINT) or rng_state(),
         "metrics": epoch.unfinished if epoch is not None else run.logbook.epoch_state(),
         "sources": [data["sources"]],
-        "epoch_rng": None if run.state.epoch_ended else run.state.epoch_generators,
+        "epoch_rng": None if run.state.epoch_ended else run.state.rng.get(EPOCH_START),
         "should_stop": own_stop,
         "gradients": held_gradients(run.engine.modules) if run.state.holds_gradients else [],
     }
 
 
 def open_epoch(run: Run) -> OpenEpoch:
-    """Return what a checkpoint holds of an epoch that the run stops within."""
+    """Return the state after the latest batch, for checkpoints of a run that stops within the epoch."""
     logbook, callbacks = run.logbook, None
     if any(each.keeps_any for each in run.checkpoint_callbacks):  # whose states can be stored, so they can be copied
-        states = callback_states(each for each in run.trainer.callbacks if not isinstance(each, ModelCheckpoint))
+        states = callback_states(each for each in run.trainer.callbacks if each not in run.checkpoint_callbacks)
         callbacks = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
-    return OpenEpoch(logbook.state_dict(), logbook.epoch_state(), logbook.logger_states(), callbacks, rng_state())
+    return OpenEpoch(logbook.state_dict(), logbook.epoch_state(), logbook.logger_states(), callbacks)
 
 
 def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[str, Any]:
@@ -233,7 +236,7 @@ def _hyper_parameters(owner: HyperParameters, prefix: str, kind: str) -> dict[st
 
 
 def edit_with_hooks(run: Run, name: str) -> Edit | None:
-    """Return what lets the hooks change a checkpoint's contents; None if no hook does."""
+    """Return a function that runs the checkpoint hooks, or None if none is overridden."""
     module = run.module
     own = module is not None and is_overridden(name, module, Module)
     if not own and not any(is_overridden(name, each, Callback) for each in run.trainer.callbacks):

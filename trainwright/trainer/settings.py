@@ -42,6 +42,26 @@ REPLACED = {
 """Arguments of earlier trainers, and what replaces them."""
 
 
+MISSING = {
+    "validate_loop": "trainer.limit_val_batches can be set between two runs",
+    "test_loop": "trainer.limit_test_batches can be set between two runs",
+    "predict_loop": "trainer.limit_predict_batches can be set between two runs",
+    "tuner": "pass a LearningRateFinder or a BatchSizeFinder in callbacks=",
+    "tune": "pass a LearningRateFinder or a BatchSizeFinder in callbacks=",
+    "scaler": "trainer.precision_plugin has the loss scaler in '16-mixed'",
+    "root_gpu": "trainer.strategy.root_device is this process's device",
+    "num_gpus": "use trainer.num_devices",
+    "gpus": "use trainer.num_devices",
+    "use_amp": "use trainer.precision",
+    "training_type_plugin": "use trainer.strategy",
+    "call_hook": "call the method of the module or the callback itself",
+    "val_check_batch": "trainer.val_check_interval is the setting",
+    "distributed_sampler_kwargs": "any sampler's order is divided over the processes, unless use_distributed_sampler=False",
+    "reset_train_dataloader": "the loaders are made when fit needs them",
+    "reset_val_dataloader": "the loaders are made when fit needs them",
+}
+"""Attributes of Lightning's Trainer that this one does not have, and the replacement."""
+
 LEAST_NUMBERS = {
     "max_epochs": -1, "min_epochs": 0, "min_steps": 0, "num_sanity_val_steps": -1, "max_steps": -1, "num_nodes": 1,
     "check_val_every_n_epoch": 1, "log_every_n_steps": 0, "accumulate_grad_batches": 1, "reload_dataloaders_every_n_epochs": 0,
@@ -277,3 +297,10 @@ def _limit(settings: Settings, name: str) -> list[str]:
     return [
         f"{name}={value!r}: expected a number of batches (int), a fraction from 0.0 to 1.0 (float), or None for all"
     ]
+
+
+def missing(name: str) -> AttributeError:
+    """Return the error for an attribute that the Trainer does not have."""
+    if name not in MISSING:
+        return AttributeError(f"'Trainer' object has no attribute {name!r}", name=name)
+    return AttributeError(f"trainer.{name} does not exist here: {MISSING[name]}. See docs/migrating.md.", name=name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ from trainwright.devices.abilities import computes_in, copies_aside
 from trainwright.module import Module, is_overridden
 from trainwright.profilers import Profiler
 from trainwright.trainer.inputs import check_loader
-from trainwright.trainer.logbook import Logbook
 
 HOOKS = {
     "train": "train_dataloader",
@@ -32,7 +30,7 @@ class LoaderSource:
     """"train", "validation", "test" or "predict"."""
     given: Any
     owner: Any
-    """The module or the datamodule whose hook makes the loaders; None if they were given or are missing."""
+    """The module or the datamodule whose hook makes the loaders. None if they were passed or are missing."""
     argument: str
     """The name of the loaders in errors."""
     call: str
@@ -52,14 +50,14 @@ class LoaderSource:
         hook = f"{type(self.owner).__name__}.{HOOKS[self.stage]}()"
         loaders = getattr(self.owner, HOOKS[self.stage])()
         if loaders is None:
-            raise TypeError(f"{hook} returned None; return a torch DataLoader, or an iterable of batches.")
+            raise TypeError(f"{hook} returned None. Return a torch DataLoader, or an iterable of batches.")
         return check_loader(loaders, f"what {hook} returned", self.call, HOOKS[self.stage], is_read_once)
 
 
 def find_source(
     stage: str, given: Any, datamodule: DataModule | None, module: Module, argument: str, call: str
 ) -> LoaderSource:
-    """Return the source of a stage's loaders: those given to the call, else the datamodule's hook, else the module's."""
+    """Return the source of a stage's loaders: the call's argument, else the datamodule's hook, else the module's."""
     owner: Any = None
     if given is None:
         if datamodule is not None and is_overridden(HOOKS[stage], datamodule, DataModule):
@@ -70,27 +68,30 @@ def find_source(
 
 
 def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> tuple[Any, DataModule | None]:
-    """Return (loaders, datamodule) of a call; a DataModule may be passed as the loaders too.
-    TypeError if datamodule= is not a DataModule, ValueError if both were given.
+    """Return (loaders, datamodule) of a call. A DataModule may be passed as the loaders too.
+
+    Raises:
+        TypeError: datamodule= is not a DataModule.
+        ValueError: both were passed.
     """
     if isinstance(loaders, DataModule):
         loaders, datamodule = None, loaders if datamodule is None else datamodule
     if datamodule is None:
         return loaders, None
     if isinstance(datamodule, type) and issubclass(datamodule, DataModule):
-        raise TypeError(f"trainer.{call} was given the class {datamodule.__name__}; pass an instance of it.")
+        raise TypeError(f"trainer.{call} was given the class {datamodule.__name__}. Pass an instance of it.")
     if not isinstance(datamodule, DataModule):
         raise TypeError(
-            f"trainer.{call} was given datamodule={type(datamodule).__name__}(...); expected an instance of "
+            f"trainer.{call} was given datamodule={type(datamodule).__name__}(...). Expected an instance of "
             f"trainwright.DataModule.{foreign_hint(datamodule)}"
         )
     if loaders is not None:
-        raise ValueError(f"trainer.{call} was given both {argument}= and datamodule=; pass one of them.")
+        raise ValueError(f"trainer.{call} was given both {argument}= and datamodule=. Pass one of them.")
     return None, datamodule
 
 
 class BatchTransfer:
-    """Brings a batch to a step: by the hooks of the datamodule, else of the module, to the device and the step's dtype."""
+    """Moves a batch to the device and the step's dtype, by the hooks of the datamodule or else of the module."""
 
     def __init__(self, engine: Any, module: Module, datamodule: DataModule | None, profiler: Profiler) -> None:
         self._device, self._precision = engine.device, engine.precision
@@ -121,7 +122,7 @@ class BatchTransfer:
         return self.arrived(batch, loader_index)
 
     def arrived(self, batch: Any, loader_index: int = 0) -> Any:
-        """Convert a batch that is already on the device to what a step gets."""
+        """Convert a batch that is already on the device for the step."""
         if self._precision.converts_batch:
             batch = self._precision.convert_batch(batch)
         if "on_after_batch_transfer" in self._hooks:
@@ -132,62 +133,57 @@ class BatchTransfer:
 def find_transfer(
     engine: Any, module: Module, datamodule: DataModule | None, profiler: Profiler
 ) -> BatchTransfer | None:
-    """Return what brings batches to a step; None if they need no change."""
+    """Return the transfer of batches to a step. None if they need no change."""
     transfer = BatchTransfer(engine, module, datamodule, profiler)
     return transfer if transfer.is_needed else None
 
 
-class PulledBatches(Iterator[tuple[Any, int, int]]):
-    """The batches of a step with a `dataloader_iter` argument: (batch, batch_idx, dataloader_idx) each.
+@dataclass(frozen=True)
+class StepArguments:
+    """The arguments of a step: the batch, and the indices of the batch and of the loader if it takes them."""
 
-    Args:
-        batches: pairs of a batch and whether it is the last.
-        start: the number of the first batch.
-        outside: a context without the step's precision, in which loaders compute as they do before a step.
-        loader_index: the number of the loader that they are from, where several are read one after the other.
-        is_dummy: whether a batch, by its number, is a dummy; a step that has begun with a real batch gets no dummy.
+    takes_index: bool = True
+    takes_loader_index: bool = False
+    pulls: bool = False
+    """Whether the step takes its batches from an iterator."""
+
+    def of(self, batch: Any, index: int, loader_index: int) -> tuple[Any, ...]:
+        if self.takes_loader_index:
+            return batch, index, loader_index
+        return (batch, index) if self.takes_index else (batch,)
+
+
+def read_step(module: Module, name: str, num_loaders: int = 1, are_named: bool = False) -> StepArguments:
+    """Return the arguments that a module's step takes; `are_named`: all loaders have names, or need none.
+
+    Raises:
+        TypeError: it requires other arguments than the batch and the two indices, or takes no loader's index although there
+            are several loaders without names.
     """
-
-    def __init__(
-        self,
-        batches: Iterator[tuple[Any, bool]],
-        transfer: BatchTransfer | None,
-        start: int,
-        logbook: Logbook,
-        outside: Callable[[], AbstractContextManager[Any]],
-        is_dummy: Callable[[int], bool] = lambda number: False,
-        loader_index: int = 0,
-    ) -> None:
-        self._loader_index = loader_index
-        self._outside = outside
-        self._batches, self._transfer, self._logbook, self._is_dummy = batches, transfer, logbook, is_dummy
-        self._begun = start
-        self.count = start
-        """The number of the epoch's batches that were taken."""
-        self.latest: Any = None
-        # One batch is read ahead, to know whether the one before is the last.
-        self._held: tuple[Any, bool] | None = next(batches, None)
-        self.is_at_end = self._held is None
-
-    @property
-    def holds_last(self) -> bool:
-        return self._held is not None and self._held[1]
-
-    def begin_step(self) -> int:
-        """Begin another step; return how many batches were taken."""
-        self._begun = self.count
-        return self.count
-
-    def __next__(self) -> tuple[Any, int, int]:
-        if self._held is None or (self.count > self._begun and self._is_dummy(self.count)):
-            raise StopIteration
-        batch, is_last = self._held
-        with self._outside():
-            self._held = None if is_last else next(self._batches, None)
-            self.latest = batch if self._transfer is None else self._transfer(batch, self._loader_index)
-        self.is_at_end = self._held is None
-        self.count += 1
-        if self._logbook.collector is not None:
-            # self.log finds the batch size in it.
-            self._logbook.collector.take_batch(self.latest)
-        return self.latest, self.count - 1, self._loader_index
+    step = getattr(module, name)
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):  # a callable without a signature
+        return StepArguments()
+    names = [each.name for each in parameters]
+    if "dataloader_iter" in names:
+        return StepArguments(takes_index=False, pulls=True)
+    takes_any = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each for each in positional if each.default is each.empty]
+    keyword_only = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    who = f"{type(module).__name__}.{name}"
+    in_fit = name == "training_step"
+    if (not positional and not takes_any) or len(needed) > (2 if in_fit else 3) or keyword_only:
+        given = "batch_idx" if in_fit else "batch_idx and dataloader_idx"
+        raise TypeError(
+            f"{who}({', '.join(names)}) cannot be called: it is given the batch, and {given} if it takes more, by position."
+        )
+    # Values logged by several loaders need names that tell them apart; predictions are a list for each loader.
+    if num_loaders > 1 and len(positional) < 3 and not takes_any and not are_named and name != "predict_step":
+        raise TypeError(
+            f"{who}({', '.join(names)}) takes no dataloader_idx, but there are {num_loaders} loaders. Add a third argument, "
+            "dataloader_idx=0, or pass the loaders in a dict of names."
+        )
+    takes_loader_index = len(needed) > 2 or (num_loaders > 1 and (len(positional) > 2 or takes_any))
+    return StepArguments(takes_index=len(positional) > 1 or takes_any, takes_loader_index=takes_loader_index)

@@ -12,7 +12,7 @@ from trainwright.data.loaders import ShardedLoader
 Shard = ShardedLoader | ShardedCombination
 """This rank's part of one of the user's loaders."""
 Batches = int | float
-"""A number of batches; math.inf where it shows only when the loader ends."""
+"""A number of batches. math.inf if only the loader's end shows it."""
 
 
 @dataclass
@@ -20,19 +20,19 @@ class Stage:
     """The data of one stage of evaluation."""
 
     dataloaders: Any = None
-    """As the user gave them, or as the hook returned them."""
+    """The loaders as the user passed them, or as the hook returned them."""
     num_batches: list[Batches] = field(default_factory=list)
-    """What is run of each loader."""
+    """Batches to run of every loader."""
     batch_indices: list[Any] | None = None
-    """The dataset's indices of the samples of the current batch; None where its loader has none."""
+    """The dataset's indices of the samples of the current batch. None if its loader has none."""
 
     def note(self, dataloaders: Any, num_batches: list[int | None]) -> None:
-        """Note the loaders, and what is run of each; None where that is not known."""
+        """Record the loaders and their numbers of batches, None if unknown."""
         self.dataloaders = dataloaders
         self.num_batches = [float("inf") if count is None else count for count in num_batches]
 
     def note_indices(self, indices: list[Any] | None) -> None:
-        """Note the samples of the current batch."""
+        """Record the samples of the current batch."""
         self.batch_indices = indices
 
 
@@ -48,8 +48,9 @@ class Stages:
     predict: Stage = field(default_factory=Stage)
 
     def note_training(self, dataloader: Any, num_batches: Batches) -> None:
-        """Note the training loaders, and how many batches of them an epoch runs on this rank."""
-        self.train_dataloader, self.num_training_batches = dataloader, num_batches
+        """Record the training loaders, and the batches of an epoch on this rank."""
+        self.train_dataloader = dataloader
+        self.num_training_batches = num_batches
 
     def counts(self) -> dict[str, Any]:
         """Return the numbers of batches as plain data, for the Trainer of another process."""
@@ -74,11 +75,11 @@ def limited(length: int | None, limit: int | float | None) -> int | None:
             return length
         if length is None:
             raise ValueError(
-                f"a limit of {limit} is a fraction of the batches, but this loader has no length; pass a number of batches."
+                f"a limit of {limit} is a fraction of the batches, but this loader has no length. Pass a number of batches."
             )
         if limit > 0 and length > 0 and int(length * limit) == 0:
             raise ValueError(
-                f"a limit of {limit} of {length} batches is less than one; pass a number of batches, or at least "
+                f"a limit of {limit} of {length} batches is less than one. Pass a number of batches, or at least "
                 f"{math.ceil(1000 / length) / 1000}."
             )
         return int(length * limit)

@@ -19,8 +19,8 @@ from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumu
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.data.datamodule import DataModule
-from trainwright.engine.devices import device_numbers
 from trainwright.engine.engine import Engine
+from trainwright.engine.job import device_numbers
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.loggers.base import Logger
 from trainwright.module import Module
@@ -30,9 +30,9 @@ from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.loops import FitLoop
 from trainwright.trainer.parts import arranged_loggers, settings_of
 from trainwright.trainer.run import Run
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Batches
-from trainwright.trainer.state import TrainerState
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Callback)
@@ -86,14 +86,14 @@ class Status:
         """Refuse a call from within a run of this Trainer, before it changes anything of that (RuntimeError)."""
         if self.run.running_call is not None:
             raise RuntimeError(
-                f"trainer.{call} was called while trainer.{self.run.running_call} runs; call it after that, or from another "
+                f"trainer.{call} was called while trainer.{self.run.running_call} runs. Call it after that, or from another "
                 "Trainer."
             )
 
     def _change_setting(self, name: str, value: Any) -> None:
         if self.run.running_call is not None:
             raise RuntimeError(
-                f"trainer.{name} was set while trainer.{self.run.running_call} runs, which has read it at its start; set it "
+                f"trainer.{name} was set while trainer.{self.run.running_call} runs, which has read it at its start. Set it "
                 "before that call."
             )
         # All settings are checked again: the new value may conflict with another one.
@@ -236,11 +236,11 @@ class Status:
     def accumulate_grad_batches(self, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
             raise ValueError(
-                f"trainer.accumulate_grad_batches={value!r} is not accepted; set it to an integer of at least 1."
+                f"trainer.accumulate_grad_batches={value!r} is not accepted. Set it to an integer of at least 1."
             )
         if self.run.running_call is None:
             self._change_setting("accumulate_grad_batches", int(value))
-        self.run.trained.accumulate(int(value))
+        self.run.update_trained(accumulate_grad_batches=int(value))
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -260,7 +260,7 @@ class Status:
         batches = self.num_training_batches
         if self.train_dataloader is None and batches == math.inf:
             raise RuntimeError(
-                "estimated_stepping_batches follows from the training data, which no fit has loaded yet; read it in setup, in "
+                "estimated_stepping_batches follows from the training data, which no fit has loaded yet. Read it in setup, in "
                 "configure_optimizers or later, or compute it from len(loader)."
             )
         if batches == math.inf:
@@ -294,7 +294,7 @@ class Status:
         "run.stages.predict.batch_indices", "In predict, the dataset's indices of the batch's samples, if known."
     )
 
-    state = Forwarded[TrainerState]("run.state", "The counters of the run.")
+    state = Forwarded[Position]("run.state", "The counters of the run.")
     current_epoch = Forwarded[int](
         "run.state.shown_epoch", "The epoch's number, from 0; after fit, the epochs trained."
     )

@@ -1,10 +1,10 @@
 """Stop: whether a fit stops here, and how it ends after a signal (SIGTERM, SIGUSR1, Ctrl-C).
 
-    a rank is signalled       SignalWatch notes it and requests two sync points, whose threads let all ranks know
-    in training               "stop": all ranks leave at one optimizer step
+    a rank is signalled       SignalWatch records it and requests two sync points, whose threads notify all ranks
+    in training               "stop": all ranks stop at one optimizer step
     in a validation           "abandonment": all ranks leave it, and the run is saved as it was before
     at that point             the ranks exchange the signal, and ModelCheckpoint saves once
-    after fit's cleanup       rank 0 prints it and has SLURM requeue the job on SIGUSR1; each rank raises RunStopped
+    after fit's cleanup       rank 0 prints it and has SLURM requeue the job on SIGUSR1, and all ranks raise RunStopped
 
 A signal changes nothing for a run that is ending anyway, by max_steps or by should_stop.
 """
@@ -16,29 +16,28 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from trainwright.callers import say
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed.environment import requeue_job
 from trainwright.distributed.signals import SignalWatch, exit_code, is_interactive
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.errors import RunStopped
+from trainwright.rank_zero import say
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
-from trainwright.trainer.state import TrainerState
 
 
 class EvaluationAbandoned(Exception):
-    """Ends an evaluation of fit on every rank, because the run is to stop; a resumed run repeats the evaluation."""
+    """Ends an evaluation of fit on every rank, because the run stops. A resumed run repeats the evaluation."""
 
 
 class Stop:
     """The stop of one fit: by max_steps, because a rank has set `requested`, or by a signal.
 
-    The loop asks it after each batch that stepped; under manual optimization, after each batch.
+    The loop asks it after every batch that stepped, and after every batch of manual optimization. Entered around the fit, it
+    raises RunStopped at the end of a fit that a signal has stopped.
 
-    Entered around the fit, it raises RunStopped at the end of one that a signal has stopped.
-
-    `save`, collective, saves the run under a name ("stop", "end") and returns the path, "" if nothing is saved; `keeps_any`
+    `save`, collective, saves the run under a name ("stop", "end") and returns the path, "" if nothing is saved. `keeps_any`
     is whether the run keeps any checkpoint.
     """
 
@@ -46,18 +45,18 @@ class Stop:
         self,
         engine: Engine,
         settings: Settings,
-        state: TrainerState,
+        state: Position,
         save: Callable[[str], str],
         keeps_any: bool,
     ) -> None:
         self.requested = False
-        """What `trainer.should_stop` is."""
+        """The value of `trainer.should_stop`."""
         self.is_agreed = False
         """Whether every rank knows of the request."""
         self.number = 0
-        """The signal that stops the run, the same on every rank; 0 for none."""
+        """The signal that stops the run, the same on every rank. 0 for none."""
         self.path = ""
-        """The checkpoint that the stopped run has saved; "" for none."""
+        """The checkpoint of the stopped run. "" for none."""
         self.interrupted = False
         """Whether Ctrl-C, or a KeyboardInterrupt or SystemExit that a hook raised, has ended the latest run."""
         self.was_cut = False
@@ -66,7 +65,7 @@ class Stop:
         self._save, self._keeps_any = save, keeps_any
         self._watch = SignalWatch(self._request_points)
         self.point: SyncPoint | None = None
-        """Where all ranks leave the training at one optimizer step; None outside of fit."""
+        """The sync point at which all ranks stop training. None outside of fit."""
         self._abandonment: SyncPoint | None = None
         """Where all ranks leave a validation before one batch."""
         self._is_committed = False
@@ -74,7 +73,7 @@ class Stop:
 
     @property
     def received(self) -> int:
-        """Return the first signal that this rank knows of; 0 for none."""
+        """Return the first signal that this rank knows of, 0 for none."""
         return self.number or self._watch.first
 
     def __enter__(self) -> Stop:
@@ -101,15 +100,16 @@ class Stop:
         self._watch.open()
 
     def note_end(self, error: BaseException | None) -> None:
-        """Note how a run has ended; None when another begins."""
-        self.was_cut, self.interrupted = error is not None, isinstance(error, (KeyboardInterrupt, SystemExit))
+        """Record how a run has ended. None when another begins."""
+        self.was_cut = error is not None
+        self.interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
 
     def request(self, wanted: bool) -> None:
         """Request that the run ends, as `trainer.should_stop = True` does, or withdraw that."""
         self.requested = wanted
 
     def request_soon(self) -> None:
-        """Stop all ranks at one optimizer step; callable on any rank and from any thread (RuntimeError outside fit)."""
+        """Stop all ranks at one optimizer step. Callable on any rank and from any thread (RuntimeError outside fit)."""
         if self.point is None:
             raise RuntimeError("stop_soon works in trainer.fit only.")
         self.point.request()
@@ -120,7 +120,7 @@ class Stop:
                 each.request()
 
     def is_due(self, window_is_open: bool) -> bool:
-        """Return, the same on every rank, whether the run ends at this optimizer step. Call it at each, on every rank."""
+        """Return, the same on every rank, whether the run ends at this optimizer step. Call it at every step on every rank."""
         settings, state, is_alone = self._settings, self._state, self._engine.world_size == 1
         if -1 < settings.max_steps <= state.step:
             return True
@@ -132,12 +132,18 @@ class Stop:
                 if not self.agree_on_signal():
                     self.requested = self.is_agreed = True
             elif self.requested and not self.is_agreed and not is_alone:
-                self.point.request()  # perhaps this rank alone has set it
+                self.point.request()  # perhaps only this rank has set it
         if self.number:
             return True
         if not self.requested or not (self.is_agreed or is_alone):
             return False
         return state.epoch >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
+
+    def is_due_after(self, has_stepped: bool, window_is_open: bool) -> bool:
+        """Return whether the run ends after a batch: `is_due`, if there is any reason to look."""
+        assert self.point is not None
+        may_end = self._settings.max_steps != -1 or self.point.is_pending or self.requested
+        return has_stepped and may_end and self.is_due(window_is_open)
 
     def agree(self) -> None:
         """Stop every rank here if one of them is to stop. Collective: call on every rank."""
@@ -155,7 +161,7 @@ class Stop:
 
     @property
     def ends_by_itself(self) -> bool:
-        """Return, the same on every rank, whether the run ends here without a signal: a resumed one would do no more."""
+        """Return, the same on every rank, whether the run ends here without a signal, and a resumed run would not train on."""
         is_at_limit = -1 < self._settings.max_steps <= self._state.step
         return is_at_limit or (self.requested and (self.is_agreed or self._engine.world_size == 1))
 
@@ -167,14 +173,14 @@ class Stop:
         return self._abandonment is not None and not window_is_open and not self.ends_by_itself
 
     def begin_evaluation(self, window_is_open: bool) -> SyncPoint | None:
-        """Begin an evaluation; return the sync point that it checks before each batch, None if it cannot be abandoned."""
+        """Begin an evaluation; return the sync point to check before every batch, None if it cannot be abandoned."""
         self._evaluations += 1
         return self._abandonment if self.may_abandon(window_is_open) else None
 
     def is_left(self, loader: int, batch: int) -> bool:
         """Return whether all ranks abandon the running evaluation before this batch."""
         assert self._abandonment is not None
-        # Sync points compare numbers, so each batch of the fit's evaluations has a larger one than those before.
+        # Sync points compare numbers, so the numbers of batches grow over all evaluations of the fit.
         return self._abandonment.is_reached((self._evaluations << 64) + (loader << 48) + batch)
 
     def after_loader(self) -> None:

@@ -15,23 +15,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.arguments import refuse_unknown, refuses_unknown
-from trainwright.callbacks.base import Callback, tune
+from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Engine
-from trainwright.engine.open_arguments import filled_by_environment
 from trainwright.loggers.base import Logger
 from trainwright.module import Module, hook_of
+from trainwright.overrides import aside, overridable
 from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
-from trainwright.rung import aside
 from trainwright.strategies import Strategy
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.evaluate import Evaluation, evaluate
 from trainwright.trainer.fit import fit
 from trainwright.trainer.inputs import check_compile, choose_precision, choose_root
 from trainwright.trainer.logbook import format_table
-from trainwright.trainer.missing_names import missing
 from trainwright.trainer.parts import (
     PARTS,
     arranged_callbacks,
@@ -44,15 +42,14 @@ from trainwright.trainer.parts import (
     with_the_modules,
 )
 from trainwright.trainer.predict import predict
-from trainwright.trainer.preparation import prepare_fit
+from trainwright.trainer.preparation import Request, choose_checkpoint, prepare_fit, read_evaluation, read_fit
 from trainwright.trainer.remote_call import OWN_ARGUMENTS, call_remotely, changes
-from trainwright.trainer.request import Request, choose_checkpoint, read_evaluation, read_fit
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.saving import save_checkpoint
-from trainwright.trainer.settings import REPLACED, Settings
+from trainwright.trainer.settings import REPLACED, Settings, missing
 from trainwright.trainer.sources import find_source
-from trainwright.trainer.state import TrainerState
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
 
@@ -128,7 +125,7 @@ class Trainer(Status):
 
     _trial_settings: Settings | None = None  # of a trial run, which the module does not see
 
-    @filled_by_environment("Trainer")
+    @overridable("Trainer")
     def __init__(
         self,
         *,
@@ -237,17 +234,16 @@ class Trainer(Status):
         path = self._ckpt_path if ckpt_path is None else ckpt_path
         request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, path, verify, fresh)
         parts, choice = self._begin(request)
-        if choice.path is None and not self.fast_dev_run and not self.engine.num_workers:
-            loaders = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
-            tune(self.callbacks, self.trial, model, {**loaders, "datamodule": datamodule})
         if self.engine.num_workers:
             options = {"val_dataloaders": val_dataloaders, "verify": verify, "fresh": request.fresh}
             run = Run(parts, "fit", model, request.datamodule, choice, self.run)
             self._call_workers(run, {"train_dataloaders": request.loaders, **options})
             return
-        self.run = run = TrainingRun(
-            parts, model, request.datamodule, choice, self.run, request.source, val_dataloaders
-        )
+        run = TrainingRun(parts, model, request.datamodule, choice, self.run, request.source, val_dataloaders)
+        if choice.path is None and not self.fast_dev_run:
+            loaders = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
+            run.hooks.call("on_tune", {**loaders, "datamodule": datamodule})
+        self.run = run
         # The stop is outermost, because it raises RunStopped once everything else is closed.
         with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
             run.stop.open()
@@ -345,7 +341,7 @@ class Trainer(Status):
             A list with an entry for each batch; with several loaders a list of such lists; None with return_predictions=False.
         """
         if return_predictions not in (None, True, False, "own"):
-            raise ValueError(f"return_predictions={return_predictions!r} is not accepted; pass True, False or 'own'.")
+            raise ValueError(f"return_predictions={return_predictions!r} is not accepted. Pass True, False or 'own'.")
         given = (model, dataloaders, ckpt_path, datamodule, verify)
         wanted, own_only = return_predictions is not False, return_predictions == "own"
         run = partial(predict, return_predictions=wanted, own_only=own_only)
@@ -387,7 +383,7 @@ class Trainer(Status):
             RuntimeError: nothing to save, or nothing that a run could resume from.
         """
         if storage_options is not None:
-            raise ValueError("storage_options is not accepted; put them into the fsspec URL or its configuration.")
+            raise ValueError("storage_options is not accepted. Put them into the fsspec URL or its configuration.")
         return save_checkpoint(self.run, str(filepath), weights_only, blocking, overwrite)
 
     def stop_soon(self) -> None:
@@ -505,7 +501,7 @@ class Trainer(Status):
             return self._call_workers(run, {"dataloaders": request.loaders, "verify": request.verify, **options})
         trained = list(engine.optimizers) if choice.path is None and previous.module is module else []
         # If the strategy drops optimizers together with other state, the module stays as the fit has left it.
-        stays = bool(trained) and not engine.strategy.keeps_optimizers
+        stays = bool(trained) and not engine.strategy.capabilities.keeps_optimizers
         self.run = run
         with run.opened(stays):
             # Before the strategy wraps the module, since on_load_checkpoint may still build layers.
@@ -522,7 +518,7 @@ class Trainer(Status):
         # The optimizers of the fit can still be saved, unless the module has other weights now.
         engine.optimizers = trained
         if not trained:
-            run.trained.drop_optimizers()
+            run.update_trained(optimizers=[], prepared_optimizers=[], schedulers=[])
         return result
 
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
@@ -542,7 +538,7 @@ class Trainer(Status):
         self.callbacks, self._loggers, self.profiler = parts
         module, self._callbacks_of_module, state = others
         parts_of_run = self._parts(self.run.root)
-        self.run = Run(parts_of_run, "fit", module, None, Choice(), None, TrainerState.of_plain(state))
+        self.run = Run(parts_of_run, "fit", module, None, Choice(), None, Position.of_plain(state))
 
 
 def call_in_worker(

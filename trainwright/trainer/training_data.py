@@ -16,17 +16,17 @@ from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.oversights import warn_of_dropped_samples
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource
 from trainwright.trainer.stage import limited
-from trainwright.trainer.state import TrainerState
 
 if TYPE_CHECKING:
     from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 
 
 class TrainData:
-    """The training data of one fit. Its loader owns the position in the data; epoch and batch belong to the run's state.
+    """The training data of one fit. Its loader owns the position in the data, the run's state the epoch and the batch.
 
     `options` go to `shard`. If training_step `pulls` its batches, they are read one ahead to know the last. `note` is called
     with the user's loaders and this rank's batches in an epoch, whenever they change.
@@ -37,7 +37,7 @@ class TrainData:
         source: LoaderSource,
         engine: Engine,
         settings: Settings,
-        state: TrainerState,
+        state: Position,
         options: dict[str, bool],
         *,
         pulls: bool,
@@ -50,10 +50,10 @@ class TrainData:
         self._loaded = NOT_BEGUN
         """The position that was loaded before the loader was made."""
         self.num_batches: int | None = None
-        """Batches of this rank in an epoch, within the limit; None if unknown until the loader ends."""
+        """Batches of this rank in an epoch, within the limit. None if unknown until the loader ends."""
         self.most_batches: int | None = None
         self.validate_every: int | None = None
-        """Batches between two validations; None to validate at an epoch's end, or by time."""
+        """Batches between two validations. None to validate at an epoch's end, or by time."""
         self.uneven: Mapping[int, list[int]] = {}
         """The loader's uneven rounds (StatefulLoader.uneven)."""
 
@@ -62,8 +62,13 @@ class TrainData:
         assert self._loader is not None, "the training data is not loaded"
         return self._loader
 
+    @property
+    def position(self) -> int:
+        """Return the number of the epoch's batches that this rank has finished."""
+        return self._state.batch
+
     def load(self) -> None:
-        """Load and shard the data if that was not done yet. Collective."""
+        """Load and shard the data, if not loaded yet. Collective."""
         if self._loader is None:
             self._load(self._loaded)
 
@@ -123,7 +128,7 @@ class TrainData:
         if length == 0 and limit != 0:
             raise ValueError(
                 "the training loader has no batches (its dataset is empty, drop_last dropped all, or limit_train_batches is "
-                "too small); give it data."
+                "too small). Give it data."
             )
         compare_first_draws(loader, engine.ranks, "training")
         warn_of_dropped_samples(self._users)
@@ -139,7 +144,7 @@ class TrainData:
             self._users,
             rank=engine.rank,
             world_size=engine.world_size,
-            mode="train" if one_by_one else "padded",  # which is not for loaders that come one after the other
+            mode="train" if one_by_one else "padded",  # padded does not support loaders that come one after the other
             **self._options,
         )
         loader.set_epoch(engine.seed, self._state.epoch)
@@ -150,7 +155,7 @@ class TrainData:
             self._loader.close()
 
     def state_dict(self) -> LoaderState:
-        """Return the position in the epoch's data; between two epochs, the end of the last one."""
+        """Return the position in the epoch's data, between two epochs the end of the last one."""
         if self._loader is None:
             return self._loaded
         return self._loader.state_dict(self._state.batch, is_over=self._state.epoch_ended)
@@ -178,12 +183,12 @@ class TrainData:
         if loader.starts_beyond or (self.num_batches is not None and state.batch > self.num_batches):
             whole = limited(loader.whole_length, self._settings.limit_train_batches)
             raise ValueError(
-                f"{origin} was saved after batch {state.batch} of its epoch, but the training loader has {whole} batches; "
-                "resume with the data that it was saved with, or from a checkpoint of an epoch's end."
+                f"{origin} was saved after batch {state.batch} of its epoch, but the training loader has {whole} batches. "
+                "Resume with the data that it was saved with, or from a checkpoint of an epoch's end."
             )
 
     def warn_of_iterators(self) -> None:
-        """Warn, in a resumed run, of an iterator, which need not be the one that the epochs before have read."""
+        """Warn of an iterator in a resumed run, since earlier epochs may have read another iterator."""
         once = iterators_of(self._users) if self._state.epoch else []
         if once:
             rank_zero_warn(
@@ -216,9 +221,9 @@ class TrainData:
         self.loader.plan_states(pairs)
 
     def _measure(self) -> None:
-        """Compute the epoch's number of batches: those before the start, and the rest at this world size.
+        """Compute the epoch's number of batches: before the start, and the rest at this world size.
 
-        An int limit counts all of them; a float limit is a fraction of the data, at any world size.
+        An int limit counts all batches. A float limit is a fraction of the data, at any world size.
         """
         loader, limit = self.loader, self._settings.limit_train_batches
         length, whole = loader.length, loader.whole_length
@@ -233,7 +238,7 @@ class TrainData:
 
 
 def _validation_interval(settings: Settings, length: int | None) -> int | None:
-    """Return the batches between two validations; None to validate at an epoch's end, or by time."""
+    """Return the batches between two validations. None to validate at an epoch's end, or by time."""
     interval = settings.val_check_interval
     if settings.validation_seconds is not None or interval is None or (interval == 1.0 and isinstance(interval, float)):
         return None
@@ -241,13 +246,13 @@ def _validation_interval(settings: Settings, length: int | None) -> int | None:
     if isinstance(interval, int):
         if length is not None and interval > length and settings.check_val_every_n_epoch is not None:
             raise ValueError(
-                f"val_check_interval={interval} is more than the {length} training batches of an epoch; pass at most that "
+                f"val_check_interval={interval} is more than the {length} training batches of an epoch. Pass at most that "
                 "many, a fraction (float), or check_val_every_n_epoch=None to count batches across epochs."
             )
         return interval
     if length is None:
         raise ValueError(
-            f"val_check_interval={interval} is a fraction of the epoch, but the training loader has no length; pass a number "
+            f"val_check_interval={interval} is a fraction of the epoch, but the training loader has no length. Pass a number "
             "of batches (int)."
         )
     return max(1, int(length * interval))  # a fraction of a few batches is one batch at least

@@ -2,39 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain, islice
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from traceback import walk_tb
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import make_scheduler
 from trainwright.data.datamodule import DataModule
-from trainwright.data.loaders import with_last
-from trainwright.data.seeding import set_rng_state
-from trainwright.data.transfer import Prefetcher
 from trainwright.distributed.failures import is_secondary_failure
+from trainwright.distributed.sync_points import SyncPoint
+from trainwright.engine.fused import use_fused
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
 from trainwright.module import Module
-from trainwright.profilers.instrumentation import is_measuring
-from trainwright.strategies.base import Clipping, Optimization, StepResult
-from trainwright.strategies.optimizer_proxy import unwrap_optimizer
+from trainwright.profilers.base import is_measuring
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.base import Clipping, StepResult
+from trainwright.strategies.divided_optimizers import unwrap_optimizer
 from trainwright.trainer.checkpoint_choice import Choice
-from trainwright.trainer.clock import IntervalClock
+from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.oversights import LONG_EPOCH, warn_of_evaluation_mode, watching
-from trainwright.trainer.phase import ENDING, Phase
 from trainwright.trainer.plain_backwards import PlainBackwards
 from trainwright.trainer.run import Parts, Run
-from trainwright.trainer.sources import LoaderSource, PulledBatches, find_transfer
-from trainwright.trainer.steps import StepArguments, read_step
+from trainwright.trainer.run_position import ENDING, Phase
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
 from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.uneven_round import UnevenRound
+
+STEP_OVERRIDES = ("optimizer_step", "configure_gradient_clipping")
+TOO_MANY_EMPTY = 10
+"""Batches without a loss at a run's beginning after which a warning says that nothing is trained."""
+
+
+class IntervalClock:
+    """Rank 0 looks at the time; all ranks act at the step that their sync point agrees on."""
+
+    def __init__(self, seconds: float, sync_point: SyncPoint) -> None:
+        self._seconds, self._sync_point = seconds, sync_point
+        self._next = time.monotonic() + seconds
+
+    def is_due(self, step: int) -> bool:
+        """Return whether an interval ends at this optimizer step; call it at each, on every rank."""
+        if self._sync_point.rank == 0 and time.monotonic() >= self._next:
+            self._sync_point.request()
+            self._next = float("inf")  # until this request is met
+        if not self._sync_point.is_reached(step):
+            return False
+        self._next = time.monotonic() + self._seconds
+        return True
+
+
+Hooks = tuple[Callable[..., Any], ...]
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """The branches that the loop of one fit has, chosen once when the fit is prepared."""
+
+    is_manual: bool
+    arguments: StepArguments
+    """The arguments of training_step."""
+    transfer: BatchTransfer | None
+    """Moves a batch to the device. None if batches need no change."""
+    overrides: Mapping[str, Callable[..., Any]]
+    """The parts of a step that the module overrides (optimizer_step and so on), by name."""
+    cleared_first: Optimizer | None
+    """The optimizer whose gradients are cleared before training_step, which then has their memory. None if hooks take part."""
+    gives_closure: bool
+    """Whether the optimizer's step gets a closure."""
+    clipping: Clipping | None
+    log_every: int
+    """Optimizer steps between two rows of step values; 0 for none."""
+
+    has_own_step: bool
+    """Whether the module takes part in the optimizer's step, or the step gets a closure."""
+    batch_start: Hooks
+    batch_end: Hooks
+    before_backward: Hooks
+    after_backward: Hooks
+    before_step: Hooks
 
 
 class TrainingRun(Run):
@@ -42,12 +93,14 @@ class TrainingRun(Run):
 
     module: Module
     data: TrainData
+    plan: LoopPlan
+    window: AccumulationWindow
     optimizer: Optimizer | None = None
-    """The one to step; None under manual optimization, or without any."""
-    follows_by_step = False
+    """The optimizer to step. None under manual optimization, or without optimizers."""
+    accumulate = 1
+    """Batches of a window in this epoch."""
+    has_plateau_steps = False
     """Whether a step-wise scheduler follows a metric."""
-    has_own_step = False
-    """Whether the optimizer's step is the module's own, or made with a closure."""
 
     def __init__(
         self,
@@ -62,68 +115,68 @@ class TrainingRun(Run):
         super().__init__(parts, "fit", module, datamodule, choice, previous)
         self.source, self.given_validation = source, given_validation
         self.validation: Evaluation | None = None
-        self.is_manual = not module.automatic_optimization
-        self.own: dict[str, Any] = {}
-        """The parts of a step that the module overrides (optimizer_step and so on), by name."""
-        self.schedulers: list[SchedulerConfig] = []
-        self.window, self.progress = AccumulationWindow(), self.state.progress
+        self.window = AccumulationWindow(self.engine)
         """The batches of the next optimizer step. Windows count from where the run resumes, since no checkpoint is saved
         within one."""
+        self.batch: Batch | None = None
+        """The current batch."""
         self.uneven_round: UnevenRound | None = None
         """The current batch, if it is one of an uneven round."""
-        self.pulled: PulledBatches | None = None
-        """Where training_step takes its batches from; None if the loop gives them."""
-        self.is_watched = False
-        """Whether an epoch has begun, which is watched for oversights."""
         self.num_empty = 0
         """Batches of this run for which training_step returned None."""
-        self.generators: dict[str, Any] | None = None
-        """The generators of a checkpoint within an epoch; set once the hooks of the epoch's start have run again."""
         self.step_results: list[StepResult] = []
         """Results of the steps that the module's running optimizer_step has made."""
         self.waiting_saves: list[tuple[str, bool, bool, bool]] = []
         """Checkpoints requested within a batch, a window or an epoch's end, to be written after it: path, weights_only,
         blocking and overwrite."""
-        self.plain_backwards = PlainBackwards()
-        self.progress.follow(self.window)
-        self.close_at_end(self._drop_batches)
-        self.close_at_end(self.plain_backwards.close)
+        self._is_watched = False
+        """Whether an epoch has begun, during which the loop looks for oversights."""
+        self._plain_backwards = PlainBackwards()
+        self.close_at_end(self._drop_batch)
+        self.close_at_end(self._plain_backwards.close)
 
-    def _drop_batches(self) -> None:
-        """Free what holds a batch: the Trainer keeps this run until its next one."""
-        self.pulled = self.uneven_round = None
-
-    def prepare(
-        self, arguments: StepArguments, optimization: Optimization, own: dict[str, Any], validation: LoaderSource | None
-    ) -> None:
-        """Take what the strategy has made of the settings, what training_step takes, and what the module overrides."""
+    def prepare(self, accumulate: int, validation: LoaderSource | None) -> None:
+        """Make the training data and the validation, once the strategy has chosen the batches of a step."""
         settings, seconds = self.settings, self.settings.validation_seconds
         self.validation_clock = (
             None if seconds is None else IntervalClock(seconds, self.engine.connection.sync_point("validation"))
         )
-        self.accumulate = optimization.accumulate
-        if self.accumulate != settings.accumulate_grad_batches:  # otherwise setup() may have set another number
-            self.trained.accumulate(self.accumulate)
+        self.accumulate = accumulate
+        if accumulate != settings.accumulate_grad_batches:  # otherwise setup() may have set another number
+            self.update_trained(accumulate_grad_batches=accumulate)
         if validation is not None:
             self.validation = Evaluation(self, self.module, "validation", validation)
-        self.clipping = Clipping.needed(optimization.clip_norm, optimization.clip_value)
-        self.transfer = find_transfer(self.engine, self.module, self.datamodule, self.profiler)
-        self.takes_index, self.pulls, self.own = arguments.takes_index, arguments.pulls, own
-        self.before_zero_grad, self.before_backward = (
-            self.hooks["on_before_zero_grad"],
-            self.hooks["on_before_backward"],
-        )
-        self.after_backward, self.before_step = self.hooks["on_after_backward"], self.hooks["on_before_optimizer_step"]
-        self.clears_plainly = not self.before_zero_grad and "optimizer_zero_grad" not in own
         data = self._train_data()
         if self.validation is not None:
             data.plan_validation()
         self.is_prepared = True
 
+    def plan_loop(
+        self, arguments: StepArguments, clipping: Clipping | None, overrides: Mapping[str, Any], *, gives_closure: bool
+    ) -> None:
+        """Choose the branches of the loop, once the optimizers are made."""
+        has_hooks = bool(self.hooks["on_before_zero_grad"]) or "optimizer_zero_grad" in overrides
+        self.plan = LoopPlan(
+            is_manual=not self.module.automatic_optimization,
+            arguments=arguments,
+            transfer=find_transfer(self.engine, self.module, self.datamodule, self.profiler),
+            overrides=overrides,
+            cleared_first=None if has_hooks else self.optimizer,
+            gives_closure=gives_closure,
+            clipping=clipping,
+            log_every=self.settings.log_every,
+            has_own_step=gives_closure or not overrides.keys().isdisjoint(STEP_OVERRIDES),
+            batch_start=self.hooks["on_train_batch_start"],
+            batch_end=self.hooks["on_train_batch_end"],
+            before_backward=self.hooks["on_before_backward"],
+            after_backward=self.hooks["on_after_backward"],
+            before_step=self.hooks["on_before_optimizer_step"],
+        )
+
     def _train_data(self) -> TrainData:
         """Return the training data, not loaded if this makes it."""
         if self.trained.data is None:
-            self.trained.data = self.data = TrainData(
+            self.data = TrainData(
                 self.source,
                 self.engine,
                 self.settings,
@@ -132,6 +185,7 @@ class TrainingRun(Run):
                 pulls=read_step(self.module, "training_step").pulls,
                 note=self.stages.note_training,
             )
+            self.update_trained(data=self.data)
             self.close_at_end(self.data.close)
         return self.data
 
@@ -139,135 +193,165 @@ class TrainingRun(Run):
         self._train_data().load()
 
     def take_schedulers(self, schedulers: list[SchedulerConfig]) -> None:
-        """Take what configure_optimizers has returned of schedulers, once the engine has the optimizers."""
-        self.trained.schedulers = self.schedulers = schedulers
-        self.engine.script.note_schedulers([each.scheduler for each in schedulers])
-        self.follows_by_step = any(each.interval == "step" and each.is_plateau for each in schedulers)
+        """Take the schedulers of configure_optimizers, once the engine has the optimizers."""
+        self.update_trained(schedulers=schedulers)
+        self.engine.script.note_schedulers([config.scheduler for config in schedulers])
+        self.has_plateau_steps = any(config.interval == "step" and config.is_plateau for config in schedulers)
+
+    def take_optimizers(self, optimizers: list[Optimizer], prepared: list[PreparedOptimizer]) -> None:
+        """Take the optimizers as the strategy has made them."""
+        self.update_trained(optimizers=optimizers, prepared_optimizers=prepared)
+        if optimizers and self.module.automatic_optimization:
+            self.optimizer = optimizers[0]
 
     def replace_schedulers(self) -> None:
-        """Replace the schedulers by the one of a callback, if it has one."""
-        optimizer = self.optimizer
-        scheduler = None if optimizer is None else make_scheduler(self.callbacks, unwrap_optimizer(optimizer))
+        """Replace the schedulers by a callback's scheduler, if a callback has one."""
+        if self.optimizer is None:
+            return
+        returned = self.hooks.call("configure_lr_scheduler", unwrap_optimizer(self.optimizer))
+        scheduler = next((each for each in returned if each is not None), None)
         # It is returned at each epoch's start, and replaces the others once.
-        if scheduler is not None and all(each.scheduler is not scheduler for each in self.schedulers):
+        if scheduler is not None and all(config.scheduler is not scheduler for config in self.trained.schedulers):
             self.take_schedulers([SchedulerConfig(scheduler)])
 
-    def take_optimizers(
-        self, optimizers: list[Optimizer], prepared: list[PreparedOptimizer], *, with_closure: bool
-    ) -> None:
-        """Take the optimizers as the strategy has made them; `with_closure`: the one to step gets a closure."""
-        self.trained.optimizers, self.trained.prepared_optimizers = optimizers, prepared
-        if with_closure:
-            self.own["closure"] = True
-        if optimizers and not self.is_manual:
-            self.optimizer = optimizers[0]
-        self.has_own_step = bool(self.own.keys() & {"optimizer_step", "configure_gradient_clipping", "closure"})
+    def begin_windows(self) -> None:
+        """Begin an epoch's windows, after the hooks of its start, which may freeze layers or change the windows' length."""
+        self.accumulate = self.trained.accumulate_grad_batches
+        if not self.plan.is_manual:  # otherwise gradients that on_train_epoch_start has sent backward wait for a step
+            self.window.drop()
+        self.engine.refresh_trainable()
+        strategy, is_scaled = self.engine.strategy, self.engine.precision.has_scaler
+        # A plain backward is neither averaged nor scaled.
+        if (
+            self.plan.is_manual
+            and (is_scaled or self.engine.world_size > 1)
+            and strategy.capabilities.gradients_are_parameters
+        ):
+            self._plain_backwards.watch(self.module)
+        self.engine.sync_gradients(True)
+        if self.settings.fused_optimizers:
+            for optimizer in self.trained.optimizers:
+                use_fused(optimizer, [self.module])  # a hook may have added groups
 
-    def begin_uneven_round(self, index: int) -> None:
-        """Begin a batch of an uneven round, in which this rank may have no sample."""
-        collector = self.logbook.collector
+    def epoch_batches(self) -> EpochBatches:
+        """Return the batches of the epoch, from the state's position on."""
+        self.data.plan_states(self.accumulate, self.checkpoint_callbacks)
+        plan = self.plan
+        return EpochBatches(
+            self.data, plan.arguments, plan.transfer, self.engine, self.logbook, self._watched, self._is_stopped
+        )
+
+    def _watched(self, pairs: Pairs) -> Pairs:
+        """Return the same batches, timed by the profiler; in the run's first epoch the loop looks for oversights."""
+        if is_measuring(self.profiler):
+            pairs = self.profiler.timed_iterator(pairs, "train_dataloader_next")
+        if self._is_watched:
+            return pairs
+        self._is_watched = True
+        warn_of_evaluation_mode(self.module, self.trained.optimizers)
+        length = self.data.num_batches
+        if length is not None and length <= LONG_EPOCH:
+            return pairs
+        processes = self.engine.environment.local_world_size
+        return watching(pairs, self.stages.train_dataloader, self.engine.device, processes)
+
+    def _is_stopped(self) -> bool:
+        """Return whether the run stops before the first batch. Collective."""
+        self.stop.agree()
+        return self.stop.is_due(self.window.is_open)
+
+    def begin_batch(self, batch: Batch) -> bool:
+        """Begin a training batch; return False if on_train_batch_start ends the epoch before it. Collective then."""
+        collector = self.logbook.training_collector
         assert collector is not None
-        is_dummy = self.data.loader.weight_at(index) == 0.0
-        self.uneven_round = UnevenRound(collector, self.module, self.callbacks, is_dummy)
+        self.batch = batch
+        self.state.progress.begin_batch(self.state, batch.is_last)
+        collector.begin_batch(batch.value, index=batch.index)
+        if batch.is_uneven:
+            self.uneven_round = UnevenRound(collector, self.module, self.callbacks, batch.is_dummy)
+        if not self.plan.batch_start or not batch.arguments:
+            return True
+        if -1 not in self.hooks.call("on_train_batch_start", batch.value, batch.index):
+            return True
+        self._cancel_batch()
+        batch.is_last = True
+        return False
 
     def end_uneven_round(self) -> None:
-        """End the batch of an uneven round, if it is one."""
+        """End the batch of an uneven round, after its hooks."""
         if self.uneven_round is not None:
             self.uneven_round.end()
             self.uneven_round = None
 
-    def count_empty(self) -> None:
-        """Count a batch for which training_step returned None."""
-        self.num_empty += 1
+    def _cancel_batch(self) -> None:
+        """Drop a batch before its step, with the gradients of its window. Collective (RuntimeError if a rank trains on).
 
-    @property
-    def weight(self) -> float:
-        """Return the weight of this rank in the round of the current batch; 1.0 if all ranks have equally many samples."""
-        index = self.state.batch if self.pulled is None else self.pulled.count - 1
-        return self.data.loader.weight_at(index) if index in self.data.uneven else 1.0
+        Saves that have waited for the window's end wait for the epoch's: this batch was read and not trained on.
+        """
+        self.state.progress.cancel_batch()
+        self.engine.ranks.wait("the end of an epoch by -1 from on_train_batch_start")
+        self.end_uneven_round()
+        if self.optimizer is not None and self.window.is_open:
+            self.optimizer.zero_grad()
+            self.window.drop()
+            self.engine.sync_gradients(True)
+
+    def end_batches(self) -> None:
+        """End the epoch's batches."""
+        collector = self.logbook.training_collector
+        assert collector is not None
+        collector.end_batches()
+        self.state.progress.end_batches()
+        self._drop_batch()
+
+    def _drop_batch(self) -> None:
+        """Free the objects that hold a batch: the Trainer keeps this run until its next one."""
+        self.batch = self.uneven_round = None
+
+    def count_empty(self) -> None:
+        """Count a batch for which training_step returned None, and warn if the run has begun with nothing else."""
+        self.num_empty += 1
+        is_noticed = self.num_empty == TOO_MANY_EMPTY or self.state.progress.is_last_batch
+        if is_noticed and self.num_empty == self.state.total_batches + 1:
+            rank_zero_warn(
+                f"training_step returned None for the first {self.num_empty} batches, which skips them: nothing has been "
+                "trained. Did you forget the return statement?",
+                stacklevel=4,
+            )
+
+    def refuse_empty_epoch(self) -> None:
+        """Reject, at the end of a run's first epoch, a training_step that has always returned None (RuntimeError)."""
+        if self.num_empty and self.num_empty == self.state.total_batches and self.optimizer is not None:
+            raise RuntimeError(
+                f"training_step returned None for all {self.num_empty} batches of the first epoch, so nothing was trained; "
+                "return the loss (did you forget the return statement?), or set automatic_optimization = False and step "
+                "yourself."
+            )
+
+    def announce_step(self, optimizer: Optimizer) -> None:
+        """Call the hooks before a step of manual optimization."""
+        self._plain_backwards.refuse()
+        if self.hooks["on_before_optimizer_step"]:
+            with self.engine.precision.step_context():  # where a step of automatic optimization calls them too
+                self.engine.strategy.finalize(optimizer)
+                self.hooks.call("on_before_optimizer_step", optimizer)
+
+    def count_step(self, result: StepResult) -> None:
+        """Count a step of manual optimization; one within the module's optimizer_step once that has returned."""
+        if self.module.automatic_optimization:
+            self.step_results.append(result)
+        else:
+            self.state.count_manual_step(result.skipped)
+            self.window.drop()
 
     def backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, weighted as its round is, and call the hooks."""
         if self.running_call is not None:
             self.window.hold_gradients()  # until an optimizer steps
-            if self.data.uneven and (weight := self.weight) != 1.0:
-                loss = loss * weight
-        with self.plain_backwards.own():
+            if self.batch is not None:
+                loss = self.window.scale(loss, self.batch.weight)
+        with self._plain_backwards.own():
             super().backward(loss, send, options)
-
-    def watch_backwards(self) -> None:
-        """Refuse plain backwards of manual optimization, if the strategy or the precision does a part of a backward."""
-        strategy, is_scaled = self.engine.strategy, self.engine.precision.has_scaler
-        if self.is_manual and (is_scaled or self.engine.world_size > 1) and strategy.gradients_are_parameters:
-            self.plain_backwards.watch(self.module)
-
-    def wait_with(self, generators: dict[str, Any]) -> None:
-        """Set these generators once the hooks of the epoch's start have run."""
-        self.generators = generators
-
-    def set_waiting_generators(self) -> None:
-        """Set the generators that have waited, if any."""
-        if self.generators is not None:
-            set_rng_state(self.generators)
-            self.generators = None
-
-    def begin_windows(self) -> None:
-        """Begin an epoch's windows, of the length that the Trainer has now."""
-        self.accumulate = self.trained.accumulate_grad_batches
-        if not self.is_manual:  # otherwise gradients that on_train_epoch_start has sent backward wait for a step
-            self.window.drop()
-
-    def batches(self) -> tuple[Iterator[tuple[Any, bool]], bool]:
-        """Return an iterator of (batch on its device, is it the epoch's last) from the state's position on.
-
-        And whether the run is past the epoch's last batch. If the epoch's length is unknown, that shows only by reading on.
-        """
-        start, transfer, data = self.state.batch, self.transfer, self.data
-        loader, length = data.loader, data.num_batches
-        data.plan_states(self.accumulate, self.checkpoint_callbacks)
-        # Only loaders that are the ranks' own may end on one rank before another.
-        all_have = self._all_have if length is None and not loader.ends_together else None
-        pairs = with_last(loader, start, length, data.most_batches, all_have=all_have)
-        is_over = length is not None and start >= length
-        if length is None and start:
-            first = list(islice(pairs, 1))
-            pairs, is_over = chain(first, pairs), not first
-        if is_measuring(self.profiler):
-            pairs = self.profiler.timed_iterator(pairs, "train_dataloader_next")
-        is_first, self.is_watched = not self.is_watched, True
-        if is_first:
-            warn_of_evaluation_mode(self.module, self.trained.optimizers)
-        if is_first and (length is None or length > LONG_EPOCH):
-            pairs = watching(
-                pairs, self.stages.train_dataloader, self.engine.device, self.engine.environment.local_world_size
-            )
-        if self.pulls:
-            return self._pulled(pairs), is_over
-        if transfer is None:
-            return pairs, is_over
-        if transfer.may_go_ahead:
-            moved = Prefetcher(pairs, self.engine.device, ahead=loader.may_read_ahead)
-            return ((transfer.arrived(batch), is_last) for batch, is_last in moved), is_over
-        return ((transfer(batch), is_last) for batch, is_last in pairs), is_over
-
-    def _all_have(self, has_batch: bool) -> bool:
-        """Return whether each rank still has a batch. Collective: call on every rank."""
-        if self.engine.world_size == 1:
-            return has_batch
-        # NOTE: waits for the device at each batch; with a length, or sharded loaders, it is not called.
-        return bool(self.engine.reduce(torch.tensor([int(has_batch)]), "min").item())
-
-    def _pulled(self, pairs: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
-        self.pulled = batches = PulledBatches(
-            pairs, self.transfer, self.state.batch, self.logbook, self.engine.precision.step_context
-        )
-        while not batches.is_at_end:
-            taken = batches.count
-            yield batches, batches.holds_last
-            if batches.count == taken:
-                raise RuntimeError(
-                    "training_step took no batch from its dataloader_iter; call next(dataloader_iter) in it."
-                )
 
     @property
     def enable_validation(self) -> bool:
@@ -294,18 +378,19 @@ class TrainingRun(Run):
         """
         if self.running_call is None:
             return True
-        is_counted = self.state.total_batches != self.progress.batches_before
+        progress = self.state.progress
+        is_counted = self.state.total_batches != progress.batches_before
         # In a batch that has failed, a save would wait for an end that does not come.
-        is_within_batch = self.progress.is_in_batch and not is_counted and not self.stop.was_cut
-        return not self.window.is_open and (weights_only or not (is_within_batch or self.progress.phase in ENDING))
+        is_within_batch = progress.is_in_batch and not is_counted and not self.stop.was_cut
+        return not self.window.is_open and (weights_only or not (is_within_batch or progress.phase in ENDING))
 
     def obstacle(self, error: BaseException) -> str:
         """Return why a run that fails here cannot be resumed exactly; "" if it can."""
-        state, phase, strategy = self.state, self.progress.phase, self.engine.strategy
+        state, phase, strategy = self.state, self.state.progress.phase, self.engine.strategy
         if self.engine.world_size > 1:
             if is_secondary_failure(error):
                 return "another rank failed first"
-            is_whole = strategy.holds_modules and not strategy.divides_optimizers
+            is_whole = strategy.capabilities.holds_modules and not strategy.capabilities.divides_optimizers
             if not is_whole or phase not in (Phase.BATCH, Phase.BETWEEN_BATCHES):
                 return f"it would take all {self.engine.world_size} ranks"
         if self.window.is_open:
@@ -316,15 +401,16 @@ class TrainingRun(Run):
         if is_at_end or state.epoch_ended or state.batch >= self.stages.num_training_batches:
             return "the run failed at the end of an epoch"
         # The validation is counted by then, so a resumed run would leave it out.
-        if self.progress.is_evaluating and state.validated_at == state.total_batches:
+        if state.progress.is_evaluating and state.validated_at == state.total_batches:
             return "the run failed at the end of a validation"
         return ""
 
     def _has_stepped(self, error: BaseException) -> bool:
         """Return whether an optimizer may have changed weights in the batch that failed with this error."""
-        state, before = self.state, (self.progress.batches_before, self.progress.steps_before)
+        state, progress = self.state, self.state.progress
         # Steps of torch's own optimizers are not counted under manual optimization.
-        is_uncounted = self.is_manual and state.total_batches > 0 and not state.step
+        is_uncounted = not self.module.automatic_optimization and state.total_batches > 0 and not state.step
         frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "step")
         is_within = any(frame.f_globals.get("__name__", "").startswith("trainwright.") for frame in frames)
+        before = (progress.batches_before, progress.steps_before)
         return is_uncounted or is_within or (state.total_batches, state.step) != before

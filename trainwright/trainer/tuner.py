@@ -98,5 +98,5 @@ def _data_of(
     if method != "fit":
         raise ValueError(f"{call}(method={method!r}): only 'fit' is searched.")
     if others is not None:
-        raise ValueError(f"{call}(dataloaders=) is for other methods than 'fit'; pass train_dataloaders=.")
+        raise ValueError(f"{call}(dataloaders=) is for other methods than 'fit'. Pass train_dataloaders=.")
     return {"train_dataloaders": train, "val_dataloaders": val, "datamodule": datamodule}

@@ -1,14 +1,14 @@
 """Uneven rounds: the rounds in which some rank has fewer samples than another, or none.
 
-A rank without a sample runs a dummy batch, a copy of another rank's: for the step's collectives, and for the gradients,
-where it weighs nothing. What it leaves behind is taken back: nothing is logged, and Metric objects, buffers and collections
-of the module, and of callbacks that collect, are restored. Its hooks run all the same, since they may save or communicate,
-and what the optimizer's step changes stays, since every rank makes that step.
+A rank without samples runs a dummy batch, a copy of another rank's batch. It takes part in the step's collectives, and has no
+weight in the gradients. Its effects are undone: nothing is logged, and Metric objects, buffers and collections of the module
+and of callbacks are restored. Its hooks run, since they may save or communicate. The changes of the optimizer's step stay,
+since every rank makes that step.
 
-In an evaluation each rank may have its own loader, which ends earlier on one rank than on another (`OwnRounds`). A rank whose
-loader has ended repeats its last batch, as a dummy, until all loaders have ended, because a step that communicates waits for
-all ranks. Known lengths are exchanged once, before the first batch; otherwise the ranks exchange at each batch whether they
-have one, as long as the step or its hooks communicate.
+In an evaluation every rank may have a separate loader, which ends earlier on one rank than on another (`OwnRounds`). A rank
+whose loader has ended repeats its last batch, as a dummy, because a step that communicates waits for all ranks. Known lengths
+are exchanged once, before the first batch. Otherwise the ranks exchange at every batch whether they have one, as long as the
+step or its hooks communicate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 END: Any = object()
 OF_TORCH = frozenset(vars(Module()))
-"""Attributes that every module has."""
+"""Attributes of every module."""
 
 Undo = Callable[[], None]
 
 
 class UnevenRound:
-    """One batch of an uneven round, from before its first hook until `end`; `is_dummy`: this rank has no sample."""
+    """One batch of an uneven round, from before its first hook until `end`. A dummy batch has no sample of this rank."""
 
     def __init__(
         self, collector: MetricCollector, module: nn.Module, callbacks: Iterable[Callback], is_dummy: bool
@@ -74,13 +74,13 @@ class UnevenRound:
             self._undo += _of_attributes(vars(callback), seen)
 
     def put_back(self) -> None:
-        """Take back what a dummy batch has left so far; what follows, the optimizer's step, stays."""
+        """Undo the effects of a dummy batch so far. Later effects, of the optimizer's step, stay."""
         for undo in self._undo:
             undo()
         self._undo = []  # a second call must not undo the optimizer's step
 
     def renew(self) -> None:
-        """Take back what a dummy batch has left so far, before a hook that may save, and what it leaves from here on."""
+        """Undo the effects of a dummy batch so far, before a hook that may save, and its effects from here on."""
         self.put_back()
         self._keep()
 
@@ -94,18 +94,27 @@ class UnevenRound:
 
 @dataclass
 class Communication:
-    """What of an evaluation's batch communicates, as this rank's first batch showed: other ranks may wait for it in the last.
+    """Whether step and hooks of an evaluation communicate, as this rank's first batch showed: others may wait in the last.
 
-    A rank that had no batch of a loader runs the step to be safe, and the hooks too, except those of a prediction, which
-    write what they are given.
+    A rank that had no batch of a loader runs the step to be safe. It runs the hooks too, except in a prediction, where they
+    write their arguments.
     """
 
     in_step: bool = True
     in_hooks: bool = True
+    forward_is_collective: bool = False
+    counts: list[int | None] = field(default_factory=list)
+    """The numbers of collectives issued before the first hooks, before the step, after it, and after the last hooks."""
+
+    def look(self) -> None:
+        """Count the collectives issued so far. Called four times in the first batch, the last time after its last hooks."""
+        self.counts.append(collectives.count_issued())
+        if len(self.counts) == 4:
+            self.learn(self.counts, self.forward_is_collective)
 
     def learn(self, counts: list[int | None], always: bool) -> None:
-        """Take the numbers of collectives before the first hooks, before the step, after it, and after the last hooks."""
-        known = [each for each in counts if each is not None]
+        """Read these `counts`; with `always` the step communicates in any case."""
+        known = [count for count in counts if count is not None]
         if len(known) == len(counts):
             start, before, after, end = known
             self.in_step, self.in_hooks = always or after > before, before > start or end > after
@@ -113,7 +122,7 @@ class Communication:
 
 @contextmanager
 def discarded(module: nn.Module, collector: MetricCollector | None) -> Iterator[None]:
-    """Discard what the block logs and what it adds to the module's torchmetrics."""
+    """Discard the values that the block logs and its updates of the module's torchmetrics."""
     undo = [_of_metric(child) for child in module.modules() if is_metric(child)]
     try:
         with nullcontext() if collector is None else collector.silenced():
@@ -126,7 +135,7 @@ def discarded(module: nn.Module, collector: MetricCollector | None) -> Iterator[
 class OwnRounds:
     """This rank's batches of its own loader (`count` at most), followed by dummy batches while another rank has more.
 
-    If a rank has no batch at all, each rank ends with its own loader. `is_collective`: a forward needs every rank.
+    If a rank has no batch at all, every rank ends with its loader. `is_collective`: a forward needs every rank.
     """
 
     exact_length = None
@@ -141,7 +150,7 @@ class OwnRounds:
         self._loader, self._count, self._is_collective = loader, count, is_collective
         self._communication = communication
         self.real_length: int | None = None
-        """The number of batches before the dummy ones; None until it is known."""
+        """The number of batches before the dummy batches. None until known."""
         self.is_empty = False
         """Whether no rank has a batch, once all have looked."""
 
@@ -171,7 +180,7 @@ class OwnRounds:
             batch = next(batches, END)
             if batch is END and self.real_length is None:
                 self.real_length = number
-            # What communicates is known once the first batch has run.
+            # The first batch shows whether the step communicates.
             exchanges = exchanges and (number < 2 or self._communication.in_step or self._communication.in_hooks)
             if exchanges:
                 have = collectives.all_gather(torch.tensor(int(batch is not END)))
@@ -194,7 +203,7 @@ class OwnRounds:
         if self._is_collective and any(batches) and not all(batches):
             raise ValueError(
                 f"rank {batches.index(0)} has no batch of its own to evaluate, but under this strategy a forward needs every "
-                "rank; give each rank one, or let the loader be sharded (use_distributed_sampler=True)."
+                "rank. Give each rank one, or let the loader be sharded (use_distributed_sampler=True)."
             )
 
 
@@ -219,9 +228,9 @@ def _of_metric(metric: Metric) -> Undo:
 
 
 def _taking_nothing(metric: Metric) -> Undo:
-    """Let a Metric object that gathers at each step take part without a sample; return what ends that.
+    """Let a Metric object that gathers at every step take part without a sample; return a function that ends that.
 
-    It keeps the other ranks' samples that it gathers, as each of them does.
+    It keeps the samples that it gathers from the other ranks, as the Metric objects there do.
     """
     update = metric.__dict__["update"]
 
@@ -248,9 +257,9 @@ def _of_module(module: nn.Module, seen: set[int]) -> list[Undo]:
 
 
 def _of_attributes(attributes: dict[str, Any], seen: set[int], left_out: frozenset[str] = frozenset()) -> list[Undo]:
-    """Return what restores an object's attributes, and what collections among them hold.
+    """Return functions that restore an object's attributes, and the contents of collections among them.
 
-    An integer that grew by one stays: it counts batches, as it does on each rank.
+    An integer that grew by one stays, because it counts batches, as on every rank.
     """
     own = {name: value for name, value in attributes.items() if name not in left_out}
 

@@ -1,4 +1,4 @@
-"""Cross-validation: a model for each fold, whose predictions of the test set are added up; the first batches are profiled."""
+"""Cross-validation: a model per fold, whose predictions of the test set are added up. The first batches are profiled."""
 
 import contextlib
 

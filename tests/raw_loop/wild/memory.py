@@ -1,4 +1,4 @@
-"""A batch size that fits in memory; where it is smaller, more batches are accumulated, so that a step sees as many samples."""
+"""A batch size that fits in memory. With a smaller one, more batches are accumulated, so that a step sees as many samples."""
 
 import torch
 from accelerate import Accelerator

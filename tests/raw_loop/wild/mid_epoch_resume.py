@@ -19,7 +19,7 @@ def main():
     parser.add_argument("--num_epochs", type=int, default=2)
     args = parser.parse_args()
 
-    # The schedule counts the loop's own calls, on any number of processes.
+    # The schedule counts the loop's calls, on any number of processes.
     accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
     set_seed(7)
     features = torch.randn(120, 6)

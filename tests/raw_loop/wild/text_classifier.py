@@ -13,7 +13,7 @@ MAX_LENGTH, VOCABULARY = 12, 40
 
 
 def get_dataset(size, seed):
-    """Sentences of token ids; the label says whether more than half of their tokens are from the vocabulary's second half."""
+    """Sentences of token ids. The label says whether more than half of their tokens are from the vocabulary's second half."""
     generator = torch.Generator().manual_seed(seed)
     examples = []
     for _ in range(size):

@@ -1,0 +1,477 @@
+"""The comparison of rungs: the metric, the figures relative to the unchanged script, the choice and the files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from html_page import LOADING, Page
+from rungs import attempt, record, result
+
+from trainwright.metric_direction import direction_of
+from trainwright.tools.ladder.advice import choice_lines, notes, sentence
+from trainwright.tools.ladder.attempt import Result, RungRecord
+from trainwright.tools.ladder.comparison import ComparedMetric, Comparison, choose_metric
+from trainwright.tools.ladder.ladder_table import csv_text, markdown_table, terminal_table, write_files
+from trainwright.tools.ladder.run_output import printed_metrics, reason_of
+
+ACCURACY = ComparedMetric("test_acc", "trainer, test", "max")
+
+
+def scored(name: str, rate: float, accuracy: float = 0.9, **changes: Any) -> Result:
+    return result(name, samples_per_second=rate, metrics={"test": {"test_acc": accuracy}}, **changes)
+
+
+def test_a_name_has_a_direction() -> None:
+    for name in (
+        "val_acc",
+        "MulticlassAccuracy",
+        "test/f1",
+        "top5_accuracy",
+        "test_auroc",
+        "mIoU",
+        "R2",
+        "test accuracy (%)",
+    ):
+        assert direction_of(name) == "max", name
+    for name in ("val_loss", "NLLLoss", "rmse", "word error", "perplexity"):
+        assert direction_of(name) == "min", name
+    for name in ("test_value", "accident", "beloved", "landmap"):
+        assert direction_of(name) is None, name
+
+
+def test_printed_metrics_are_read_from_the_output() -> None:
+    lines = [
+        "epoch 0: val_acc 0.8833, loss 0.4",
+        "test accuracy: 91.42 %",
+        "[rank1] test accuracy: 10 %",
+        "test_acc=0.91 test_loss = 1e-3",
+        "Test set took 5.2.1",
+        "latest score 3",
+        "The final test loss is 0.4.",
+        "val_loss: nan",
+    ]
+    found = [(each.stage, each.name, each.value) for each in printed_metrics(lines)]
+    assert found == [
+        ("validation", "val_acc", 0.8833),
+        ("test", "test accuracy (%)", 91.42),
+        ("test", "test_acc", 0.91),
+        ("test", "test_loss", 0.001),
+        ("test", "test loss", 0.4),
+        ("validation", "val_loss", pytest.approx(float("nan"), nan_ok=True)),
+    ]
+
+
+def test_the_metric_is_a_tests() -> None:
+    both = {"test": {"test_loss": 0.4, "test_acc": 0.9}, "validation": {"train_loss": 0.3, "val_acc": 0.8}}
+    assert choose_metric(attempt("a", metrics=both)) == ACCURACY
+    assert choose_metric(attempt("a", metrics={"validation": both["validation"]})) == ComparedMetric(
+        "val_acc", "trainer, validation", "max"
+    )
+    printed = {"test": {"test accuracy (%)": 91.0}}
+    assert choose_metric(attempt("a", metrics={}, logged={"loss": 1.0}, printed=printed)) == ComparedMetric(
+        "test accuracy (%)", "output, test", "max"
+    )
+    assert choose_metric(attempt("a", metrics={}, logged={"loss": 1.0})) is None
+    assert choose_metric(attempt("a", metrics={}, logged={"loss": 1.0}), "loss") == ComparedMetric("loss", "log", "min")
+    assert choose_metric(attempt("a", metrics={"test": {"test_x": 1.0}}), direction="min") == ComparedMetric(
+        "test_x", "trainer, test", "min"
+    )
+    words = {"latest_loss": 1.0, "value_loss": 2.0, "interval": 3.0}  # of the training
+    assert choose_metric(attempt("a", metrics={}, logged=words)) is None
+    for name in ("testAcc", "final/test_acc"):
+        assert choose_metric(attempt("a", metrics={}, logged={**words, name: 0.5})) == ComparedMetric(
+            name, "log, test", direction_of(name)
+        )
+    for name in ("validLoss", "eval_loss", "loss/validation", "valloss"):
+        found = choose_metric(attempt("a", metrics={}, logged={**words, name: 0.5}))
+        assert found is not None
+        assert (found.name, found.source) == (name, "log, validation")
+    with pytest.raises(
+        ValueError, match=r"--metric test_ac: the script has no such metric; it has .* Did you mean 'test_acc'"
+    ):
+        choose_metric(attempt("a", metrics=both), "test_ac")
+    with pytest.raises(ValueError, match=r"--metric loss: .*; it logs no metric, and has none of a test"):
+        choose_metric(attempt("a", metrics={}, logged={}), "loss")
+
+
+def test_figures_are_relative_to_the_unchanged_script() -> None:
+    quick = tuple((step, 0.05 * step) for step in range(1, 11))
+    comparison = Comparison([scored("unchanged", 100.0), scored("ddp", 250.0, points=quick, steps=10)], ACCURACY)
+    assert comparison.common_steps == 10
+    assert [comparison.speed_up(each) for each in comparison.results] == [1.0, 2.5]
+    seconds = [comparison.seconds_to_common(each) for each in comparison.results]
+    assert [each and each.mean for each in seconds] == [pytest.approx(1.5), pytest.approx(0.5)]
+    unknown = Comparison([scored("unchanged", 100.0), result("ddp", samples_per_second=None)], None)
+    assert not unknown.counts_samples
+    assert unknown.speed_up(unknown.results[1]) == 1.0  # of batches
+
+
+def test_the_choice_is_the_fastest_that_is_not_worse() -> None:
+    first, good, bad = scored("unchanged", 100), scored("ddp", 150, 0.885), scored("fsdp", 200, 0.881)
+    failed = result("deepspeed_stage_2", "failed", "exit code 1: ValueError: no")
+    assert Comparison([first, good, bad, failed], ACCURACY).choice() is good
+    assert Comparison([first, good, bad], None).choice() is bad
+    assert Comparison([first, scored("ddp", 90)], ACCURACY).choice() is first
+    assert Comparison([first, scored("ddp", 200, float("nan"))], ACCURACY).choice() is first
+    without = Comparison([first, result("ddp", samples_per_second=200.0, metrics={})], ACCURACY)
+    assert without.choice() is first
+    assert list(choice_lines(without, ["a.py"])) == [
+        "Keep the script unchanged: the faster rungs have a worse metric or none."
+    ]
+    lower = ComparedMetric("test_acc", "trainer, test", "min")
+    assert Comparison([first, good, bad], lower).choice() is bad
+
+
+def test_the_noise_is_that_of_the_seeds() -> None:
+    def seeded(name: str, rate: float, *scores: float) -> Result:
+        return Result(
+            tuple(
+                attempt(name, seed=seed, samples_per_second=rate, metrics={"test": {"test_acc": score}})
+                for seed, score in enumerate(scores, 1)
+            )
+        )
+
+    first = seeded("unchanged", 100, 0.90, 0.92)  # a standard deviation of 0.0141
+    comparison = Comparison([first, seeded("ddp", 150, 0.88, 0.89), seeded("fsdp", 200, 0.87, 0.88)], ACCURACY)
+    assert comparison.tolerance == pytest.approx(2 * 0.014142, rel=1e-3)
+    assert comparison.choice().rung.name == "ddp"
+    assert "noise: 2 standard deviations of its seeds, 0.028" in next(choice_lines(comparison, ["train.py"]))
+    assert "0.91 ±0.014" in terminal_table(comparison, None)[1]
+    rows = list(csv.DictReader(io.StringIO(csv_text(comparison))))
+    assert [(each["rung"], each["seed"]) for each in rows][:3] == [("unchanged", "1"), ("unchanged", "2"), ("ddp", "1")]
+
+
+def compared() -> Comparison:
+    faster = {"devices": 2, "strategy": "ddp", "precision": "bf16-mixed", "compile": True}
+    replaced = {"devices": ("1", "2"), "max_steps": ("-1", "20")}
+    return Comparison(
+        [
+            scored("unchanged", 100),
+            scored("ddp", 185, 0.91, facts={"processes": 2}, replaced=replaced, **faster),
+            result("fsdp", "failed", "exit code 1: ValueError: it does not fit.", devices=2, strategy="fsdp"),
+            result("deepspeed_stage_2", "skipped", "deepspeed is missing: pip install deepspeed"),
+            result("ddp_sharded", "skipped", "fairscale is missing: pip install fairscale"),
+            result("deepspeed_stage_3", "skipped", "deepspeed is missing: pip install deepspeed"),
+        ],
+        ACCURACY,
+    )
+
+
+def test_the_choice_is_shown_as_arguments_of_a_trainer() -> None:
+    comparison = compared()
+    first, *others = choice_lines(comparison, ["train.py"])
+    assert first == (
+        "Choose ddp, 1.85 times as fast as the unchanged script to the end of the training (2.59 s instead of 4.8 s); "
+        "test_acc is 0.91, unchanged 0.9 (a difference up to 2% counts as noise; --seeds 3 measures it)."
+    )
+    assert others == [
+        '    tw.Trainer(devices=2, strategy="ddp", precision="bf16-mixed", compile=True)',
+        "The script had devices=1.",
+    ]
+    said = list(notes(comparison, ["train.py"], "cpu"))
+    assert said[0] == (
+        "fsdp failed: exit code 1: ValueError: it does not fit. Its output is in ladder/fsdp/output.log."
+    )
+    assert said[1:3] == [
+        "deepspeed_stage_2 and deepspeed_stage_3 were skipped: deepspeed is missing: pip install deepspeed.",
+        "ddp_sharded was skipped: fairscale is missing: pip install fairscale.",
+    ]
+    assert "their figures say nothing about several GPUs" in said[3]
+    assert said[4] == "test_acc comes from the Trainer (test)."
+
+
+def test_the_choice_is_shown_as_arguments_of_an_accelerator() -> None:
+    faster = {"devices": 2, "strategy": "fsdp", "precision": "bf16-mixed", "compile": True, "owner": "Accelerator"}
+    comparison = Comparison(
+        [
+            result("unchanged", is_cut=True, seed=1),
+            result("fsdp", samples_per_second=200.0, is_cut=True, seed=1, **faster),
+        ],
+        None,
+    )
+    assert list(choice_lines(comparison, ["my train.py", "--lr", "1"]))[1:3] == [
+        '    tw.Accelerator(devices=2, strategy="fsdp", mixed_precision="bf16", dynamo_backend="inductor")',
+        "    trainwright launch --devices 2 'my train.py' --lr 1",
+    ]
+    on_cpu = Comparison(
+        [result("unchanged"), result("fsdp", samples_per_second=200.0, accelerator="cpu", **faster)], None
+    )
+    assert list(choice_lines(on_cpu, ["train.py"]))[1:3] == [
+        '    tw.Accelerator(accelerator="cpu", devices=2, strategy="fsdp", mixed_precision="bf16", dynamo_backend="inductor")',
+        "    trainwright launch --cpu --devices 2 train.py",
+    ]
+    record = comparison.results[1].attempts[0].record
+    assert record is not None
+    record.replaced["precision"] = ("None", "'bf16-mixed'")
+    assert "The script had" not in " ".join(choice_lines(comparison, ["train.py"]))  # it gave none
+    said = " ".join(notes(comparison, ["train.py"], "cuda"))
+    assert "--steps ends a loop with an Accelerator before its test" in said
+    assert "No run has a test or validation metric" in said
+    assert "calls neither tw.seed_everything nor tw.set_seed" in said
+    assert "calls neither" not in " ".join(notes(comparison, ["train.py", "{seed}"], "cuda"))
+
+
+def cut(name: str, rate: float, **changes: Any) -> Result:
+    return scored(name, rate, planned_steps=math.inf, **changes)
+
+
+def test_a_choice_that_pays_off_in_longer_runs() -> None:
+    late = tuple((step, 30 + 0.05 * step) for step in range(1, 21))
+    compiled = cut("compile", 150, points=late, steps_per_second=20.0, compile=True)
+    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), compiled], None), ["train.py"]))
+    assert said.startswith("Choose compile, 1.50 times as fast as the unchanged script once it is warmed up.")
+    assert "The first 20 steps of compile took 31 s, unchanged 2.5 s. Its start, such as compiling, pays off" in said
+    assert "pays off after 590 steps. Then it is 1.50 times as fast." in said  # 28.5 s at 0.05 s a step
+    sharded = cut("ddp", 150, points=late, steps_per_second=20.0, devices=2)
+    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), sharded], None), ["train.py"]))
+    assert "pays off in longer runs only." in said  # its steps are larger
+    at_once = tuple((step, 0.2 * step) for step in range(1, 21))
+    twice = cut("ddp", 150, points=at_once, steps_per_second=10.0, devices=2)
+    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), twice], None), ["train.py"]))
+    assert "pays off" not in said  # 20 steps take 4 s instead of 2.5, with twice the samples
+    assert "pays off" not in " ".join(choice_lines(compared(), ["train.py"]))
+    rates = {"batches_per_second": 80.0, "steps_per_second": 20.0}  # four batches a step
+    accumulated = cut("compile", 150, points=late, compile=True, **rates)
+    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), accumulated], None), ["train.py"]))
+    assert "pays off after 590 steps." in said
+
+
+def test_the_choice_is_the_first_to_end() -> None:
+    late = tuple((step, 240 + 0.05 * step) for step in range(1, 21))
+    compiled = scored("compile", 424, points=late, seconds=250.0, steps_per_second=40.0, compile=True)
+    comparison = Comparison([scored("unchanged", 100, seconds=4.6), compiled], None)
+    assert comparison.choice() is comparison.first
+    kept, late = choice_lines(comparison, ["train.py"])
+    assert kept == "Keep the script unchanged: no other rung is 5% faster."
+    assert late.startswith(
+        "The first 20 steps of compile took 241 s, unchanged 2.5 s. Its start, such as compiling, pays"
+    )
+    assert late.endswith("off after 3,200 steps. Then it is 4.24 times as fast.")
+    whole = [
+        scored("unchanged", 100, seconds=2.5, planned_steps=10_020),
+        scored("compile", 424, points=late, seconds=241.0, steps_per_second=40.0, compile=True, planned_steps=10_020),
+    ]
+    assert next(choice_lines(Comparison(whole, None), ["train.py"])).endswith(
+        "2.04 times as fast as the unchanged script to the end of the training (491 s instead of 1,002 s)."
+    )
+
+
+def test_an_older_checkpoint_of_the_user_is_noted() -> None:
+    first = replace(attempt("unchanged"), older=("saved/best.ckpt",))
+    said = list(notes(Comparison([Result((first,))], None), ["train.py"], "cpu"))
+    assert said[0].startswith("The runs saved under other names than saved/best.ckpt, which existed before the ladder.")
+
+
+def test_slow_steps_are_noted() -> None:
+    plans = scored("bf16-mixed", 300, slow_steps=52, slow_seconds=8.44, seconds=16.5)
+    few = scored("compile", 300, slow_steps=1, slow_seconds=0.1)
+    said = list(notes(Comparison([scored("unchanged", 100), plans, few], None), ["train.py"], "cuda"))
+    (noted,) = [each for each in said if "times as long as most" in each]
+    assert noted.startswith(
+        "bf16-mixed: 52 steps took more than 5 times as long as most, 8.44 s of its 16.5 s, and samples/s skips"
+    )
+    compiled = scored("compile", 300, compile=True, slow_steps=1, slow_seconds=8.44, seconds=16.5)
+    said = " ".join(notes(Comparison([scored("unchanged", 100), compiled], None), ["train.py"], "cpu"))
+    assert "compile: 1 step took more than 5 times" in said
+    assert "fewer lengths help: see the page on compiling." in said
+    assert "attention" not in said
+
+
+def test_rungs_are_listed() -> None:
+    pair = {"devices": 2, "strategy": "ddp"}
+    worse = [scored(name, 180, 0.5, **pair) for name in ("ddp", "ddp_sharded", "fsdp")]
+    missing = [result(name, "skipped", "no DeepSpeed") for name in ("deepspeed_stage_2", "deepspeed_stage_3")]
+    said = " ".join(notes(Comparison([scored("unchanged", 100), *worse, *missing], ACCURACY), ["a.py"], "cpu"))
+    assert "ddp, ddp_sharded and fsdp made fewer steps" in said
+    assert "deepspeed_stage_2 and deepspeed_stage_3 were skipped: no DeepSpeed." in said
+
+
+def test_a_reason_ends_with_one_full_stop() -> None:
+    for reason, said in (("no.", "no."), ("no", "no."), ("no weights ...", "no weights ...")):
+        assert sentence(reason) == said
+
+
+def test_the_code_to_copy_has_a_seed() -> None:
+    faster = {"devices": 2, "strategy": "ddp", "owner": "Accelerator", "seed": 1}
+    comparison = Comparison([result("unchanged", seed=1), result("ddp", samples_per_second=500.0, **faster)], None)
+    lines = list(choice_lines(comparison, ["train.py", "--seed={seed}"]))
+    assert lines[2] == "    trainwright launch --devices 2 train.py --seed=1"
+
+
+def test_a_rung_whose_settings_the_script_has_is_not_chosen() -> None:
+    same = scored("bf16-mixed", 150, replaced={"max_steps": ("-1", "20")})
+    comparison = Comparison([scored("unchanged", 100), same], ACCURACY)
+    assert comparison.choice() is comparison.first
+    said = " ".join(notes(comparison, ["train.py"], "cpu"))
+    assert "The script already has the settings of bf16-mixed. Any difference between the two is noise." in said
+
+
+def test_runs_of_one_step_have_no_speed() -> None:
+    none = {"samples_per_second": None, "batches_per_second": None, "steps_per_second": None, "steps": 1}
+    first = Comparison([result("unchanged", **none), scored("ddp", 100)], None)
+    assert first.counts_samples
+    said = " ".join(notes(first, ["train.py"], "cpu"))
+    assert "Runs of unchanged took fewer than two steps, too few to measure a speed." in said
+    assert "count the batches" not in said
+    assert "which is too short to compare rungs" in next(choice_lines(first, ["train.py"]))
+
+
+def test_a_loop_that_tests_in_each_epoch_has_a_test_when_it_is_cut() -> None:
+    cut = result("unchanged", is_cut=True, metrics={}, printed={"test": {"test acc": 0.9}})
+    metric = choose_metric(cut.attempts[0])
+    said = " ".join(notes(Comparison([cut], metric), ["train.py"], "cpu"))
+    assert "--steps ends a loop with an Accelerator before its end, so this is its latest test until then." in said
+    assert "no test metric" not in said
+
+
+def test_a_worse_metric_on_several_devices_is_explained() -> None:
+    first, pair = scored("unchanged", 100), scored("ddp", 180, 0.5, devices=2, strategy="ddp")
+    why = "ddp made fewer steps on larger batches, since every device keeps the script's batch size"
+    assert any(each.startswith(why) for each in notes(Comparison([first, pair], ACCURACY), ["a.py"], "cpu"))
+    slow = scored("bf16-mixed", 180, 0.5, precision="bf16-mixed")
+    assert not any("larger batches" in each for each in notes(Comparison([first, slow], ACCURACY), ["a.py"], "cpu"))
+
+
+def test_the_script_is_kept_for_a_reason() -> None:
+    first, short = scored("unchanged", 100), scored("unchanged", 100, steps_per_second=11.0)
+    too_short = "its steps took less than 2 s, which is too short to compare rungs; let it train for longer"
+    for reason, results in (
+        ("no other rung has finished", [first, result("ddp", "failed", "it broke")]),
+        ("no other rung is 5% faster", [first, scored("ddp", 80), scored("compile", 104)]),
+        ("the faster rungs have a worse metric or none", [first, scored("ddp", 180, 0.5)]),
+        (too_short, [short, scored("bf16-mixed", 300)]),
+    ):
+        assert list(choice_lines(Comparison(results, ACCURACY), ["a.py"])) == [f"Keep the script unchanged: {reason}."]
+
+
+def test_the_table_fits_the_terminal() -> None:
+    whole, narrow = terminal_table(compared(), None), terminal_table(compared(), 80)
+    assert whole[0].split() == (
+        ["rung", "with", "steps", "to", "step", "20", "to", "the", "end", "samples/s", "speed-up", "memory", "test_acc"]
+    )
+    assert "bf16-mixed, compile, 2 devices" in whole[2]
+    assert whole[3].split() == ["fsdp", "2", "devices", "-", "-", "-", "failed", "-", "-", "-"]
+    assert all(len(line) <= 80 for line in narrow)
+    assert "speed-up" in narrow[0]
+    assert "test_acc" in narrow[0]
+
+
+def test_the_files_have_the_same_table(tmp_path: Path) -> None:
+    comparison = compared()
+    sentences = [*choice_lines(comparison, ["train.py"]), *notes(comparison, ["train.py"], "cpu")]
+    paths = write_files(tmp_path, "The ladder of train.py", comparison, sentences)
+    assert [path.name for path in paths][:3] == ["ladder.csv", "ladder.md", "ladder.html"]
+    rows = list(csv.DictReader((tmp_path / "ladder.csv").read_text().splitlines()))
+    assert [each["state"] for each in rows] == ["finished", "finished", "failed", *["skipped"] * 3]
+    assert float(rows[1]["samples_per_second"]) == 185
+    assert rows[2]["reason"] == "exit code 1: ValueError: it does not fit."
+    written = (tmp_path / "ladder.md").read_text()
+    assert markdown_table(comparison)[1] in written
+    assert "```python\ntw.Trainer(devices=2" in written
+    page = Page((tmp_path / "ladder.html").read_text())
+    assert not page.open
+    assert not page.attributes & LOADING
+    assert "185 (1.85x)" in page.text
+    assert [row[0] for row in page.cells] == [
+        "rung", "unchanged", "ddp", "fsdp", "deepspeed_stage_2", "ddp_sharded", "deepspeed_stage_3",
+    ]  # fmt: skip
+    if len(paths) == 4:
+        assert paths[3].read_bytes().startswith(b"\x89PNG")
+
+
+HEAD = "Traceback (most recent call last):\n  File"
+FAILED_FIRST = "trainwright: rank 1 of 2 failed first ({}); the job was ended.\n"
+OUTPUTS = {
+    f"{HEAD}\n    f()\n    ~^^\nmy.errors.Broken: no weights\nsee the log\n": (1, "my.errors.Broken: no weights"),
+    f"[rank1] {HEAD}\n[rank1] KeyError: 'x'\n{FAILED_FIRST.format('OSError: y')}": (1, "OSError: y"),
+    f"{HEAD}\nMemoryError\n{FAILED_FIRST.format('exit code 1')}": (1, "MemoryError"),
+    "  File\n    x y\nSyntaxError: invalid syntax\n": (1, "SyntaxError: invalid syntax"),
+    '  File "/home/me/train.py", line 3\n    x y\n      ^\nSyntaxError: invalid syntax\n': (
+        1,
+        "SyntaxError: invalid syntax (/home/me/train.py, line 3)",
+    ),
+    "usage: a.py\na.py: error: unrecognized arguments: --lr\n": (2, "a.py: error: unrecognized arguments: --lr"),
+    "epoch 1\repoch 2\r": (-9, "killed by SIGKILL, on Linux often by the out-of-memory killer"),
+    "": (3, "it printed nothing"),
+    "the accuracy is too low\n-----\n": (3, "the accuracy is too low"),
+    f"{HEAD}\nOSError: x\nException ignored in: <function A.__del__>\n{HEAD}\nTypeError: y\n": (1, "OSError: x"),
+    f"no data\nException ignored in atexit callback: <function late>\n{HEAD}\nTypeError: y\n": (1, "no data"),
+    "Exception ignored in: <stdout>\nBrokenPipeError: the pipe\n": (120, "BrokenPipeError: the pipe"),
+    f"{HEAD}\nOSError: handled\nepoch 2\n": (-9, "killed by SIGKILL, on Linux often by the out-of-memory killer"),
+    f"{HEAD}\nOSError: x\nat exit\n": (-6, "OSError: x"),
+    f"{HEAD}\nValueError: \n\nno such\nfile\n": (1, "ValueError: no such"),
+    '  File "a.py", line 3\nSyntaxError: no\n  File "b.py", line 4\nSyntaxError: no\n': (
+        1,
+        "SyntaxError: no (b.py, line 4)",
+    ),
+    f"{HEAD}\nKeyError: Caught KeyError in worker 0.\nOriginal {HEAD}\n    x()\nKeyError: 'row'\n": (
+        1,
+        "KeyError: 'row'",
+    ),
+}
+
+
+class Lowest(Exception):
+    pass
+
+
+def caused() -> Exception:
+    try:
+        raise ValueError("one") from OSError("its cause")
+    except ValueError as error:
+        return error
+
+
+GROUPS = [
+    (
+        ExceptionGroup("many", [caused(), KeyError("two")]),
+        "ExceptionGroup: many (2 sub-exceptions), the first ValueError: one",
+    ),
+    (
+        ExceptionGroup("many", [ExceptionGroup("in\nner", [Lowest("a\nb"), KeyError("c")]), KeyError("d")]),
+        f"ExceptionGroup: many (2 sub-exceptions), the first {Lowest.__module__}.Lowest: a",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "reason"), GROUPS)
+@pytest.mark.parametrize("prefix", ["", "[rank1]: "])
+def test_the_reason_is_the_first_of_several_errors(error: Exception, reason: str, prefix: str) -> None:
+    before = [f"{HEAD} before\n", "OSError: handled\n"]
+    printed = [*before, *traceback.format_exception(raised(error))]
+    assert reason_of("".join(prefix + line for each in printed for line in each.splitlines(keepends=True)), 1) == reason
+    printed = traceback.format_exception(raised(Lowest("after"), error))
+    assert reason_of("".join(printed), 1) == f"{Lowest.__module__}.Lowest: after"
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    try:
+        raise error from cause
+    except Exception as caught:
+        return caught
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_the_reason_is_one_line_of_the_output(output: str) -> None:
+    code, reason = OUTPUTS[output]
+    assert reason_of(output, code) == reason
+
+
+def test_ranks_are_read_together(tmp_path: Path) -> None:
+    plain: dict[str, Any] = {**vars(record()), "points": [[1, 0.5], [4, 2.0]]}
+    for rank, (rate, peak) in enumerate([(100.0, 5), (80.0, 7)]):
+        ranks = {**plain, "samples_per_second": rate, "peak_bytes": peak}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(ranks))
+    read = RungRecord.read(tmp_path)
+    assert read is not None
+    assert (read.samples_per_second, read.batches_per_second, read.peak_bytes) == (180.0, 20.0, 7)
+    assert read.seconds_to(2) == pytest.approx(1.0)
+    assert read.seconds_to(20) == read.seconds

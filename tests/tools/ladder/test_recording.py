@@ -1,0 +1,345 @@
+"""The record of a process under a rung: steps, rates, memory and metrics, of a Trainer and of a loop."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rungs import set_rung
+from small import ACCELERATOR, DEVICE, QUIET, Classifier, loss_of, make_loader, make_net
+from torch.utils.data import DataLoader
+
+import trainwright as tw
+from trainwright.overrides import OverrideFile
+from trainwright.tools.ladder.attempt import RungRecord
+from trainwright.tools.ladder.recorder import LadderObserver
+from trainwright.tools.ladder.recording import peak_bytes
+from trainwright.tools.ladder.step_clock import MOST_UNREAD, StepClock, steady_rate, steady_steps
+
+
+def test_the_steady_rate_skips_slow_steps() -> None:
+    # A step takes 1 s. The first three take longer, one compiles again, and an evaluation comes before another.
+    took = [9.0, 5.0, 4.0, 1.0, 1.0, 30.0, 1.0, 4.0, 1.0]
+    ends = [sum(took[: at + 1]) for at in range(len(took))]
+    steady = [True] * 7 + [False, True]
+    assert steady_rate(ends, [8] * 9, steady) == pytest.approx(8.0)
+    assert steady_steps(ends, steady) == ({3: 1.0, 4: 1.0, 6: 1.0, 8: 1.0}, {5: 30.0})
+    assert steady_rate(ends[:2], [8, 8], [True, True]) == pytest.approx(8 / 5)
+    assert steady_rate(ends[:2], [8, 8], [False, False]) == pytest.approx(8 / 5)  # there is nothing else
+    assert steady_rate(ends[:1], [8], [True]) is None
+    assert steady_rate([], [], []) is None
+
+
+def test_a_clock_reads_all_marks() -> None:
+    clock = StepClock(torch.device("cpu"))
+    for _ in range(MOST_UNREAD + 5):
+        clock.mark()
+    seconds = clock.read()
+    assert len(seconds) == MOST_UNREAD + 6
+    assert seconds[0] == 0.0
+    assert seconds == sorted(seconds)
+    assert clock.read() == seconds
+
+
+def test_a_trainer_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung", steps=15)
+    trainer = tw.Trainer(max_epochs=9, accumulate_grad_batches=2, **QUIET)
+    made = RungRecord.read(tmp_path / "rung")
+    assert made is not None
+    assert (made.owner, made.steps, made.points) == ("Trainer", 0, ())
+    trainer.fit(Classifier(), make_loader(), make_loader(8))
+    trainer.test(dataloaders=make_loader(8), verbose=False)
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert record.steps == len(record.points) == trainer.global_step == 15
+    assert [step for step, _ in record.points] == list(range(1, 16))
+    assert record.seconds >= record.points[-1][1]
+    assert record.samples_per_second is not None
+    assert record.batches_per_second is not None
+    # 5 windows of 8 samples and one of 4, so about 4 samples a batch
+    assert record.samples_per_second / record.batches_per_second == pytest.approx(4, rel=0.01)
+    assert record.metrics["test"].keys() == {"val_loss", "count"}
+    assert record.metrics["validation"]["count"] == 8
+    assert record.facts == {
+        "strategy": "single_device",
+        "precision": "32-true",
+        "processes": 1,
+        "device": DEVICE.type,
+    }
+    middle = record.seconds_to(7)
+    assert middle is not None
+    assert record.points[5][1] < middle <= record.points[6][1]
+    assert record.seconds_to(16) is None
+    assert record.planned_steps == 54  # 9 epochs of 6 windows
+    assert record.seconds_to_end is not None
+    assert record.steps_per_second is not None
+    assert record.seconds_to_end == pytest.approx(record.seconds + 39 / record.steps_per_second)
+
+
+def test_several_fits_follow_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    for _ in range(2):
+        tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(16))
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert [step for step, _ in record.points] == list(range(1, 9))
+    assert [second for _, second in record.points] == sorted(second for _, second in record.points)
+    assert (record.planned_steps, record.seconds_to_end) == (8, record.seconds)
+
+
+class Evaluating(tw.Callback):
+    """Evaluates with another Trainer after an epoch."""
+
+    def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
+        tw.Trainer(**QUIET).validate(Classifier(), make_loader(8), verbose=False)
+
+
+def test_an_evaluation_within_a_fit_does_not_end_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    trainer = tw.Trainer(max_epochs=3, accumulate_grad_batches=2, callbacks=Evaluating(), **QUIET)
+    trainer.fit(Classifier(), make_loader(16))
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert [step for step, _ in record.points] == list(range(1, record.steps + 1)) == [1, 2, 3, 4, 5, 6]
+    assert record.steps_per_second is not None
+    assert record.batches_per_second == pytest.approx(2 * record.steps_per_second)
+
+
+class Fitting(tw.Callback):
+    """Trains another model after an epoch."""
+
+    def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
+        inner = tw.Trainer(max_epochs=1, **QUIET)
+        inner.fit(Classifier(), make_loader(12), make_loader(4))
+        inner.test(dataloaders=make_loader(4), verbose=False)
+
+
+def test_a_fit_within_a_fit_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    trainer = tw.Trainer(max_epochs=3, callbacks=Fitting(), **QUIET)
+    trainer.fit(Classifier(), make_loader(8), make_loader(8))
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert [step for step, _ in record.points] == [1, 2, 3, 4, 5, 6]
+    assert record.steps == 6
+    assert record.metrics.keys() == {"validation"}
+    assert record.metrics["validation"]["count"] == 8
+
+
+class Probing(tw.Callback):
+    """Trains another model after an epoch, in a loop."""
+
+    def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
+        train_loop()
+
+
+def test_a_loop_within_a_fit_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung", steps=3)  # fewer than the loop makes
+    trainer = tw.Trainer(max_epochs=3, callbacks=Probing(), **QUIET)
+    trainer.fit(Classifier(), make_loader(8))
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert (record.owner, record.steps, record.is_cut) == ("Trainer", 3, False)
+    assert [step for step, _ in record.points] == [1, 2, 3]
+    assert record.samples_per_second is not None
+
+
+def train_loop() -> None:
+    accelerator = tw.Accelerator(accelerator=ACCELERATOR)
+    net = make_net()
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), make_loader(16))
+    for batch in loader:
+        accelerator.backward(loss_of(net, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.host
+def test_a_loop_of_a_forked_process_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    process = multiprocessing.get_context("fork").Process(target=train_loop)
+    process.start()
+    process.join()
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert (process.exitcode, record.owner, record.steps) == (0, "Accelerator", 4)
+
+
+def fit_alone() -> None:
+    tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(16))
+
+
+def evaluate_alone() -> None:
+    tw.Trainer(**QUIET).test(Classifier(), make_loader(8), verbose=False)
+
+
+@pytest.mark.host
+def test_a_test_in_another_process_keeps_the_record_of_the_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    for target in (fit_alone, evaluate_alone):  # as strategy="ddp_spawn" does
+        process = multiprocessing.get_context("fork").Process(target=target)
+        process.start()
+        process.join()
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert (record.steps, len(record.points)) == (4, 4)
+    assert record.metrics["test"]["count"] == 8
+
+
+class Failing(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            raise RuntimeError("it does not train")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_fit_after_one_that_has_failed_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path / "rung")
+    with pytest.raises(RuntimeError, match="it does not train"):
+        tw.Trainer(max_epochs=1, **QUIET).fit(Failing(), make_loader(8))
+    tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(8))
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert [step for step, _ in record.points] == [1, 2, 3, 4, 5]
+
+
+class Loop:
+    """A loop with two optimizers, a test in every epoch, and a log."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.accelerator = tw.Accelerator(accelerator=ACCELERATOR, log_with="csv", project_dir=folder, **options)
+        self.net, self.other = make_net(), make_net()
+        self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net, self.other)]
+
+    def run(self, loader: DataLoader[Any]) -> None:
+        accelerator = self.accelerator
+        accelerator.init_trackers("loop")
+        net, other, first, second, loader, test = accelerator.prepare(
+            self.net, self.other, *self.optimizers, loader, make_loader(8)
+        )
+        for batch in loader:
+            for model, optimizer in ((net, first), (other, second)):
+                optimizer.zero_grad()
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+        with torch.no_grad():
+            correct = sum(int((net(inputs).argmax(1) == targets).sum()) for inputs, targets in test)
+        accelerator.load_state(accelerator.save_state())  # as of the best weights, which is no resume
+        accelerator.log({"test_acc": torch.tensor(correct / 8)})
+        accelerator.end_training()
+
+
+def write_record(file: OverrideFile) -> None:
+    """Write the record of a loop, as at the end of its process."""
+    assert isinstance(file.observer, LadderObserver)
+    file.observer.recording.write()
+
+
+def test_a_loop_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = set_rung(monkeypatch, tmp_path / "rung")
+    Loop(tmp_path).run(make_loader(40))
+    write_record(file)
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert (record.owner, record.steps) == ("Accelerator", 20)
+    assert [step for step, _ in record.points] == [
+        1,
+        3,
+        5,
+        7,
+        9,
+        11,
+        13,
+        15,
+        17,
+        19,
+    ]  # the second steps have no new batch
+    assert record.samples_per_second is not None
+    assert record.batches_per_second is not None
+    assert record.samples_per_second == pytest.approx(4 * record.batches_per_second)
+    assert record.logged.keys() == {"test_acc"}
+    assert not record.is_cut
+
+
+def test_a_loop_is_ended_after_its_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_rung(monkeypatch, tmp_path / "rung", steps=6)
+    with pytest.raises(SystemExit) as caught:
+        Loop(tmp_path).run(make_loader(40))
+    assert caught.value.code == 0
+    assert "the rung ends this loop after 6 steps" in capsys.readouterr().err
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert record.is_cut
+    assert record.steps == 6
+    assert record.logged == {}
+
+
+def test_a_loop_without_prepared_loaders_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = set_rung(monkeypatch, tmp_path / "rung", steps=4)
+    accelerator = tw.Accelerator(accelerator=ACCELERATOR)
+    net = make_net()
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def loop() -> None:
+        for inputs, targets in make_loader():
+            accelerator.backward(loss_of(net, (inputs.to(DEVICE), targets.to(DEVICE))))
+            optimizer.step()
+
+    with pytest.raises(SystemExit):
+        loop()
+    with pytest.raises(SystemExit):
+        loop()  # a loop may catch all errors of a step
+    write_record(file)
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert record.steps == 4
+    assert record.samples_per_second is None
+    assert record.batches_per_second is not None
+
+
+def test_a_resumed_training_counts_its_own_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Classifier(), make_loader())
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    set_rung(monkeypatch, tmp_path / "rung")
+    tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(), ckpt_path=tmp_path / "saved.ckpt")
+    record = RungRecord.read(tmp_path / "rung")
+    assert record is not None
+    assert record.steps == 11
+
+
+class Predicting(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return batch[0]
+
+
+def test_new_outputs_are_listed_for_the_ladder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The ladder moves new files away after the run, and no file that existed before."""
+    saver = tw.ModelCheckpoint(tmp_path / "saved", filename="best", save_last="link")
+    trainer = tw.Trainer(max_epochs=1, accelerator=ACCELERATOR, devices=1, logger=False, callbacks=saver)
+    trainer.fit(Classifier(), make_loader())
+    set_rung(monkeypatch, tmp_path / "rung")
+    writer = tw.TensorPredictionWriter(tmp_path / "predictions")
+    saver = tw.ModelCheckpoint(tmp_path / "saved", filename="best", save_last="link")
+    trainer = tw.Trainer(max_epochs=1, accelerator=ACCELERATOR, devices=1, logger=False, callbacks=[saver, writer])
+    module = Predicting()
+    trainer.fit(module, make_loader())
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    module.export(tmp_path / "model.safetensors")
+    trainer.predict(module, make_loader(8), return_predictions=False)
+    listed = (tmp_path / "rung/new_paths.txt").read_text().splitlines()
+    assert [str(Path(line).relative_to(tmp_path)) for line in listed] == [
+        "saved/best-v1.ckpt", "final.ckpt", "model.safetensors", "predictions", "predictions/predictions.json",
+    ]  # fmt: skip
+
+
+def test_memory_and_new_paths_are_recorded(tmp_path: Path) -> None:
+    peak = peak_bytes(torch.device("cpu"))
+    assert peak is not None
+    assert 1 << 20 < peak < 1 << 40
+    assert RungRecord.read(tmp_path) is None

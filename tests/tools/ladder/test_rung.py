@@ -1,0 +1,160 @@
+"""The settings of a rung replace the arguments of the script's Trainer, Accelerator and seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rungs import set_rung
+from small import QUIET, Classifier, make_loader, make_net
+
+import trainwright as tw
+from trainwright.overrides import active_file, overridden
+from trainwright.precision import is_spelling_of
+from trainwright.strategies import is_variant_of
+from trainwright.strategies.ddp.strategy import DDPStrategy
+from trainwright.tools.ladder.recorder import RungRecorder
+from trainwright.tools.ladder.rung import COMPILER, Rung
+
+GIVEN = {"devices": 4, "num_nodes": 2, "accelerator": "auto", "strategy": "auto", "precision": None}
+
+
+def engine_arguments() -> dict[str, Any]:
+    return {name: overridden("Engine", name, value) for name, value in GIVEN.items()}
+
+
+def compiler_of(given: str | None) -> Any:
+    """Return the backend that compiles a model which a loop prepares."""
+    backends: list[str] = []
+    net = make_net()
+    net.compile = lambda backend: backends.append(backend)  # type: ignore[assignment]
+    tw.Accelerator(accelerator="cpu", dynamo_backend=given).prepare(net)
+    return next(iter(backends), None)
+
+
+def test_without_a_rung_nothing_changes() -> None:
+    assert active_file() is None
+    assert engine_arguments() == GIVEN
+    assert compiler_of("eager") == "eager"
+    assert not any(isinstance(each, RungRecorder) for each in tw.Trainer(**QUIET).callbacks)
+
+
+def test_a_foreign_file_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "rung.json"
+    Rung("ddp", "there", devices=2, strategy="ddp").write(path)
+    assert Rung.read(str(path)) == Rung("ddp", "there", devices=2, strategy="ddp")
+    path.write_text('{"name": "ddp"}')
+    monkeypatch.setenv("TRAINWRIGHT_RUNG", str(path))
+    with pytest.raises(
+        ValueError, match=r"TRAINWRIGHT_RUNG=.*is not the file of a rung \(KeyError: 'overrides'\).*unset it"
+    ):
+        tw.Trainer(**QUIET)
+
+
+def test_settings_of_the_engine_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = set_rung(monkeypatch, tmp_path, devices=3, strategy="ddp", precision="bf16-mixed", accelerator="cpu")
+    assert list(engine_arguments().values()) == [3, 1, "cpu", "ddp", "bf16-mixed"]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "trainwright: this rung of the ladder sets devices=3; the script has 4."
+    assert len(said) == len(file.replaced) == 5
+    engine_arguments()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "stays"),
+    [
+        (DDPStrategy(find_unused_parameters=True), "ddp", True),
+        ("ddp_find_unused_parameters_true", "ddp", True),
+        ("ddp", "ddp_find_unused_parameters_true", False),
+        ("deepspeed", "deepspeed_stage_2", False),
+        ("auto", "ddp", False),
+        (DDPStrategy(), "fsdp", False),
+    ],
+)
+def test_a_strategy_with_options_of_its_own_stays(
+    given: Any, name: str, stays: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_rung(monkeypatch, tmp_path, strategy=name)
+    assert overridden("Engine", "strategy", given, is_like=is_variant_of) == (given if stays else name)
+
+
+@pytest.mark.parametrize(("given", "stays"), [("bf16", True), ("bf16-mixed", True), (16, False), (None, False)])
+def test_a_precision_of_another_spelling_stays(
+    given: Any, stays: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_rung(monkeypatch, tmp_path, precision="bf16-mixed")
+    value = given if stays else "bf16-mixed"
+    assert overridden("Engine", "precision", given, is_like=is_spelling_of) == value
+
+
+def test_arguments_of_a_trainer_are_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_rung(monkeypatch, tmp_path, precision="bf16-mixed", compile=True, steps=5)
+    timer = tw.Timer()
+    trainer = tw.Trainer(max_steps=50, min_steps=10, callbacks=timer, plugins=None, precision="32-true", **QUIET)
+    assert (trainer.max_steps, trainer.min_steps) == (5, None)
+    assert trainer.precision == "bf16-mixed"
+    assert [type(each) for each in trainer.callbacks] == [tw.Timer, RungRecorder]
+    assert tw.Trainer(max_steps=3, **QUIET).max_steps == 3
+    assert not any(isinstance(each, RungRecorder) for each in trainer.trial(max_steps=9).callbacks)
+    assert trainer.trial(max_steps=9).max_steps == 5  # the trial ends after 9, and its module sees the fit's limit
+
+
+def test_a_rung_can_switch_compiling_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = set_rung(monkeypatch, tmp_path, compile=False)
+    tw.Trainer(compile={"mode": "default"}, **QUIET)
+    assert file.replaced["compile"] == ("dict(...)", "False")
+    assert compiler_of("eager") is None
+    compiling = set_rung(monkeypatch, tmp_path / "compiled", compile=True)
+    tw.Trainer(compile={"mode": "default"}, **QUIET)  # its options stay
+    assert not compiling.replaced
+    assert compiler_of(None) == COMPILER
+    assert compiler_of("eager") == "eager"
+
+
+def test_a_rung_sets_the_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = set_rung(monkeypatch, tmp_path)
+    assert tw.seed_everything(7, verbose=False) == 7
+    assert not file.applied
+    file = set_rung(monkeypatch, tmp_path / "seeded", seed=11)
+    assert tw.seed_everything(7, verbose=False) == 11
+    tw.set_seed(8)
+    assert torch.initial_seed() == 11
+    assert file.applied == {"seed"}
+    assert file.replaced["seed"] == ("7", "11")
+    job = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**job, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    tw.set_seed(8, device_specific=True)
+    assert torch.initial_seed() == 12
+
+
+def test_a_rung_does_not_resume_what_an_earlier_one_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = {"max_epochs": 1, **QUIET, "enable_checkpointing": True, "default_root_dir": str(tmp_path / "root")}
+    tw.Trainer(**made).fit(Classifier(), make_loader(), ckpt_path="auto")
+    file = set_rung(monkeypatch, tmp_path / "rung")
+    trainer = tw.Trainer(**made)
+    trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
+    assert file.replaced["ckpt_path"] == ("'auto'", "None")
+    assert trainer.state.total_batches == 11
+
+
+@pytest.mark.filterwarnings("ignore:ModelCheckpoint monitors 'val_loss', which was not logged yet")
+def test_a_training_that_a_rung_cuts_short_is_tested_without_a_best_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = set_rung(monkeypatch, tmp_path / "rung", steps=2)
+    best = tw.ModelCheckpoint(monitor="val_loss")
+    settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": str(tmp_path / "root")}
+    trainer = tw.Trainer(max_epochs=1, callbacks=[best], num_sanity_val_steps=0, **settings)
+    module = Classifier()
+    trainer.fit(module, make_loader(), make_loader())
+    assert trainer.global_step == 2
+    assert not best.best_model_path
+    for given in ("best", best.best_model_path):
+        trainer.test(module, make_loader(), ckpt_path=given)
+    assert file.replaced["ckpt_path"] == ("'best'", "None")

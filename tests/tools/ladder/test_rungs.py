@@ -1,0 +1,77 @@
+"""The rungs of a ladder, and the settings that they keep from earlier rungs."""
+
+from __future__ import annotations
+
+import pytest
+from rungs import result
+
+from trainwright.tools.ladder.attempt import Result
+from trainwright.tools.ladder.rungs import choose_devices, known_rungs, settings_of, usual_rungs
+
+STRATEGIES = ["ddp", "ddp_sharded", "deepspeed_stage_2", "fsdp", "deepspeed_stage_3"]
+
+
+def test_the_rungs_depend_on_the_machine() -> None:
+    assert usual_rungs("cpu", 2) == ["unchanged", "bf16-mixed", "compile", *STRATEGIES]
+    assert usual_rungs("cpu", 1) == ["unchanged", "bf16-mixed", "compile"]
+    known = known_rungs()
+    assert set(usual_rungs("cpu", 2)) < set(known)
+    assert {"16-true", "deepspeed_stage_3_offload", "ddp_find_unused_parameters_true"} < set(known)
+    assert not {"ddp_spawn", "single_device"} & set(known)
+
+
+@pytest.mark.host
+def test_the_cpu_has_two_devices_by_default() -> None:
+    assert choose_devices("auto", "cpu") == 2
+    assert choose_devices("3", "cpu") == 3
+    assert choose_devices("-1", "cpu") >= 1
+    for given in ("0", "two", "²"):
+        with pytest.raises(ValueError, match=r"--devices .*: expected an integer of at least 1, -1 for all, or auto"):
+            choose_devices(given, "cpu")
+
+
+def of(*rates: tuple[str, float | None]) -> dict[str, Result]:
+    """Return results of rungs. A rung without a rate has failed."""
+    return {
+        name: result(name, "failed", "why") if rate is None else result(name, samples_per_second=rate)
+        for name, rate in rates
+    }
+
+
+def test_what_helped_is_kept() -> None:
+    first = ("unchanged", 100.0)
+    assert settings_of("unchanged", {}, 2) == {}
+    assert settings_of("16-mixed", of(first), 2) == {"precision": "16-mixed", "compile": None}
+    helped = of(first, ("bf16-mixed", 120.0), ("16-mixed", 140.0))
+    assert settings_of("compile", helped, 2) == {"precision": "16-mixed", "compile": True}
+    compiled = {**helped, "compile": compiling(150.0, "16-mixed")}
+    plain = {"precision": "16-mixed", "devices": 4, "strategy": "fsdp"}
+    assert settings_of("fsdp", compiled, 4) == {**plain, "compile": True}
+    assert settings_of("fsdp", {**helped, "compile": compiling(130.0, "16-mixed")}, 4) == {**plain, "compile": None}
+    assert settings_of("fsdp", {**helped, **of(("compile", None))}, 4) == {**plain, "compile": None}
+    slow = settings_of("ddp", of(first, ("bf16-mixed", 90.0)), 2)
+    assert slow == {"precision": None, "compile": None, "devices": 2, "strategy": "ddp"}
+
+
+def compiling(rate: float, precision: str | None = None) -> Result:
+    return result("compile", samples_per_second=rate, compile=True, precision=precision)
+
+
+def test_what_helped_is_kept_in_any_order() -> None:
+    first = {**of(("unchanged", 100.0)), "compile": compiling(130.0)}
+    assert settings_of("bf16-mixed", first, 2) == {"precision": "bf16-mixed", "compile": True}
+    slow = {**of(("unchanged", 100.0)), "compile": compiling(90.0)}
+    assert settings_of("bf16-mixed", slow, 2) == {"precision": "bf16-mixed", "compile": None}
+    for rate, kept in ((150.0, "bf16-mixed"), (125.0, None)):  # next to the compiled script
+        half = result("bf16-mixed", samples_per_second=rate, precision="bf16-mixed", compile=True)
+        assert settings_of("ddp", {**first, "bf16-mixed": half}, 2) == {
+            "precision": kept, "compile": True, "devices": 2, "strategy": "ddp",
+        }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_stage_3_does_not_compile() -> None:
+    pytest.importorskip("deepspeed")
+    results = of(("unchanged", 100.0), ("compile", 200.0))
+    assert settings_of("deepspeed_stage_3", results, 2)["compile"] is False
+    assert settings_of("deepspeed_stage_2", results, 2)["compile"] is True

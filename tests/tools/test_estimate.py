@@ -1,0 +1,226 @@
+"""`trainwright estimate`: sizes per device, from a class or a number, and rejected arguments."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.__main__ import check_names
+from trainwright.tools.estimate import estimate_command
+
+SCRIPT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width, depth=1):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(depth)])
+        assert self.layers[0].weight.is_meta
+
+class Reads(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.weight.sum().item()
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, path):
+        self.path = path
+
+def small():
+    return Net(4)
+
+made = nn.Linear(3, 5)
+number = 7
+"""
+
+
+@pytest.fixture(autouse=True)
+def _search_path() -> Iterator[None]:
+    before = list(sys.path), set(sys.modules)
+    Path("net.py").write_text(SCRIPT)
+    yield
+    sys.path[:] = before[0]
+    for name in set(sys.modules) - before[1]:
+        if name in ("alone", "estimated_net"):
+            del sys.modules[name]
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert estimate_command([*arguments, "--json"], check_names) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def row(found: dict[str, Any], precision: str, strategy: str, devices: int) -> dict[str, Any]:
+    (one,) = (
+        each
+        for each in found["rows"]
+        if (each["precision"], each["strategy"], each["devices"]) == (precision, strategy, devices)
+    )
+    return one
+
+
+def test_a_number_of_parameters_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    count = 7_000_000_000
+    found = estimated(
+        capsys, "--params", "7e9", "--memory", "80GiB", "--precision", "16-mixed,bf16-true", "--devices", "1,8"
+    )
+    assert (found["parameters"], found["memory"]) == (count, 80 * 2**30)
+    mixed = row(found, "16-mixed", "fsdp", 8)
+    assert (mixed["parameters"], mixed["gradients"], mixed["verdict"]) == (4 * count / 8, 4 * count / 8, "fits")
+    assert mixed["optimizer"] == pytest.approx(8 * count / 8, abs=8)
+    true = row(found, "bf16-true", "fsdp", 8)
+    assert true["total"] == pytest.approx(mixed["total"] / 2, abs=8)
+    assert row(found, "16-mixed", "single_device", 1)["verdict"] == "too large"
+    assert row(found, "bf16-true", "ddp", 8)["verdict"] == "tight"
+    staged = row(found, "bf16-true", "deepspeed_stage_2", 8)
+    assert (staged["parameters"], staged["gradients"], staged["masters"]) == (2 * count, 4 * count / 8, 4 * count / 8)
+    assert staged["optimizer"] == pytest.approx(8 * count / 8, abs=8), "the optimizer steps float32 masters"
+
+
+def test_a_class_of_a_script_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    options = (
+        "--args",
+        '{"width": 1000, "depth": 3}',
+        "--optimizer",
+        "SGD",
+        "--devices",
+        "2",
+        "--strategies",
+        "ddp",
+        "--precision",
+        "all",
+    )
+    found = estimated(capsys, "net.py:Net", *options)
+    assert found["parameters"] == 3_000_000
+    assert [(each["precision"], each["optimizer"]) for each in found["rows"]] == [
+        (name, 0) for name in ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
+    ]
+    assert [each["parameters"] for each in found["rows"]] == 3 * [12_000_000] + 2 * [6_000_000]
+    assert estimated(capsys, "net.py:small")["parameters"] == 16
+    assert estimated(capsys, "net.py:made")["parameters"] == 20
+    assert estimated(capsys, "torch.nn:Linear", "--args", '{"in_features": 2, "out_features": 3}')["parameters"] == 9
+    Path("alone.py").write_text(
+        "from net import nn\nclass One(nn.Linear):\n    def __init__(self):\n        super().__init__(1, 1)"
+    )
+    assert estimated(capsys, "alone")["parameters"] == 2  # the one class that it defines, in a module of this folder
+
+
+def test_a_script_that_parses_its_arguments_sees_none_of_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("alone.py").write_text(
+        "import argparse, sys\nfrom torch import nn\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--width', type=int, default=3)\nwidth = parser.parse_args().width\n"
+        "def small():\n    assert sys.argv == ['alone.py']\n    return nn.Linear(width, 1)"
+    )
+    ours = ["trainwright", "estimate", "alone.py:small", "--devices", "1"]
+    monkeypatch.setattr(sys, "argv", ours)
+    assert estimated(capsys, *ours[2:])["parameters"] == 4
+    assert sys.argv == ["trainwright", "estimate", "alone.py:small", "--devices", "1"]
+
+
+def test_precisions_with_equal_sizes_are_grouped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        estimate_command(
+            ["--params", "1B", "--memory", "12GiB", "--devices", "1,2,4", "--precision", "all"], check_names
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert said.startswith("--params 1B: 1,000,000,000 parameters, trained with AdamW. Bytes per device")
+    assert "\n32-true, 16-mixed, bf16-mixed\n" in said
+    assert "\n16-true, bf16-true\n" in said
+    assert "fewest devices that fit: 2, with fsdp" in said
+    assert "fewest devices that fit: 1, with single_device" in said
+    assert "\nfsdp also gathers one block at a time, whose size --params does not show.\n" in said
+    line = next(" ".join(line.split()) for line in said.splitlines() if line.startswith("  fsdp"))
+    assert line == "fsdp 2 1.9 GiB 1.9 GiB 3.7 GiB - - 7.5 GiB fits"
+
+
+def test_every_spelling_of_a_precision_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--params", "9", "--devices", "1", "--precision")
+    found = estimated(capsys, *given, "32, no,16,FP16,bf16,bf16-true")["rows"]
+    assert [each["precision"] for each in found] == ["32-true", "16-mixed", "bf16-mixed", "bf16-true"]
+
+
+def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimate_command(["--params", "1B", "--memory", "12GiB"], check_names) == 0
+    said = capsys.readouterr().out
+    assert "\n32-true, 16-mixed, bf16-mixed\n" in said
+    assert said.endswith(
+        "--precision all also shows 16-true and bf16-true, which keep the parameters themselves in 16 bits.\n"
+    )
+    assert len(said.splitlines()) < 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["none.py"], "the script 'none.py' does not exist; pass the path of a .py file, or the name of a module."),
+        (["nonesuch.module"], "neither a script nor a module 'nonesuch.module' was found"),
+        (["bert-base-cased"], "Models of a hub are not fetched: name a function that returns one, or pass --params."),
+        (["net.py:Data"], "Data is a class, but not of a torch module. Name a class of a torch module, or a function"),
+        (["net.py:Nett"], "net.py has no 'Nett'. It defines Net, Reads. Did you mean 'Net'?"),
+        (["net.py"], "net.py defines Net, Reads; add the class, or a function that returns the module: net.py:NAME."),
+        (["net.py:Net"], 'Net needs width. Pass them as --args \'{"width": "..."}\', or name a function'),
+        (
+            ["net.py:Net", "--args", '{"widht": 2}'],
+            "Net has no argument 'widht', which is in --args {\"widht\": 2}. It takes width,",
+        ),
+        (["net.py:Net", "--args", '{"widht": 2}'], "Did you mean 'width'?"),
+        (["net.py:Net", "--args", "width=2"], "--args width=2 is not JSON"),
+        (
+            ["net.py:made", "--args", "{}"],
+            "--args {} was passed, but made is a module already. Omit --args",
+        ),
+        (["net.py:Net", "--args", "[2]"], "--args [2] is not an object. Pass one such as"),
+        (["net.py:Net", "--args", '{"width": "wide"}'], "Net cannot be made on the meta device"),
+        (["net.py:Reads"], "Reads cannot be made on the meta device, whose tensors have no values (RuntimeError"),
+        (["net.py:number"], "number is an int. Name a class of a torch module, or a function that returns a module."),
+        (["json:dumps", "--args", '{"obj": 1}'], "dumps returned a str; name a torch module"),
+        (["fails.py"], "the import of fails.py failed (SystemExit: 3). Put its work under"),
+        (["net.py:small", "--params", "3"], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
+        ([], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
+        (["--params", "9e18"], "--params 9e18: expected at most 1e+18 parameters, such as 7e9 or 7B."),
+        (["bad.py"], "the import of bad.py failed (ValueError: a wrong number). Put its work under"),
+        (
+            ["--params", "1", "--devices", "8", "--strategies", "single_device"],
+            "selects nothing: single_device is",
+        ),
+        (["--params", "1", "--precision", "64-true", "--strategies", "deepspeed_stage_2"], "DeepSpeed has no 64 bits."),
+        (["--params", "many"], "--params many: expected a number such as 7e9 or 7B."),
+        (["--params", "1", "--memory", "80GiBs"], "--memory 80GiBs: expected a number such as 80GiB."),
+        (["--params", "1", "--devices", "1,x"], "--devices x: expected integers of at least 1, separated by commas."),
+        (["--params", "1", "--strategies", "dpd"], "--strategies dpd: choose from single_device, ddp,"),
+        (["--params", "1", "--precision", "bf17"], "precision='bf17' is unknown; choose from 64-true, 32-true,"),
+        (["--params", "1", "--optimizer", "Adamw"], "Did you mean 'AdamW'?"),
+    ],
+)
+def test_estimate_rejects_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("fails.py").write_text("import sys\nsys.exit(3)")
+    Path("bad.py").write_text("raise ValueError('a wrong number')")
+    with pytest.raises(SystemExit) as caught:
+        estimate_command(arguments, check_names)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_weights_that_layers_share_count_once_and_an_assumed_optimizer_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("alone.py").write_text(
+        "from torch import nn\ntied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\ntied[1].weight = tied[0].weight"
+    )
+    found = estimated(capsys, "alone.py:tied", "--devices", "1", "--optimizer", "LBFGS", "--precision", "all")
+    assert (found["parameters"], found["optimizer_is_assumed"]) == (24, True)
+    assert [each["parameters"] for each in found["rows"]] == [96, 96, 96, 48, 48]
+    assert estimate_command(["--params", "9", "--optimizer", "LBFGS"], check_names) == 0
+    assert "LBFGS could not be tried on these sizes. Its state is counted as that of Adam" in capsys.readouterr().out
+    assert not estimated(capsys, "--params", "9")["optimizer_is_assumed"]

@@ -1,8 +1,0 @@
-"""CPU cores; the launcher imports this without torch."""
-
-import os
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

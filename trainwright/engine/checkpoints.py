@@ -1,0 +1,385 @@
+"""EngineCheckpoints: the part of an Engine that saves and loads its modules, its optimizers and the caller's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.contents import MODEL, TRAINING, extra_states, with_parts
+from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
+from trainwright.checkpoint.filesystem import describe
+from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
+from trainwright.checkpoint.store import SAVE, CheckpointWriter
+from trainwright.checkpoint.tensors import Piece
+from trainwright.data.seeding import check_generator_states, derive_seed, derived_rng_state, rng_state
+from trainwright.devices.generators import is_generator_state, lost_devices, owned, taken_over
+from trainwright.devices.hardware import count, use, using
+from trainwright.distributed.ranks import Ranks
+from trainwright.engine.finiteness import Finiteness
+from trainwright.engine.module_state import (
+    ModuleLoads,
+    check_lazy_shapes,
+    give_shapes,
+    lazy_tensors,
+    refuse_lazy_tensors,
+)
+from trainwright.engine.named_state import computed_keys, model_pieces, named_optimizers, optimizer_pieces, stray_pieces
+from trainwright.engine.optimizer_state import check_optimizers, describe_optimizers, load_optimizers
+from trainwright.engine.script_settings import ScriptSettings
+from trainwright.errors import CheckpointError
+from trainwright.precision import Precision
+from trainwright.rank_zero import rank_zero_info, warn
+from trainwright.strategies import Strategy
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class OpenCheckpoint(NamedTuple):
+    """A verified checkpoint with its state."""
+
+    checkpoint: StoredCheckpoint
+    state: dict[str, Any]
+    tensors: dict[str, Tensor] | None
+    """The model's tensors, if hooks may have changed them."""
+
+
+class Restored(NamedTuple):
+    """The part of a checkpoint that a load returns to one rank. Modules and optimizers are loaded in place."""
+
+    state: dict[str, Any]
+    """The caller's state."""
+    rng: dict[str, Any] | None
+    """The RNG states of this rank, if the checkpoint has them."""
+    rank_state: dict[str, Any] | None
+    """The state that this rank stored, or None if it stored none or the world size differs."""
+    nearest_rank_state: dict[str, Any]
+    """The same, or rank 0's state if the world size differs, for values that every rank stores under the same keys."""
+
+
+class EngineCheckpoints:
+    """Saves and loads checkpoints of the Engine that derives from it."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    ranks: Ranks
+    strategy: Strategy
+    writer: CheckpointWriter
+    finiteness: Finiteness
+    script: ScriptSettings
+    modules: list[nn.Module]
+    optimizers: list[Optimizer]
+    seed: int
+    _trains_apart: bool
+
+    @property
+    def precision(self) -> Precision:
+        """Return the precision in use; a strategy whose engine has its own loss scale may have replaced the chosen one."""
+        return self.strategy.precision
+
+    def save(
+        self,
+        path: str,
+        *,
+        step: int,
+        epoch: int,
+        state: dict[str, Any],
+        rank_state: dict[str, Any] | None = None,
+        weights_only: bool = False,
+        edit: Edit | None = None,
+        blocking: bool = True,
+        number: int = 0,
+        overwrite: bool = False,
+        directory: str | None = None,
+        parts: Mapping[str, Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
+
+        Weights that are not finite are stored with a warning, but never replace another checkpoint.
+
+        Args:
+            state: plain data and tensors, of which rank 0's are stored.
+            rank_state: plain data and tensors of every rank, stored unless weights_only.
+            weights_only: store no optimizers, and nothing else that only a resumed run needs.
+            edit: may change the checkpoint's contents, as checkpoint/editing.py describes.
+            blocking: False returns once everything is copied to host memory. A thread writes, and the next save waits for it.
+            number: orders several saves of one step.
+            overwrite: replace a complete checkpoint at the path, once the new one is committed.
+            directory: the folder that the writer's `stage` returned for this path. Its files become part of the checkpoint.
+            parts: tensors of the shapes of this rank's pieces, by section and name. Those of "model" replace the model's.
+                Other sections are stored beside it, unless weights_only.
+
+        Raises:
+            CheckpointError: on every rank, of this save, which leaves nothing at the path, or of an earlier one in flight.
+        """
+        with using(self.device):
+            # First, so that no collective of a save is paired with another one of ranks that do not save here.
+            self.ranks.wait(f"a save of step {step}")
+            self.strategy.check_gradients(partial(self.ranks.exchange, call=f"a save of step {step}"))
+            self.finish_save()
+            refuse_lazy_tensors(path, self.modules)
+            if self._trains_apart:
+                raise RuntimeError(
+                    f"checkpoint {path} was requested within LocalSGD, where the ranks have different weights; save after the "
+                    "block."
+                )
+            for module in self.modules:
+                computed_keys(self.strategy, module)  # raises for entries that cannot be stored
+            sections = with_parts(model_pieces(self.strategy, self.modules), parts or {})
+            pieces = sections.pop(MODEL)
+            self.finiteness.look(path, overwrite, self.modules, pieces, are_others=bool(parts))
+            if edit is not None:
+                state, pieces = self._edited(path, state, pieces, {"epoch": epoch, "global_step": step}, edit)
+            extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
+            contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
+            if weights_only:
+                sections, rank_state = {}, None
+            else:
+                sections |= self._training_sections(contents)
+                # An RNG state belongs to this rank's device, even if another device was current when it was taken.
+                rank_state = {
+                    key: owned(value, self.device) if is_generator_state(value) else value
+                    for key, value in {"rng": rng_state(), **(rank_state or {})}.items()
+                }
+            self.writer.save(
+                path,
+                sections={MODEL: pieces, **sections},
+                state=contents,
+                rank_state=rank_state,
+                header={
+                    "step": step,
+                    "epoch": epoch,
+                    "world_size": self.ranks.world_size,  # 1 if only this rank saves
+                    "strategy": self.strategy.name,
+                    "weights_only": weights_only,
+                    "number": number,
+                },
+                blocking=blocking,
+                overwrite=overwrite,
+                directory=directory,
+            )
+
+    def _edited(
+        self, path: str, state: dict[str, Any], pieces: list[Piece], header: dict[str, int], edit: Edit
+    ) -> tuple[dict[str, Any], list[Piece]]:
+        edited: list[Piece] = []
+        state, read = edit_for_save(state, pieces, header, edit)
+        self.ranks.run_on_all(
+            lambda: edited.extend(read()),
+            SAVE,
+            subject=f"checkpoint {path} was not written",
+            describe=partial(describe, path=path),
+        )
+        return state, edited
+
+    def _training_sections(self, contents: dict[str, Any]) -> dict[str, list[Piece]]:
+        """Add the state that only a resumed run needs to the contents, and return its sections of tensors. Collective."""
+        named = named_optimizers(self.modules, self.optimizers)
+        sections = {"optimizer": optimizer_pieces(self.strategy, named)}
+        if strays := stray_pieces(self.strategy, self.modules, self.optimizers):
+            sections["parameters"] = strays
+        contents |= {"precision": self.precision.state_dict(), "strategy": self.strategy.state}
+        contents["settings"] = self.script.stored
+        contents["optimizers"] = describe_optimizers(self.strategy, named, self.ranks)
+        return sections
+
+    def finish_save(self) -> None:
+        """Wait until a save with blocking=False has committed. Collective: call on every rank.
+
+        Raises:
+            CheckpointError: on every rank, if it failed. Earlier checkpoints are unchanged.
+        """
+        self.writer.finish()
+
+    def verified(self, path: str, verify: Verify = "full") -> StoredCheckpoint:
+        """Return a checkpoint after all ranks have verified its files, every rank a part of them. Collective.
+
+        Raises:
+            CheckpointError: no checkpoint, or a damaged one.
+        """
+        self.finish_save()  # which may be writing this one
+        return open_checkpoint(path, verify, ranks=self.ranks)
+
+    def open(
+        self, source: str | StoredCheckpoint, *, edit: Edit | None = None, verify: Verify = "full"
+    ) -> OpenCheckpoint:
+        """Verify a checkpoint passed by its path, and allow `edit` to change its contents before a load. Collective.
+
+        Raises:
+            CheckpointError: no checkpoint, or a damaged one.
+        """
+        checkpoint = self.verified(source, verify) if isinstance(source, str) else source
+        state = checkpoint.run_state()
+        if edit is None:
+            return OpenCheckpoint(checkpoint, state, None)
+        header = {"epoch": int(checkpoint.header["epoch"]), "global_step": int(checkpoint.header["step"])}
+        return OpenCheckpoint(checkpoint, *edit_for_load(checkpoint, state, header, edit))
+
+    def load(
+        self,
+        source: str | OpenCheckpoint,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        check: Callable[[dict[str, Any]], None] = lambda _: None,
+        fresh: Collection[str] = (),
+    ) -> Restored:
+        """Load the state of the modules and the optimizers from a checkpoint of any strategy and number of ranks.
+
+        Nothing is changed unless all of it has been verified and fits. Collective: call on every rank.
+
+        Args:
+            source: a path, which is verified first, or the result of `open`.
+            weights_only: load only the model's weights.
+            strict: False skips tensors of the model that only one side has.
+            check: called with the checkpoint's state, to raise if the caller cannot use it.
+            fresh: "optimizer_settings" keeps the present settings of the optimizers, "schedulers" their learning rates.
+
+        Raises:
+            CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
+        """
+        use(self.device)
+        opened = source if isinstance(source, OpenCheckpoint) else self.open(source)
+        checkpoint, state, tensors = opened
+        named = named_optimizers(self.modules, self.optimizers)
+        fit = _ModelFit(self.strategy, self.modules, opened, {} if weights_only else _shapes(checkpoint, TRAINING))
+        strays = [] if weights_only else stray_pieces(self.strategy, self.modules, self.optimizers)
+        seed = int(state.get("seed", self.seed))
+        result = Restored(state, None, None, {})
+
+        def fits() -> None:
+            nonlocal result
+            fit.check(strict)
+            if not weights_only:
+                check_optimizers(checkpoint, state, named)
+                check_model(checkpoint.path, _shapes(checkpoint, "parameters"), strays, strict=True)
+                result = _restored(checkpoint, state, seed, self.rank, self.world_size, self.device)
+            check(state)
+
+        # If one rank rejects a checkpoint, all ranks raise, before any changes anything.
+        run_on_all = partial(
+            self.ranks.run_on_all, call="the load of a checkpoint", describe=partial(describe, path=checkpoint.path)
+        )
+        run_on_all(fits)
+        run_on_all(lambda: fit.load_wholes(strict))
+        fit.give_shapes()
+        if not weights_only:
+            load_optimizers(checkpoint, state, self.strategy, named, fresh)
+        if tensors is None:
+            checkpoint.read_into(MODEL, fit.pieces)
+        else:
+            fill(fit.pieces, tensors)
+        if fit.trained:
+            checkpoint.read_into(TRAINING, fit.trained)
+        if strays:
+            checkpoint.read_into("parameters", strays)
+        same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
+        strategy_state = {} if weights_only or fresh or not same_job else state.get("strategy", {})
+        self.strategy.refresh_weights(self.modules, strategy_state)
+        run_on_all(fit.loads.finish)  # a module's hooks see the loaded tensors
+        if not weights_only:
+            self.precision.load_state_dict(state.get("precision", {}))
+            self.seed = seed  # the data continues in the saved run's order
+        return result
+
+
+class _ModelFit:
+    """How a checkpoint's tensors fit the modules: which pieces are read in place, and which modules load themselves.
+
+    `trained_shapes` are the tensors that a resumed run trains on from, where the model stores averages.
+    """
+
+    def __init__(
+        self, strategy: Strategy, modules: Sequence[nn.Module], opened: OpenCheckpoint, trained_shapes: Shapes
+    ) -> None:
+        self._strategy, self._modules = strategy, modules
+        self._checkpoint, state, self._tensors = opened
+        self._trained_shapes = trained_shapes
+        self._shapes: Shapes = {}
+        self._lazy = lazy_tensors(modules)
+        self.loads = ModuleLoads(strategy, modules, state, self._checkpoint.path)
+        self.pieces: list[Piece] = []
+        self.trained: list[Piece] = []
+
+    def check(self, strict: bool) -> None:
+        """Raise CheckpointError if the checkpoint does not fit, and change nothing."""
+        path, loads = self._checkpoint.path, self.loads
+        loads.check(strict)
+        stored = self._checkpoint.tensors(MODEL) if self._tensors is None else self._tensors
+        self._shapes = {name: tuple(entry.shape) for name, entry in stored.items() if loads.is_filled(name)}
+        self._lazy = {name: lazy for name, lazy in self._lazy.items() if loads.is_filled(name)}
+        present = model_pieces(self._strategy, self._modules)
+        filled = [piece for piece in present if loads.is_filled(piece.name)]
+        self.pieces = list(check_model(path, self._shapes, filled, strict, self._lazy))
+        check_lazy_shapes(path, self._lazy, self._shapes)
+        trained = {name: shape for name, shape in self._trained_shapes.items() if loads.is_filled(name)}
+        self.trained = list(check_model(path, trained, filled, False, self._lazy))
+
+    def load_wholes(self, strict: bool) -> None:
+        """Load the modules that take a whole state_dict."""
+        self.loads.load_wholes(self._checkpoint, self._tensors, strict, self._trained_shapes)
+
+    def give_shapes(self) -> None:
+        """Give lazy tensors their shapes, after all checks, because a rejected load must not change the model."""
+        if self._lazy:
+            give_shapes(self._lazy, self._shapes)
+            present = model_pieces(self._strategy, self._modules)
+            self.pieces = [piece for piece in present if piece.name in self._shapes]
+            filled = [piece for piece in present if self.loads.is_filled(piece.name)]
+            self.trained = [piece for piece in filled if piece.name in self._trained_shapes]
+
+
+def _shapes(checkpoint: StoredCheckpoint, section: str) -> Shapes:
+    """Return the shapes of a section's tensors by name, or {} if the checkpoint has no such section."""
+    stored = checkpoint.tensors(section) if section in checkpoint.sections else {}
+    return {name: entry.shape for name, entry in stored.items()}
+
+
+def _restored(
+    checkpoint: StoredCheckpoint, state: dict[str, Any], seed: int, rank: int, world_size: int, device: torch.device
+) -> Restored:
+    """Return a rank's part of a checkpoint (CheckpointError if an RNG state is missing or malformed).
+
+    If the saved run had no such rank, the generators start from seeds derived from the run's seed.
+    """
+    saved_state, saved_ranks = checkpoint.rank_state(rank), checkpoint.world_size
+    rng = saved_state.get("rng") if saved_state is not None else None
+    check_generator_states(saved_state, checkpoint.path)
+    if rng is not None and not is_generator_state(rng):
+        raise CheckpointError(
+            f"{checkpoint.path}: the states of rank {rank}'s generators are missing. Use another checkpoint."
+        )
+    start = (seed, int(checkpoint.header["step"]), rank)
+    if saved_ranks < world_size:
+        rank_zero_info(
+            "%s was saved on %d processes, and this run has %d: the generators of the others start from seeds derived from "
+            "the run's seed.",
+            checkpoint.path,
+            saved_ranks,
+            world_size,
+        )
+        rng = rng if rank < saved_ranks else derived_rng_state(derive_seed(*start))
+    if rng is not None:
+        if lost := lost_devices(rng, device):
+            warn(
+                f"{checkpoint.path}: the saved run also drew random numbers on {device.type} device(s) {', '.join(lost)}. This "
+                f"process computes on {device} and sees {count(device.type)} device(s), so it restores only the "
+                "generator of that device.",
+                stacklevel=2,
+            )
+        rng = taken_over(rng, device, derive_seed(*start))
+    if saved_ranks != world_size:
+        first = checkpoint.rank_state(0)
+        check_generator_states(first, checkpoint.path)
+        return Restored(state, rng, None, first or {})
+    nearest = saved_state or {}
+    rank_state = dict(nearest)
+    for number, (key, value) in enumerate(nearest.items()):
+        if is_generator_state(value) and key != "rng":  # from an earlier moment of the run
+            rank_state[key] = taken_over(value, device, derive_seed(*start, number))
+    return Restored(state, rng, None if saved_state is None else rank_state, nearest)

@@ -1,0 +1,107 @@
+"""The sources of `trainwright launch`'s settings: flags, the environment, the config, and defaults."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from trainwright.launch.config import KEY_OF, KEYS, Config
+
+__all__ = ["NameCheck", "Sources"]
+
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "env"}
+MACHINES = ("nodes", "num_nodes", "node_rank")
+"""A range of machines, and the settings that it replaces."""
+VARIABLE_OF = {key: variable for variable, key in KEY_OF.items()}
+
+NameCheck = Callable[[str | None, str | None, int], str | None]
+"""Refuses an unknown strategy or precision, given the number of processes, and returns the Trainer's name of the precision."""
+
+
+class LaunchSetting(NamedTuple):
+    """A value and its source: a flag, a variable of the environment, a line of the config, or "default"."""
+
+    value: Any
+    source: str
+
+
+class Given(NamedTuple):
+    """A value as it was given, its source, and how errors call both."""
+
+    text: str
+    source: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The flags, the environment and the config of one command."""
+
+    options: argparse.Namespace
+    variables: Mapping[str, str]
+    config: Config
+
+    def find(self, name: str, *, environment: bool = True, flags_only: bool = False) -> Given | None:
+        """Return the first of the flag, the variable and the config's entry that is there."""
+        flag = getattr(self.options, name)
+        if isinstance(flag, bool):  # --cpu and --no-cpu
+            spelled = FLAGS[name] if flag else f"--no-{name}"
+            return Given(str(flag).lower(), spelled, spelled)
+        if flag is not None:
+            return Given(flag, FLAGS[name], f"{FLAGS[name]} {flag}")
+        variable = VARIABLE_OF.get(name, "")
+        if environment and not flags_only and (text := self.variables.get(variable)):
+            return Given(text, variable, f"{variable}={text}")
+        if flags_only or (entry := self.config.values.get(name)) is None:
+            return None
+        return Given(entry.text, entry.where, f"{entry.where}: {name}: {entry.text}")
+
+    def on_cpu(self) -> bool:
+        """Return whether --cpu or the config asks for the CPU (ValueError if the config's word is unknown)."""
+        given = self.find("cpu")
+        if given is None:
+            return False
+        if given.text.lower() not in ("true", "false"):
+            raise ValueError(f"{given.label}: expected true or false.")
+        return given.text.lower() == "true"
+
+    def check_names(self, check: NameCheck, settings: Mapping[str, LaunchSetting]) -> dict[str, LaunchSetting]:
+        """Return the settings with the Trainer's name of the precision.
+
+        Raises:
+            ValueError: a strategy or a precision is unknown. The message has the config's line if it is there.
+        """
+        num_processes = settings["devices"].value * settings["num_nodes"].value
+        precision = None
+        for name in ("strategy", "precision"):
+            given = self.find(name)
+            names = {"strategy": None, "precision": None, name: given.text if given is not None else None}
+            try:
+                precision = check(names["strategy"], names["precision"], num_processes)
+            except ValueError as error:
+                if given is None or given.source == FLAGS[name]:
+                    raise
+                raise ValueError(f"{given.source}: {error}") from error
+        return {**settings, "precision": settings["precision"]._replace(value=precision)}
+
+    def contradictions(self, settings: Mapping[str, LaunchSetting]) -> Iterator[str]:
+        """Yield a line for every entry of the config that a flag or the environment overrides."""
+        flags = [given for each in MACHINES if (given := self.find(each, flags_only=True)) is not None]
+        for name, entry in self.config.values.items():
+            used = settings.get({"cpu": "accelerator", "nodes": "num_nodes"}.get(name, name))
+            given = self.find(name)
+            if name in MACHINES and flags and (given is None or given.source == entry.where):
+                is_range = flags[0].source == FLAGS["nodes"]
+                given = flags[0] if is_range or name == "nodes" else given
+            elif used is None or used.source == entry.where:
+                continue
+            if given is not None and given.source != entry.where and given.text.lower() != entry.text.lower():
+                yield f"  {given.label} overrides {name}: {entry.text} of {entry.where}"
+
+    def contradicted_variables(self) -> Iterator[str]:
+        """Yield a line for every variable of the config that the environment overrides."""
+        for name, entry in self.config.variables.items():
+            if self.variables[name] != entry.text:
+                yield f"  the environment's {name} overrides env: {name} of {entry.where}"

@@ -1,0 +1,440 @@
+"""FSDP: parameters, gradients and optimizer state sharded over the ranks (torch FSDP2, `fully_shard`).
+
+Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from trainwright.arguments import check_flags
+from trainwright.checkpoint.tensors import Piece
+from trainwright.distributed.collectives import Exchange, gather_object
+from trainwright.distributed.connection import make_mesh
+from trainwright.duration import seconds_of
+from trainwright.precision.base import Closure, Precision, Sender
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.base import (
+    Capabilities,
+    Clipping,
+    Optimization,
+    StepResult,
+    Strategy,
+    scale_and_clip_value,
+)
+from trainwright.strategies.divided_optimizers import (
+    no_shards,
+    refuse_unknown_optimizer,
+    refuse_unsharded,
+    with_gradients,
+)
+from trainwright.strategies.fsdp2 import vendor
+from trainwright.strategies.fsdp2.sharded_access import (
+    Root,
+    failing,
+    guard,
+    note_use_in_hook,
+    open_methods,
+    refuse_copy,
+    refuse_sharded_loss,
+    reshard_after_call,
+    unshard_for_call,
+)
+from trainwright.strategies.fsdp2.split_groups import by_kind, split_groups
+from trainwright.strategies.fsdp2.wrap_policy import (
+    MIN_PARAMETERS,
+    ROOT,
+    Float32,
+    WrapPolicy,
+    allow_float32,
+    check_policy,
+    choose_groups,
+    find_float32,
+    recomputed,
+)
+from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
+from trainwright.strategies.placement import innermost_first, materialize, move
+from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
+from trainwright.strategies.replication import DeferredAllReduce, equalize
+from trainwright.strategies.used_parameters import BackwardGuard, RanksUse
+
+
+class FSDPStrategy(Strategy):
+    """Fully sharded data parallelism, on one process too.
+
+    A group of parameters is gathered for its module's call and resharded after it. The root's group stays gathered until the
+    end of backward. A step may call the module, its submodules and their public methods, but cannot use the bare parameters of
+    a submodule that is a group. Optimizers cannot call closures. Ranks that use different parameters in a step are an error, at
+    the latest before the next save (of shards offloaded from a GPU only in the first batch of a window). After a forward or
+    backward that failed no step is possible.
+
+    Under mixed precision the weights of linear layers, convolutions and attention are gathered in the low precision, all
+    others in float32, and gradients are reduced in float32.
+
+    Args:
+        auto_wrap_policy: which submodules are groups: classes, or a function from a module to a bool. By default these are the
+            blocks with at least `min_parameters` parameters.
+        min_parameters: see auto_wrap_policy.
+        reshard_after_forward: free a group after its forward and gather it again for backward. False saves the second
+            gathering and costs memory.
+        cpu_offload: keep shards in host memory, and step there (a bool, or torch's CPUOffload).
+        activation_checkpointing_policy: modules whose activations are recomputed in backward: True for all groups, or as
+            auto_wrap_policy.
+        mixed_precision: torch's MixedPrecisionPolicy in place of the precision's, for all layers except batch norms.
+        sync_every_batch: reduce gradients after every batch of an accumulation window and keep only shards. False reduces
+            once a window and keeps whole gradients until then.
+        sharding_strategy: "FULL_SHARD", or "SHARD_GRAD_OP" for reshard_after_forward=False.
+        timeout: seconds (or a timedelta) that a rank waits for the others, by default half an hour.
+        elementwise: accept optimizers that are not known to step every element independently.
+
+    Raises:
+        ValueError, TypeError: an option that is not accepted.
+
+    >>> strategy = tw.FSDPStrategy(auto_wrap_policy={nn.Linear}, activation_checkpointing_policy={nn.Linear})
+    >>> trainer = tw.Trainer(strategy=strategy, devices=2, max_epochs=1, enable_model_summary=False)
+    >>> trainer.fit(module, loader)
+    """
+
+    name = "fsdp"
+    capabilities = Capabilities(
+        is_parallel=True,
+        needs_group=True,
+        forward_is_collective=True,
+        holds_modules=False,
+        trains_prepared_only=True,
+        takes_closure=False,
+        distributed_type="FSDP",
+    )
+
+    def __init__(
+        self,
+        *,
+        auto_wrap_policy: WrapPolicy | None = None,
+        min_parameters: int = MIN_PARAMETERS,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool | CPUOffload = False,
+        activation_checkpointing_policy: bool | WrapPolicy | None = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        sync_every_batch: bool = True,
+        sharding_strategy: str | None = None,
+        timeout: float | timedelta | None = None,
+        elementwise: bool = False,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        check_flags(elementwise=elementwise)
+        refuse_options(FSDPStrategy, unknown, OF_FSDP)
+        self.timeout_seconds = seconds_of(timeout)
+        if isinstance(min_parameters, bool) or not isinstance(min_parameters, int) or min_parameters < 0:
+            raise ValueError(f"min_parameters={min_parameters!r} is not accepted; pass an integer of at least 0.")
+        self.auto_wrap_policy, self.min_parameters = auto_wrap_policy, min_parameters
+        check_policy("auto_wrap_policy", auto_wrap_policy)
+        check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
+        if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
+            raise TypeError(
+                f"mixed_precision={mixed_precision!r} is not accepted; pass a "
+                "torch.distributed.fsdp.MixedPrecisionPolicy, or leave it out: the Trainer's precision= decides."
+            )
+        self.reshard_after_forward = reshards(sharding_strategy, reshard_after_forward)
+        # A bool, or torch's CPUOffload, which holds one.
+        self.cpu_offload = bool(getattr(cpu_offload, "offload_params", cpu_offload))
+        self.capabilities = replace(self.capabilities, communicates_on_host=self.cpu_offload)
+        self.activation_checkpointing_policy = activation_checkpointing_policy
+        self.mixed_precision, self.sync_every_batch, self.elementwise = mixed_precision, sync_every_batch, elementwise
+        self._float32, self._deferred = Float32(), DeferredAllReduce()
+        self._automatic = True
+        self._use, self._guard = RanksUse(self.name), BackwardGuard(self.name)
+
+    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
+        refuse_reentrant(module, self.name, self.world_size > 1 and optimization)
+        refuse_sparse_weights(module, self.name, optimization)
+        self._automatic = optimization is None or optimization.automatic
+        if ROOT in module.__dict__:
+            module.__dict__[ROOT].refuse_failed()
+            self._refuse_other_precision(module)
+        else:
+            self._shard(module)
+        self.wrapped[module] = module.__dict__[ROOT]
+        self.refresh_trainable([module])
+
+    def _shard(self, module: nn.Module) -> None:
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise ValueError(
+                f"{type(module).__name__} holds parameters that torch's fully_shard has sharded. Leave the sharding to the "
+                "strategy, or create the module again."
+            )
+        groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
+        to_checkpoint = recomputed(module, self.activation_checkpointing_policy, groups)
+        mesh = make_mesh(self.device.type, self.world_size)
+        low = self.mixed_precision or self._policy()
+        root = Root(module, low.param_dtype, groups)
+        chosen, self._float32 = set(groups), Float32()
+        if self.mixed_precision is None and low.param_dtype is not None:
+            self._float32 = find_float32(module)
+            allow_float32(module)  # before FSDP's hooks
+        elif low.param_dtype is not None:
+            self._float32.groups.update(each for each in module.modules() if isinstance(each, vendor.BATCH_NORM))
+        is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
+        constructed: list[nn.Module] = []
+        # Innermost first, the order in which constructors draw the values of meta modules.
+        for each in innermost_first(module):
+            constructed.append(each)
+            if each is module or not (each in chosen or each in self._float32.groups):
+                continue
+            if is_meta:
+                self._materialize(module, constructed, each)
+            kind = type(each)
+            guard(each, module, each in chosen)
+            self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
+            if each in chosen:
+                open_methods(each, kind, lambda: root.depth > 0)
+            constructed = []
+        if is_meta:
+            self._materialize(module, constructed, module)
+        for each in to_checkpoint:
+            each.forward = partial(checkpoint, each.forward, use_reentrant=False)
+        self._shard_group(root, mesh, MixedPrecisionPolicy() if module in self._float32.groups else low, is_root=True)
+        vendor.write_through_data()
+        module.__dict__[ROOT] = root  # not as a submodule
+        module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
+        module.register_forward_pre_hook(unshard_for_call)
+        module.register_forward_hook(reshard_after_call, always_call=True)
+
+    def _refuse_other_precision(self, module: nn.Module) -> None:
+        """Raise ValueError for a module that an earlier run has sharded for another low precision."""
+        gathered = module.__dict__[ROOT].dtype
+        if gathered not in (None, (self.mixed_precision or self._policy()).param_dtype):
+            raise ValueError(
+                f"fsdp gathers the weights of {type(module).__name__} in {str(gathered).removeprefix('torch.')}, as an earlier "
+                f"run has sharded it, and this one is in {self.precision.name}. Continue in that run's precision, take the "
+                "whole copy that tw.gather_module(module, all_ranks=True) returns, or create the module again and load a "
+                "checkpoint."
+            )
+
+    def _policy(self) -> MixedPrecisionPolicy:
+        dtype = self.precision.autocast_dtype
+        if dtype is None:
+            return MixedPrecisionPolicy()
+        # Autocast stays on inside, so operations cast their inputs and targets keep their dtype.
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    def _materialize(self, module: nn.Module, parts: list[nn.Module], group: nn.Module) -> None:
+        materialize(module, parts)
+        self.precision.convert_module(group)  # meta tensors were skipped the first time
+
+    def _shard_group(
+        self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
+    ) -> None:
+        """Broadcast rank 0's values of a group, and keep this rank's shard. Collective."""
+        # Shards that are offloaded stay in host memory.
+        move(group, self.device, stays=lambda each: isinstance(each, DTensor))
+        whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
+        equalize((*whole, *(group.buffers() if is_root else ())))
+        # FSDP2 shards rows, which 0-dim parameters lack, and cannot reduce empty ones.
+        kept = {each for each in whole if each.dim() == 0 or each.numel() == 0}.union(self._float32.parameters(group))
+        self._refuse_mixed(group, [each for each in whole if each not in kept])
+        for parameter in whole:
+            parameter.data = parameter.data.contiguous()
+        offload = self.cpu_offload and self.device.type != "cpu"
+        if not is_root:  # whose forward does it
+            group.register_forward_hook(vendor.write_back_after)
+        with vendor.carried_hooks(group):
+            fully_shard(
+                group,
+                mesh=mesh,
+                mp_policy=precision,
+                reshard_after_forward=self.reshard_after_forward and not is_root,
+                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+                ignored_params=kept,
+            )
+        type(group).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]
+        if not is_root:
+            group.register_forward_pre_hook(vendor.record_versions_before)
+
+    def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
+        dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
+        if len(dtypes) > 1:
+            names = {parameter.dtype: name for name, parameter in group.named_parameters() if parameter.dtype in dtypes}
+            found = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
+            raise ValueError(
+                f"fsdp gathers the parameters of a group in one dtype, but here are {found}. Convert the module to one dtype, "
+                "or put parameters of another dtype into a submodule that is a separate group (auto_wrap_policy)."
+            )
+
+    def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
+        """Adopt parameters that were created after sharding: whole on every rank, averaged before a step.
+
+        Within a step optimizers hold the shards, while the rest of the step uses the gathered parameters.
+        """
+        if in_step:
+            if any(root.depth > 0 for root in self.wrapped.values()):
+                self._write_back()
+                self._gather_roots()
+            return
+        for module in modules:
+            self._deferred.adopt(module)
+            self._use.track(module)
+            self.buffers.track(module)
+            refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
+
+    def setup_optimizers(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
+    ) -> list[Optimizer]:
+        for optimizer in optimizers:
+            refuse_unsharded(optimizer)
+            if not self.elementwise:
+                refuse_unknown_optimizer(optimizer, self.name)
+        self.refresh_trainable(modules)  # configure_optimizers may have created some
+        return list(optimizers)
+
+    def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
+        if self.cpu_offload and device_type == "cpu":
+            rank_zero_warn(
+                "cpu_offload moves what is sharded from a GPU to the host, and this run computes on the CPU: nothing is moved.",
+                stacklevel=4,
+            )
+
+    def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        root: Any = self.wrapped[module]
+        self.buffers.begin_step(module)
+        self._guard.watch(self._automatic and self.ends_window and self.world_size > 1).begin(name)
+        with self.precision.forward_context() or nullcontext(), failing([root], module):
+            outputs = root(name, *args, **kwargs)
+        if not (self._automatic and torch.is_grad_enabled()):
+            root.reshard()  # no backward will do it, and hooks must freeze the shards, not the gathered parameters
+            if self.cpu_offload and self.device.type != "cpu":
+                # The device has to have copied the offloaded shards, which may be written next.
+                torch.accelerator.synchronize(self.device)
+        return outputs
+
+    def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
+        self._refuse_failed()
+        refuse_sharded_loss(loss, next(iter(self.wrapped), None))
+        self._write_back()
+        # FSDP hooks the outputs of the root's forward, but a manual backward runs inside that forward: without these hooks
+        # the root's group would never be reduced.
+        for root in () if self._automatic else self.wrapped.values():
+            vendor.gather_for_backward(root, loss)
+        with self._guard.backward(self._use.has_come), failing(self.wrapped.values()):
+            super().backward(loss, send, **options)
+        if self.world_size > 1:
+            self._use.note_gradients()
+        if not self._automatic:
+            self._gather_roots()
+
+    def sync_gradients(self, enabled: bool) -> None:
+        super().sync_gradients(enabled)
+        if not self.sync_every_batch:
+            for root in self.wrapped.values():
+                root.set_requires_gradient_sync(enabled)
+
+    def _finalize(self, optimizer: Optimizer) -> None:
+        self._deferred.refuse_unknown(optimizer, self.wrapped, self.name).reduce(optimizer)
+        self.precision.unscale(optimizer, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
+
+    def step(
+        self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
+    ) -> StepResult:
+        self._refuse_failed()
+        self.finalize(optimizer)
+        self._write_back()
+        try:
+            with split_groups(optimizer):
+                result = super().step(optimizer, clipping, closure)
+        except (RuntimeError, NotImplementedError) as error:
+            if "DTensor" in str(error) or "placement" in str(error):
+                raise RuntimeError(no_shards(optimizer)) from error
+            raise
+        if not self._automatic:
+            self._gather_roots()
+        return result
+
+    def check_gradients(self, exchange: Exchange = gather_object) -> None:
+        self._use.compare(exchange)
+
+    def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
+        self.finalize(optimizer)
+        kinds = by_kind(with_gradients(optimizer))
+        for kind in kinds:
+            scale_and_clip_value(kind, clipping)
+        if clipping.norm is None:
+            return None
+        # Gradients of offloaded shards are in host memory.
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in kind]) for kind in kinds]
+        norms = [(each.full_tensor() if isinstance(each, DTensor) else each).to(self.device) for each in norms]
+        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
+        for kind in kinds:
+            torch.nn.utils.clip_grads_with_norm_(kind, clipping.norm, total)
+        return total
+
+    def model_pieces(self, module: nn.Module) -> list[Piece]:
+        self._write_back()
+        self._reshard_roots()
+        return super().model_pieces(module)
+
+    def _piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
+        if not isinstance(value, DTensor):
+            return super()._piece(name, value, writer)
+        local: Tensor = value.detach().to_local()  # type: ignore[attr-defined]
+        # NOTE: indexing a DTensor communicates, and would hang if ranks hold unequal shards.
+        start = vendor.first_row(value) * math.prod(value.shape[1:]) if local.numel() else 0
+        return Piece(name, tuple(value.shape), start, local.view(-1), self.rank)
+
+    def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
+        self._reshard_roots()
+
+    def after_run(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            note_use_in_hook(error, self.wrapped)
+
+    def close(self) -> None:
+        self._write_back()
+        self._reshard_roots()
+        super().close()
+        self._deferred.clear()
+        self._use, self._guard = self._use.renewed(), BackwardGuard(self.name)
+
+    def _refuse_failed(self) -> None:
+        for root in self.wrapped.values():
+            root.refuse_failed()
+
+    def _reshard_roots(self) -> None:
+        """Turn the roots' parameters into shards again, which the optimizers hold."""
+        for root in self.wrapped.values():
+            root.reshard()
+
+    def _gather_roots(self) -> None:
+        """Gather the roots' current parameters for the rest of a manual step."""
+        for root in self.wrapped.values():
+            root.reshard()
+            root.unshard()
+            vendor.record_versions(root)
+
+    def _write_back(self) -> None:
+        for root in self.wrapped.values():
+            for group in (root,) if self.reshard_after_forward else root.modules():
+                if isinstance(group, FSDPModule):
+                    vendor.write_back(group)

@@ -1,0 +1,237 @@
+"""Wrap policy: which submodules are sharded as separate groups, and which parameters are gathered in the low dtype.
+
+Low-precision layers are gathered in the low dtype, because autocast computes in it anyway. All other parameters stay float32,
+as on one process: norms, embeddings, recurrent nets and parametrizations. So do a module's bare parameters, whose use is
+unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from trainwright.arguments import check_takes
+from trainwright.errors import a_type_of
+
+ROOT = "_fsdp_root"
+"""The attribute of a sharded module that keeps FSDP's root for its next run."""
+MIN_PARAMETERS = 1_000_000
+"""The smallest block worth a group: for smaller ones the extra collectives cost more than the memory saved."""
+
+WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Modules that use their children's weights without calling the children."""
+
+WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
+"""Module classes, or a function that returns whether a module is a group."""
+
+
+def made_groups(module: nn.Module) -> Sequence[nn.Module] | None:
+    """Return the groups that fsdp has made of a module, or None if it has not sharded the module.
+
+    A policy may ask for classes, which sharding has replaced.
+    """
+    root = module.__dict__.get(ROOT)
+    return None if root is None else root.groups
+
+
+def check_policy(name: str, policy: object) -> None:
+    """Raise TypeError for a policy that cannot be called with a module, such as a policy of torch's first FSDP."""
+    if callable(policy) and not isinstance(policy, type):
+        check_takes(name, policy, ["module"])
+
+
+def choose_groups(
+    module: nn.Module, policy: WrapPolicy | None, min_parameters: int = MIN_PARAMETERS
+) -> list[nn.Module]:
+    """Return the submodules that become groups, innermost first. Everything else is the root's group.
+
+    By default these are blocks: modules with a forward and children, and at least `min_parameters` parameters outside inner
+    groups. A block is no group if a module outside shares its parameters, or calls a submodule of it.
+
+    Raises:
+        ValueError: the policy selects nothing, a module that cannot be called, or one with tied parameters.
+    """
+    owners: dict[Tensor | nn.Module, set[nn.Module]] = {}
+    for each in module.modules():
+        parts: Iterable[Tensor | nn.Module] = chain(each.parameters(recurse=False), each.children())
+        for part in parts:
+            owners.setdefault(part, set()).add(each)
+    if policy is None:
+        return list(_by_size(module, owners, min_parameters, set()))
+    is_wanted = policy if callable(policy) and not isinstance(policy, type) else _is_one_of(policy)
+    modules = list(module.modules())
+    # Attention reads the weight of its out_proj, a Linear by class, but never calls it.
+    uncalled = {each.out_proj for each in modules if isinstance(each, nn.MultiheadAttention)}
+    groups = [each for each in reversed(modules) if each is not module and each not in uncalled and is_wanted(each)]
+    if not groups:
+        found = sorted({type(each).__name__ for each in module.modules() if each is not module})
+        raise ValueError(
+            f"auto_wrap_policy chooses no submodule of {type(module).__name__}, whose classes are {', '.join(found)}. "
+            "Name some of them, or omit the policy to choose by size."
+        )
+    names = {each: name for name, each in module.named_modules()}
+    chosen = set(groups)
+    for group in groups:
+        if not has_forward(group):
+            raise ValueError(
+                f"auto_wrap_policy makes {names[group]!r} a group, but {a_type_of(group)} cannot be called, and only a "
+                "call gathers a group. Name the classes of the modules in it."
+            )
+        inner = (each for each in group.modules() if each is not group and each in chosen)
+        if tied := _tied(group, owners, {parameter for each in inner for parameter in each.parameters()}):
+            raise ValueError(
+                f"auto_wrap_policy makes {names[group]!r} a group, but its parameter {tied!r} is also used outside of it (tied "
+                "weights or a shared submodule), and every group gathers its parameters itself. Remove it from the policy."
+            )
+    return groups
+
+
+def recomputed(module: nn.Module, policy: WrapPolicy | bool | None, groups: list[nn.Module]) -> list[nn.Module]:
+    """Return the submodules whose activations are computed again in the backward pass: all groups for True."""
+    if isinstance(policy, bool | None):
+        return groups if policy else []
+    return choose_groups(module, policy)
+
+
+def _is_one_of(policy: object) -> Callable[[nn.Module], bool]:
+    kinds = tuple(policy) if isinstance(policy, Iterable) else (policy,)
+    if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+        raise TypeError(
+            f"auto_wrap_policy={policy!r} is not a policy. Pass Module classes such as {{Block}}, a function from a module to "
+            "a bool, or None to choose by size."
+        )
+    return lambda module: isinstance(module, kinds)
+
+
+def _by_size(
+    module: nn.Module, owners: dict[Tensor | nn.Module, set[nn.Module]], least: int, taken: set[Tensor]
+) -> Iterator[nn.Module]:
+    for child in module.children():
+        if not isinstance(child, WHOLE):
+            yield from _by_size(child, owners, least, taken)
+        rest = [parameter for parameter in child.parameters() if parameter not in taken]
+        is_block = has_forward(child) and any(True for _ in child.children())
+        if is_block and sum(map(Tensor.numel, rest)) >= least and not _tied(child, owners, taken):
+            taken.update(rest)
+            yield child
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called, unlike a ModuleList."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _tied(module: nn.Module, owners: dict[Tensor | nn.Module, set[nn.Module]], taken: set[Tensor]) -> str | None:
+    """Return the name of a parameter used outside of a module, because it is tied or its submodule is shared.
+
+    A shared submodule that is a group itself (its parameters are taken) is gathered wherever it is called.
+    """
+    inside = set(module.modules())
+    tied = (name for name, parameter in module.named_parameters() if owners[parameter] - inside)
+    shared = (
+        f"{path}.{name}"
+        for path, each in module.named_modules()
+        if each is not module and owners[each] - inside
+        for name, parameter in each.named_parameters()
+        if parameter not in taken
+    )
+    return next(tied, None) or next(shared, None)
+
+
+SMALL = 100_000
+"""Up to this many elements a layer's float32 parameters stay whole on every rank, because sharding costs more."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+FORWARDS = frozenset(kind.forward for kind in (nn.Linear, nn.MultiheadAttention, *CONVOLUTIONS))
+PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+NAMES = frozenset(["weight", "bias", "bias_k", "bias_v", *PROJECTIONS])
+"""The parameters of such layers. A layer with others computes its weights from them."""
+
+
+def is_low(module: nn.Module) -> bool:
+    """Return whether autocast uses this layer's parameters in the low dtype."""
+    return type(module).forward in FORWARDS and module._parameters.keys() <= NAMES and not is_parametrized(module)
+
+
+@dataclass
+class Float32:
+    whole: set[tuple[nn.Module, str]] = field(default_factory=set)
+    """Parameters that stay whole on every rank, by their module and name."""
+    groups: set[nn.Module] = field(default_factory=set)
+    """Modules that are sharded as a separate group."""
+
+    def parameters(self, module: nn.Module) -> Iterator[Any]:
+        """Yield the parameters within a module that stay whole on every rank."""
+        for each in module.modules():
+            for name, parameter in each.named_parameters(recurse=False):
+                if (each, name) in self.whole:
+                    yield parameter
+
+
+def find_float32(module: nn.Module) -> Float32:
+    """Return the parts of a module that stay float32.
+
+    A parameter of more than SMALL elements may be tied to a low-precision layer, or be bare in a module with children. It can
+    neither stay whole nor be a separate group, so it stays in its group.
+    """
+    owners: dict[Tensor, list[nn.Module]] = {}
+    for each in module.modules():
+        for parameter in each.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(each)
+    found, done = Float32(), set[nn.Module]()
+    for each in module.modules():
+        if each in done or is_low(each):
+            continue
+        members = list(each.modules()) if is_parametrized(each) else [each]
+        done.update(members)
+        inside = set(members)
+        own = [
+            (member, name, parameter)
+            for member in members
+            for name, parameter in member._parameters.items()
+            if parameter is not None and parameter.is_floating_point() and not any(map(is_low, owners[parameter]))
+        ]
+        is_unit = all(inside.issuperset(owners[parameter]) for *_, parameter in own) and not any(
+            True for child in each.modules() if child not in inside for _ in child.parameters(recurse=False)
+        )
+        if sum(parameter.numel() for *_, parameter in own) > SMALL and is_unit and has_forward(each):
+            found.groups.add(each)
+        else:
+            found.whole.update((member, name) for member, name, parameter in own if parameter.numel() <= SMALL)
+    return found
+
+
+def allow_float32(module: nn.Module) -> None:
+    """Let low-precision layers run in float32 inside a user's context that turns autocast off."""
+    for each in module.modules():
+        if is_low(each) and _as_float32 not in each._forward_pre_hooks.values():
+            each.register_forward_pre_hook(_as_float32)
+            each.register_forward_hook(_as_it_was, always_call=True)
+
+
+def _as_float32(module: nn.Module, args: Any) -> Any:
+    gathered = module._parameters
+    if torch.compiler.is_compiling() or not any(_is_half(each) for each in gathered.values()):
+        return None
+    device = next(each.device.type for each in gathered.values() if each is not None)
+    if not torch.is_autocast_enabled(device):
+        module.__dict__["_gathered"] = dict(gathered)
+        gathered.update({name: each.float() for name, each in gathered.items() if _is_half(each)})  # type: ignore[union-attr, misc]
+        # Inputs created in the dtype of `layer.weight` would be float32 on one process.
+        return tuple(each.float() if isinstance(each, Tensor) and _is_half(each) else each for each in args)
+    return None
+
+
+def _as_it_was(module: nn.Module, args: Any, output: Any) -> None:
+    gathered = module.__dict__.pop("_gathered", None)
+    if gathered is not None:
+        module._parameters.update(gathered)
+
+
+def _is_half(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,1 @@
+"""deepspeed: a share of the optimizer state, gradients or parameters on every rank, by DeepSpeed's ZeRO."""

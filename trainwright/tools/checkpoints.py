@@ -1,0 +1,235 @@
+"""`trainwright checkpoint show|verify|export|import`: inspects and converts checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainwright import CheckpointError
+from trainwright.checkpoint.codec import encode
+from trainwright.checkpoint.conversion import EXPORT_DTYPES, export_safetensors, import_checkpoint
+from trainwright.checkpoint.filesystem import resolve
+from trainwright.checkpoint.manifest import FORMAT_VERSION
+from trainwright.checkpoint.reader import StoredCheckpoint, Verdict, candidates, examine, open_checkpoint
+from trainwright.checkpoint.tensors import DTYPE_NAMES, TensorEntry
+from trainwright.distributed.masking import shown
+from trainwright.launch.cli import Parser
+from trainwright.launch.config import printable
+
+FAILED, BAD_USAGE, INVALID, INTERRUPTED = 1, 2, 77, 130
+"""Exit codes. 77 means that a checkpoint is damaged or is not a checkpoint."""
+PROGRAM = "trainwright checkpoint"
+
+
+def checkpoint_command(arguments: Sequence[str], _: Any = None) -> int:
+    """Run a subcommand and return its exit code."""
+    options = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    if "out" in options and os.path.lexists(options.out):
+        _complain(options.name, f"{options.out} exists already and is not overwritten. Choose another name.")
+        return BAD_USAGE
+    try:
+        code = run(options)
+        # Flushed here, where an error from a closed pipe is caught.
+        sys.stdout.flush()
+        return code
+    except (CheckpointError, OSError, ValueError, ImportError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader of the pipe has ended, for example `head`
+            # Otherwise the interpreter flushes into the closed pipe at its end, and prints that this failed.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        _complain(options.name, f"{kind}{error}")
+        return INVALID if isinstance(error, CheckpointError) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> Parser:
+    parser = Parser(prog=PROGRAM, description="Inspects and verifies checkpoints, and exports or imports weights.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, about: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        subparser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        subparser.set_defaults(run=run, name=name)
+        return subparser
+
+    show = command("show", "Shows the contents of a checkpoint.", _show)
+    show.add_argument("path", metavar="PATH")
+    show.add_argument("--tensors", action="store_true", help="list every tensor with its shape and dtype")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    about = "Reads every byte of a checkpoint, or of all checkpoints in a directory, and reports damage."
+    verify = command("verify", about, _verify)
+    verify.add_argument("path", metavar="PATH")
+    about = "Writes the weights as one safetensors file, for safetensors, transformers and others."
+    export = command("export", about, _export)
+    export.add_argument("path", metavar="PATH")
+    export.add_argument("out", metavar="OUT.safetensors", type=_export_name)
+    sections = "model (the default), optimizer, or training and average of averaged weights"
+    export.add_argument("--section", default="model", help=f"the section to export: {sections}")
+    shortens = "export only names that begin with this, without it"
+    export.add_argument("--strip-prefix", default="", metavar="TEXT", help=shortens)
+    export.add_argument("--prefix", default="", metavar="TEXT", help="add this before every name")
+    export.add_argument("--dtype", choices=EXPORT_DTYPES, help="convert floating-point tensors")
+    accepted = "a Lightning .ckpt, a torch.save file of a state_dict, a .safetensors file, or an .index.json of several"
+    importing = command("import", f"Writes a checkpoint of the weights in {accepted}.", _import)
+    importing.add_argument("file", metavar="FILE")
+    importing.add_argument("out", metavar="OUT.ckpt")
+    return parser
+
+
+def _show(options: argparse.Namespace) -> int:
+    checkpoint = open_checkpoint(options.path, "size")
+    about = summary(checkpoint)
+    tensors = _tensors_of(checkpoint) if options.tensors else None
+    if options.json:
+        print(json.dumps(about if tensors is None else {**about, "tensors": tensors}, indent=2))
+        return 0
+    lines = [
+        printable(options.path),
+        f"  step {about['step']}, epoch {about['epoch']}",
+        f"  {_origin(about)}; format {about['format_version']}",
+    ]
+    for name, size in about["sections"].items():
+        shared = f" ({size['shared']} of them another's second name)" if size["shared"] else ""
+        kind = "parameters and buffers" if name == "model" else "elements"
+        lines.append(
+            f"  {name}: {size['tensors']} tensors{shared}, {size['elements']:,} {kind}, {_bytes(size['bytes'])}"
+        )
+        for tensor, entry in (tensors or {}).get(name, {}).items():
+            lines.append(f"    {printable(tensor)}  {tuple(entry['shape'])}  {entry['dtype']}")
+    total = _bytes(sum(about["files"].values()))
+    lines.append(f"  files: {len(about['files'])} and manifest.json, {total} (sizes match; verify checks every byte)")
+    lines += [f"    {name}  {_bytes(size)}" for name, size in about["files"].items()]
+    lines += [f"    {printable(name)}  not of the checkpoint" for name in about["extra_files"]]
+    for key, title in (
+        ("hyper_parameters", "hyper-parameters"),
+        ("datamodule_hyper_parameters", "datamodule hyper-parameters"),
+    ):
+        if about[key]:
+            lines.append(f"  {title}:")
+            lines += [f"    {printable(name)}: {printable(json.dumps(value))}" for name, value in about[key].items()]
+    print("\n".join(lines))
+    return 0
+
+
+def _origin(about: Mapping[str, Any]) -> str:
+    version = about["trainwright_version"]
+    by = f", trainwright {printable(str(version))}" if version else ""
+    if "imported_from" in about:
+        return f"imported from a file of kind {printable(str(about['imported_from']))}{by}"
+    processes = "1 process" if about["world_size"] == 1 else f"{about['world_size']} processes"
+    return f"written by {processes}, strategy {printable(str(about.get('strategy')))}{by}"
+
+
+def _verify(options: argparse.Namespace) -> int:
+    verdicts = []
+    files, inside = resolve(options.path)
+    if not files.exists(inside):
+        open_checkpoint(options.path, "size")  # raises an error with the reason
+    for path in candidates(options.path):
+        verdicts.append(examine(path))
+        print(_verdict_text(verdicts[-1]), flush=True)
+    bad = [verdict.path for verdict in verdicts if verdict.problems]
+    if not bad:
+        return 0
+    of = f"{len(bad)} of {len(verdicts)} checkpoints are damaged" if len(verdicts) > 1 else f"{bad[0]} is damaged"
+    _complain("verify", f"{of}: a file differs from what was written. Use another checkpoint, or a good copy.")
+    return INVALID
+
+
+def _verdict_text(verdict: Verdict) -> str:
+    head = f"{printable(verdict.path)}: "
+    extra = [f"  {printable(name)} is not of the checkpoint (ignored)" for name in verdict.extra_files]
+    if verdict.problems:
+        return "\n".join([f"{head}BAD", *(f"  {printable(problem)}" for problem in verdict.problems), *extra])
+    return "\n".join([f"{head}ok, step {verdict.step}, {verdict.num_files} files, {_bytes(verdict.num_bytes)}", *extra])
+
+
+def _export_name(text: str) -> str:
+    if not text.endswith(".safetensors"):
+        raise argparse.ArgumentTypeError(f"{text} does not end in .safetensors, the format of an export")
+    return text
+
+
+def _export(options: argparse.Namespace) -> int:
+    done = export_safetensors(
+        options.path,
+        options.out,
+        section=options.section,
+        strip_prefix=options.strip_prefix,
+        prefix=options.prefix,
+        dtype=EXPORT_DTYPES[options.dtype] if options.dtype else None,
+    )
+    print(f"{printable(options.out)}: {len(done.names)} tensors, {_bytes(os.path.getsize(options.out))}")
+    for name, other in done.shared.items():
+        print(f"  {printable(name)} is the same tensor as {printable(other)}, and stored under that name")
+    if done.skipped:
+        print(f"  without {options.strip_prefix!r}, skipped: {', '.join(map(printable, done.skipped))}")
+    if done.extra_states:
+        print(f"  no tensors, skipped: {', '.join(map(printable, done.extra_states))}")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    weights = import_checkpoint(options.file, options.out)
+    print(
+        f"{printable(options.out)}: {len(weights.state_dict)} tensors of a {weights.kind} file, "
+        f"{len(weights.hyper_parameters)} hyper-parameters; weights only, so fit cannot resume from it"
+    )
+    return 0
+
+
+def _complain(name: str, text: str) -> None:
+    print(f"{PROGRAM} {name}: {' '.join(printable(line.strip()) for line in text.splitlines())}", file=sys.stderr)
+
+
+def _bytes(count: int) -> str:
+    power = min(int(math.log(count, 1024)), 4) if count else 0
+    return f"{count / 1024**power:.1f} {['bytes', 'KiB', 'MiB', 'GiB', 'TiB'][power]}" if power else f"{count} bytes"
+
+
+def summary(checkpoint: StoredCheckpoint) -> dict[str, Any]:
+    """Return the contents of a checkpoint as JSON-able data, without secret hyper-parameters."""
+    state = checkpoint.run_state()
+    about = {key: value for key, value in checkpoint.header.items() if key not in ("step", "epoch", "world_size")}
+    return {
+        "path": checkpoint.path,
+        "step": checkpoint.step,
+        "epoch": checkpoint.epoch,
+        "world_size": checkpoint.world_size,
+        **about,
+        "trainwright_version": state.get("trainwright_version"),
+        "format_version": FORMAT_VERSION,
+        "sections": {name: _size_of(checkpoint.tensors(name)) for name in checkpoint.sections},
+        "files": checkpoint.file_sizes,
+        "extra_files": checkpoint.extra_files,
+        "hyper_parameters": shown("", encode(state.get("hyper_parameters") or {})[0]),
+        "datamodule_hyper_parameters": shown("", encode(state.get("datamodule_hyper_parameters") or {})[0]),
+    }
+
+
+def _size_of(table: Mapping[str, TensorEntry]) -> dict[str, int]:
+    """Return the size of a section. Tied tensors count once."""
+    distinct = {(entry.pieces or name): entry for name, entry in table.items()}
+    return {
+        "tensors": len(table),
+        "shared": len(table) - len(distinct),
+        "elements": sum(entry.numel for entry in distinct.values()),
+        "bytes": sum(entry.numel * entry.dtype.itemsize for entry in distinct.values()),
+    }
+
+
+def _tensors_of(checkpoint: StoredCheckpoint) -> dict[str, dict[str, Any]]:
+    """Return the shape and dtype of every tensor by section and name."""
+
+    def described(section: str) -> dict[str, Any]:
+        entries = checkpoint.tensors(section).items()
+        return {name: {"shape": list(entry.shape), "dtype": DTYPE_NAMES[entry.dtype]} for name, entry in entries}
+
+    return {section: described(section) for section in checkpoint.sections}

@@ -1,0 +1,83 @@
+"""`trainwright env`: versions, devices, strategies, variables and the config, as a bug report needs them."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import trainwright as tw
+from trainwright.devices import abilities, hardware
+from trainwright.devices.hardware import describe_devices, package_versions
+from trainwright.distributed.masking import HIDDEN
+from trainwright.engine.memory_estimate import available_memory, size_text
+from trainwright.launch.cli import Parser, check_config
+from trainwright.launch.config import Config, config_path, find_config, of_jobs
+from trainwright.launch.setting_sources import NameCheck
+from trainwright.tools.choices import LISTED_STRATEGIES, why_missing
+
+
+def env_command(arguments: Sequence[str], check_names: NameCheck) -> int:
+    """Run `trainwright env` and return its exit code."""
+    parser = Parser(
+        prog="trainwright env",
+        description="Prints the facts that a bug report needs. Values that may be secret are hidden.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    facts = report(check_names)
+    print(json.dumps(facts, indent=2) if options.json else "\n".join(_lines(facts)))
+    return 0
+
+
+def report(check_names: NameCheck) -> dict[str, Any]:
+    """Return the versions, devices, strategies, variables and the config as plain data."""
+    kind = hardware.accelerator_type() or "cpu"
+    return {
+        "trainwright": tw.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": package_versions(),
+        "devices": {
+            "found": describe_devices(),
+            "type": kind,
+            "memory": size_text(available_memory()),
+            "collectives": abilities.collective_backend(kind) or "none",
+            "threads of torch": torch.get_num_threads(),
+        },
+        "strategies": {name: why_missing(name) or "installed" for name in LISTED_STRATEGIES},
+        "variables": of_jobs(),
+        "config": _config(check_names),
+    }
+
+
+def _config(check_names: NameCheck) -> dict[str, Any]:
+    """Return the config's file and values. Variables are hidden unless they concern jobs."""
+    path, source = config_path(None)
+    try:
+        config = find_config(None)
+        check_config(config, check_names, with_environment=True)
+    except ValueError as error:
+        return {"file": path, "named by": source, "error": str(error)}
+    if config.path is None:
+        return {"file": f"none ({path} does not exist)"}
+    return {"file": path, "named by": source, "values": _values(config)}
+
+
+def _values(config: Config) -> dict[str, str]:
+    shown = of_jobs({name: entry.text for name, entry in config.variables.items()})
+    variables = {f"env {name}": shown.get(name, HIDDEN) for name in config.variables}
+    return {name: entry.text for name, entry in config.values.items()} | variables
+
+
+def _lines(facts: Mapping[str, Any], indent: str = "") -> list[str]:
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}:", *(_lines(value, f"{indent}  ") or [f"{indent}  none"])]
+        else:
+            lines.append(f"{indent}{name}: {value}")
+    return lines

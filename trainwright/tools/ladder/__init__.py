@@ -1,0 +1,1 @@
+"""The ladder: runs a script under several rungs, and records and compares the runs."""

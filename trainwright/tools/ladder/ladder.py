@@ -1,0 +1,308 @@
+"""`trainwright ladder`: runs a script unchanged, in a mixed precision, compiled and under strategies, and compares."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from trainwright.devices.hardware import describe_devices, resolve_device_type
+from trainwright.distributed.environment import Environment, rung_file
+from trainwright.launch.cli import Parser, check_script, split_command
+from trainwright.launch.columns import fill, terminal_width
+from trainwright.launch.config import find_config, set_variables_of
+from trainwright.launch.setting_sources import Sources
+from trainwright.metric_direction import Direction
+from trainwright.strategies import STRATEGIES, VARIANTS
+from trainwright.tools.choices import choose, why_missing
+from trainwright.tools.ladder.advice import choice_lines, notes, sentence
+from trainwright.tools.ladder.attempt import Attempt, Result
+from trainwright.tools.ladder.climb import LOG_NAME, SEED, Climb
+from trainwright.tools.ladder.comparison import ComparedMetric, Comparison, choose_metric
+from trainwright.tools.ladder.ladder_table import terminal_table, write_files
+from trainwright.tools.ladder.rung import Rung
+from trainwright.tools.ladder.rungs import UNCHANGED, choose_devices, known_rungs, settings_of, usual_rungs
+
+INTERRUPTED = 130
+
+
+def ladder_command(arguments: Sequence[str], _: Any) -> int:
+    """Run `trainwright ladder`, and return 0, or 1 if the unchanged script fails."""
+    parser, actions = _parser()
+    flags, command = split_command(parser, actions, arguments)
+    options = parser.parse_args(flags)
+    script_end = 2 if command[:1] == ["-m"] else 1
+    misplaced: list[str] = []
+    if command[script_end : script_end + 1] == ["--"]:
+        del command[script_end]
+    else:
+        misplaced = _misplaced(actions, command[script_end:])
+    try:
+        ladder = _ladder(options, command)
+    except (ValueError, RuntimeError, OSError) as error:
+        parser.error(str(error))
+    if misplaced:
+        verb = "goes" if len(misplaced) == 1 else "go"
+        _say(
+            f"{', '.join(misplaced)} after the script's name {verb} to the script. The ladder's options come before it."
+        )
+    with _interruptible():
+        return ladder.run()
+
+
+def _misplaced(actions: Sequence[argparse.Action], arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of the script that are options of the ladder."""
+    ours = {flag for action in actions for flag in action.option_strings if flag.startswith("--")} - {"--help"}
+    return [flag for word in arguments if (flag := word.partition("=")[0]) in ours]
+
+
+def _parser() -> tuple[Parser, list[argparse.Action]]:
+    parser = Parser(
+        prog="trainwright ladder",
+        usage="trainwright ladder [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS OF THE SCRIPT]",
+        description="Runs a script that makes a Trainer or an Accelerator several times: unchanged, in a mixed precision, "
+        "compiled, and under every strategy. The script itself does not change: a rung's settings replace its arguments. "
+        "At the end a table compares speed, memory and the test metric, and names the rung to choose.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    actions = [
+        add("--rungs", metavar="NAME,NAME", help="of unchanged (always the first), precisions, compile and strategies "
+            "(default: all that suit this machine)"),
+        add("--devices", metavar="N", default="auto", help="devices of the strategies: a number, -1 for all, or auto (the "
+            "default): all of the accelerator, or two processes on the CPU"),
+        add("--cpu", action=argparse.BooleanOptionalAction, help="compute on the CPU even if there is a GPU"),
+        add("--steps", metavar="N", help="end every training after N optimizer steps"),
+        add("--seeds", metavar="K", help=f"run every rung with the seeds 1 to K, which also replace {SEED} in the arguments"),
+        add("--timeout", metavar="SECONDS", help="end a run after that time, and go to the next rung"),
+        add("--out", metavar="DIR", help="a new folder for logs and results (default: ladder/NAME-1 and so on)"),
+        add("--metric", metavar="NAME", help="the metric to compare (default: one of the test, or of the validation)"),
+        add("--higher", action="store_true", help="a higher metric is better, if its name does not show it"),
+        add("--lower", action="store_true", help="a lower metric is better"),
+        add("--config-file", metavar="PATH", help="use the variables and cpu of this config, as launch does"),
+        add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, instead of a script"),
+    ]  # fmt: skip
+    return parser, [*actions, *(action for action in parser._actions if action.dest == "help")]
+
+
+def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
+    """Return the ladder of the options, or raise ValueError."""
+    check_script(command)
+    if options.higher and options.lower:
+        raise ValueError("--higher and --lower exclude each other. Pass one.")
+    steps, seeds = _whole(options.steps, "--steps"), _whole(options.seeds, "--seeds")
+    timeout = _whole(options.timeout, "--timeout")
+    config = find_config(options.config_file)
+    variables = set_variables_of(config)
+    if (job := Environment.detect(variables)).launched_by != "single" or rung_file() is not None:
+        raise ValueError(
+            f"this process is rank {job.rank} of a job of {job.world_size} process(es), or runs under a ladder itself. A "
+            "ladder starts other jobs, so run it in a shell outside of that job."
+        )
+    on_cpu = Sources(options, variables, config).on_cpu()
+    kind = resolve_device_type("cpu" if on_cpu else "auto")
+    num_devices = choose_devices(options.devices, kind)
+    names = choose(options.rungs, known_rungs(), usual_rungs(kind, num_devices), "--rungs")
+    if seeds is None and any(SEED in word for word in command):
+        seeds = 1
+    climb = Climb(
+        command=command,
+        folder=_new_folder(options.out, command),
+        variables=variables,
+        steps=steps,
+        accelerator="cpu" if on_cpu else None,
+        timeout_seconds=timeout,
+    )
+    direction: Direction | None = "max" if options.higher else "min" if options.lower else None
+    wanted = [name for name in names if name != UNCHANGED]
+    return Ladder(climb, [UNCHANGED, *wanted], kind, num_devices, seeds, options.metric, direction)
+
+
+class Ladder:
+    """Runs the rungs one after another, and compares them."""
+
+    def __init__(
+        self,
+        climb: Climb,
+        names: Sequence[str],
+        device_type: str,
+        num_devices: int,
+        seeds: int | None,
+        wanted: str | None,
+        direction: Direction | None,
+    ) -> None:
+        self.climb, self.names = climb, names
+        self.device_type, self.num_devices = device_type, num_devices
+        self.seeds: Sequence[int | None] = [None] if seeds is None else range(1, seeds + 1)
+        self.wanted, self.direction = wanted, direction
+        self.results: dict[str, Result] = {}
+        self.metric: ComparedMetric | None = None
+
+    def run(self) -> int:
+        """Run the rungs, print and write the comparison, and return the exit code."""
+        script = self.climb.command[1] if self.climb.command[0] == "-m" else self.climb.command[0]
+        _say(f"The ladder of {script}: {', '.join(self.names)}. This machine has {describe_devices()}.")
+        if self.device_type == "cpu" and self.num_devices > 1 and _strategies(self.names):
+            _say(f"The strategies run in {self.num_devices} processes on the CPU.")
+        _say(f"Logs and results are in {os.path.relpath(self.climb.folder)}.")
+        print(flush=True)
+        code = 0
+        try:
+            for name in self.names:
+                self._climb(name)
+                first = self.results[UNCHANGED]
+                if name == UNCHANGED and first.state != "finished":
+                    return self._give_up(first)
+                if name == UNCHANGED:
+                    try:
+                        self.metric = choose_metric(first.attempts[0], self.wanted, self.direction)
+                    except ValueError as error:
+                        _say(f"trainwright ladder: {error}")
+                        return 2
+                    if short := Comparison([first], None).too_short:
+                        _say(f"No rung will be chosen: {short}.")
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        if (started := self.results.get(UNCHANGED)) is not None and started.state == "finished":
+            self._report(f"The ladder of {script}")
+        elif started is not None:
+            _say(
+                "\nThe ladder was interrupted in its first rung, the unchanged script, so there is nothing to compare."
+            )
+            _say(f"Its output is in {os.path.relpath(started.attempts[-1].log)}.")
+        return code
+
+    def _climb(self, name: str) -> None:
+        """Run the script under a rung with every seed."""
+        settings: dict[str, Any] = {}
+        reason = why_missing(name) if name in _strategies(known_rungs()) else ""
+        if not reason:
+            settings = settings_of(name, self.results, self.num_devices)
+        attempts: list[Attempt] = []
+        for seed in self.seeds:
+            shown = name if seed is None else f"{name}, seed {seed}"
+            width = max(map(len, self.names)) + len(shown) - len(name)
+            print(f"{shown:<{width}}  ", end="", flush=True)
+            if reason:
+                attempts.append(Attempt(Rung(name, str(self.climb.folder)), "skipped", reason))
+            else:
+                rung = Rung(name, str(self.climb.folder), **settings, seed=seed)
+                log = str(self.climb.folder_of(name, seed) / LOG_NAME)
+                try:
+                    attempts.append(self.climb.run(name, settings, seed))
+                except OSError as error:  # of a full disk, for example: the ladder still reports its results
+                    attempts.append(Attempt(rung, "failed", str(error), log=log))
+                except KeyboardInterrupt:
+                    attempts.append(Attempt(rung, "interrupted", "the ladder was interrupted", log=log))
+                    self.results[name] = Result(tuple(attempts))
+                    raise
+            self.results[name] = Result(tuple(attempts))
+            print(_outcome(attempts[-1]), flush=True)
+            if attempts[-1].state != "finished":
+                break  # another seed would probably end in the same way
+
+    def _give_up(self, first: Result) -> int:
+        failed = first.attempts[-1]
+        _say(f"\nThe ladder ends at its first rung, the unchanged script: {sentence(failed.reason)}")
+        _say(f"Its output is in {os.path.relpath(failed.log)}.")
+        return 1
+
+    def _report(self, title: str) -> None:
+        comparison = Comparison(list(self.results.values()), self.metric)
+        choice = list(choice_lines(comparison, self.climb.command))
+        sentences = list(notes(comparison, self.climb.command, self.device_type))
+        # Files first, since a closed terminal may have interrupted the ladder.
+        try:
+            paths = write_files(self.climb.folder, title, comparison, [*choice, *sentences])
+            written = f"Written: {', '.join(os.path.relpath(path) for path in paths)}"
+        except OSError as error:
+            written = f"The files could not be written: {error}."
+        if any(result.state == "interrupted" for result in comparison.results):
+            _say("\nThe ladder was interrupted. Its results so far:")
+        print("\n".join(["", *terminal_table(comparison, terminal_width(sys.stdout)), ""]))
+        for line in [*sentences, "", *choice]:
+            print(line) if line.startswith("    ") else _say(line)
+        _say(f"\n{written}")
+
+
+def _say(text: str) -> None:
+    head = "\n" if text.startswith("\n") else ""
+    print(head + fill(text.lstrip("\n"), terminal_width(sys.stdout)), flush=True)
+
+
+def _strategies(names: Sequence[str]) -> list[str]:
+    """Return the rungs that are strategies."""
+    return [name for name in names if name in STRATEGIES or name in VARIANTS]
+
+
+def _outcome(attempt: Attempt) -> str:
+    if attempt.state != "finished" or attempt.record is None:
+        return f"{attempt.state}: {attempt.reason}" if attempt.state == "skipped" else attempt.state
+    record = attempt.record
+    rate = record.samples_per_second
+    fast = "" if rate is None else f", {rate:{',.0f' if rate >= 100 else '.3g'}} samples/s"
+    return f"{record.steps:,} steps in {record.seconds:.3g} s{fast}"
+
+
+def _new_folder(out: str | None, command: Sequence[str]) -> Path:
+    """Make and return the folder of this ladder.
+
+    Raises:
+        ValueError: it exists and is not empty, or cannot be made.
+    """
+    if out is not None:
+        folder = Path(out).absolute()
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise ValueError(f"--out {out} exists already; pass a new folder, so that no earlier result is replaced.")
+        _make_folder(folder, f"--out {out}")
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"--out {out} cannot be written; pass another folder.")
+        return folder
+    stem = command[1].replace(".", "_") if command[0] == "-m" else Path(command[0]).resolve().stem
+    parent = Path("ladder").absolute()
+    _make_folder(parent, "the folder ladder")
+    number = 1
+    while True:
+        folder = parent / f"{stem}-{number}"
+        with suppress(FileExistsError):  # another ladder may have just made it
+            _make_folder(folder, f"the folder {os.path.relpath(folder)}", exist_ok=False)
+            return folder
+        number += 1
+
+
+def _make_folder(folder: Path, name: str, exist_ok: bool = True) -> None:
+    """Make a folder, or raise ValueError, or FileExistsError if it may not exist."""
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
+        why = "a file has this name" if isinstance(error, FileExistsError) else error.strerror
+        raise ValueError(f"{name} cannot be made: {why}; pass another folder with --out.") from error
+
+
+def _whole(text: str | None, flag: str) -> int | None:
+    if text is not None and not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError(f"{flag} {text}: expected an integer of at least 1.")
+    return None if text is None else int(text)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end a ladder as Ctrl-C does, so that no run outlives it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,161 @@
+"""The table of a ladder: for a terminal, and as files in CSV, Markdown, HTML and PNG. advice.py has the sentences below it."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainwright.engine.memory_estimate import size_text
+from trainwright.launch.columns import lay_out
+from trainwright.loggers.files import write_file
+from trainwright.plots import Bar, Section, bars_image, bars_of, document, sections_of
+from trainwright.tools.ladder.attempt import Attempt, Figure, Result
+from trainwright.tools.ladder.comparison import Comparison
+
+NAME = "ladder"
+NO_VALUE = "-"
+CSV_HEADS = (
+    *("rung", "seed", "state", "reason", "made", "strategy", "precision", "compile", "processes", "steps"),
+    *("common_steps", "seconds_to_common_steps", "seconds", "samples_per_second", "batches_per_second", "peak_bytes"),
+    *("metric", "value", "process_seconds", "log"),
+)
+
+
+def terminal_table(comparison: Comparison, width: int | None) -> list[str]:
+    """Return the lines of the table, without the columns that do not fit."""
+    rows = [heads(comparison), *(cells(comparison, result) for result in comparison.results)]
+    return lay_out(rows, width, indent=2, right=range(2, len(rows[0])), dropped=(2, 1, 7, 3))
+
+
+def heads(comparison: Comparison) -> list[str]:
+    steps, metric = comparison.common_steps, comparison.metric
+    times = [f"to step {steps}" if steps else "to a step", "to the end"]
+    names = ["rung", "with", "steps", *times, rate_unit(comparison), "speed-up", "memory"]
+    return names if metric is None else [*names, metric.name]
+
+
+def cells(comparison: Comparison, result: Result) -> list[str]:
+    """Return the row of a rung: the means of its seeds, with their standard deviations."""
+    end = [NO_VALUE] if comparison.metric is not None else []
+    if result.state != "finished":
+        return [result.rung.name, _with(result), NO_VALUE, NO_VALUE, NO_VALUE, result.state, NO_VALUE, NO_VALUE, *end]
+    speed_up, peak = comparison.speed_up(result), result.figure(lambda record: record.peak_bytes)
+    steps = result.figure(lambda record: record.steps)
+    return [
+        result.rung.name,
+        _with(result),
+        NO_VALUE if steps is None else f"{steps.mean:,.0f}",
+        seconds_text(comparison.seconds_to_common(result)),
+        seconds_text(result.figure(lambda record: record.seconds)),
+        _number(comparison.rate(result)),
+        NO_VALUE if speed_up is None else f"{speed_up:.2f}x",
+        NO_VALUE if peak is None else size_text(int(peak.mean)),
+        *([score_text(comparison.score(result))] if end else []),
+    ]
+
+
+def rate_unit(comparison: Comparison) -> str:
+    return "samples/s" if comparison.counts_samples else "batches/s"
+
+
+def markdown_table(comparison: Comparison) -> list[str]:
+    """Return the whole table as Markdown."""
+    first = heads(comparison)
+    rows = [first, ["---", "---", *["---:"] * (len(first) - 2)]]
+    rows += [cells(comparison, result) for result in comparison.results]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+
+
+def csv_text(comparison: Comparison) -> str:
+    """Return a row of numbers for every run."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_HEADS)
+    for result in comparison.results:
+        for attempt in result.attempts:
+            writer.writerow([_plain(value) for value in _csv_row(comparison, attempt)])
+    return text.getvalue()
+
+
+def _csv_row(comparison: Comparison, attempt: Attempt) -> Iterator[Any]:
+    rung, record, metric = attempt.rung, attempt.record, comparison.metric
+    facts = {} if record is None else record.facts
+    yield from (rung.name, rung.seed, attempt.state, attempt.reason, None if record is None else record.owner)
+    yield from (facts.get("strategy", rung.strategy), facts.get("precision", rung.precision), rung.compile)
+    yield facts.get("processes", rung.devices)
+    steps = comparison.common_steps
+    yield from (None if record is None else record.steps, steps)
+    if record is None:
+        yield from [None] * 5
+    else:
+        yield from (None if steps is None else record.seconds_to(steps), record.seconds)
+        yield from (record.samples_per_second, record.batches_per_second, record.peak_bytes)
+    yield from (None, None) if metric is None else (metric.name, metric.of(attempt))
+    yield from (attempt.seconds, attempt.log)
+
+
+def write_files(folder: Path, title: str, comparison: Comparison, sentences: Sequence[str]) -> list[Path]:
+    """Write the files and return their paths. The picture needs matplotlib."""
+    bars, axis = list(_bars(comparison)), heads(comparison)[5]
+    table = Section("Rungs", [cells(comparison, result) for result in comparison.results], heads(comparison))
+    page = [*bars_of(bars, axis), *sections_of([table, Section("Notes", notes=sentences)])]
+    markdown = [f"# {title}", "", *markdown_table(comparison), "", *_paragraphs(sentences)]
+    contents = {
+        ".csv": csv_text(comparison).encode(),
+        ".md": "\n".join(markdown).encode(),
+        ".html": document(title, page).encode(),
+    }
+    with contextlib.suppress(ImportError):  # the page has the same chart
+        contents[".png"] = bars_image(bars, axis)
+    paths = [folder / f"{NAME}{end}" for end in contents]
+    for path, data in zip(paths, contents.values(), strict=True):
+        write_file(str(path), data)
+    return paths
+
+
+def _bars(comparison: Comparison) -> Iterator[Bar]:
+    chosen = comparison.choice()
+    for result in comparison.results:
+        rate, row = comparison.rate(result), cells(comparison, result)
+        if result.state != "finished" or rate is None:
+            yield Bar(result.rung.name, None, result.state if result.state != "finished" else "no rate")
+        else:
+            yield Bar(result.rung.name, rate.mean, f"{row[5]} ({row[6]})", rate.spread, result is chosen)
+
+
+def _paragraphs(sentences: Sequence[str]) -> Iterator[str]:
+    for sentence in sentences:
+        yield f"```python\n{sentence.strip()}\n```" if sentence.startswith("    tw.") else sentence
+        yield ""
+
+
+def _with(result: Result) -> str:
+    rung = result.rung
+    devices = f"{rung.devices} device{'s' * (rung.devices > 1)}" if rung.devices else ""
+    parts = [rung.precision or "", "compile" if rung.compile else "", devices]
+    return ", ".join(part for part in parts if part and part != rung.name)
+
+
+def _plain(value: Any) -> Any:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+
+
+def seconds_text(figure: Figure | None) -> str:
+    return NO_VALUE if figure is None else f"{_shown(figure, '.3g' if figure.mean < 100 else ',.0f')} s"
+
+
+def _number(figure: Figure | None) -> str:
+    return NO_VALUE if figure is None else _shown(figure, ".3g" if figure.mean < 100 else ",.0f")
+
+
+def score_text(figure: Figure | None) -> str:
+    return NO_VALUE if figure is None else _shown(figure, ".4g")
+
+
+def _shown(figure: Figure, form: str) -> str:
+    spread = "" if figure.spread is None else f" ±{figure.spread:{form if figure.mean >= 100 else '.2g'}}"
+    return f"{figure.mean:{form}}{spread}"

@@ -1,0 +1,175 @@
+"""Module source: makes the module of a script or a Python module on the meta device, which allocates nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainwright.errors import a_type_of
+from trainwright.launch.config import nearest
+
+
+def make_module(target: str, arguments: str | None) -> tuple[nn.Module, str]:
+    """Return the module of SCRIPT_OR_MODULE[:CLASS] on the meta device, and its name.
+
+    Args:
+        target: a script or a module, and the class, the function without arguments or the instance in it. The name may be
+            omitted if only one class of a torch module is defined.
+        arguments: the constructor's arguments, an object in JSON.
+
+    Raises:
+        ValueError: it does not exist or cannot be made. The message says what to pass.
+    """
+    origin, _, name = target.rpartition(":") if ":" in target else (target, "", "")
+    with _arguments_of(origin):
+        return _made(origin, name, arguments)
+
+
+@contextlib.contextmanager
+def _arguments_of(origin: str) -> Iterator[None]:
+    """Set `sys.argv` as if the script ran without arguments, since it may parse them at import."""
+    before = list(sys.argv)
+    sys.argv[:] = [origin]
+    try:
+        yield
+    finally:
+        sys.argv[:] = before
+
+
+def _made(origin: str, name: str, arguments: str | None) -> tuple[nn.Module, str]:
+    source = _imported(origin)
+    target, name = _find(source, origin, name)
+    if isinstance(target, nn.Module):
+        if arguments is not None:
+            raise ValueError(f"--args {arguments} was passed, but {name} is a module already. Omit --args.")
+        return _on_meta(target), name
+    options = _options(arguments)
+    _check_call(target, name, options)
+    try:
+        with torch.device("meta"):
+            module = target(**options)
+            if callable(configure := getattr(module, "configure_model", None)):
+                configure()
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be made on the meta device, whose tensors have no values ({type(error).__name__}: {error}). Its "
+            "constructor must not read values. Or use --params."
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{name} returned {a_type_of(module)}; name a torch module, or a function that returns one.")
+    return _on_meta(module), name
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy on the meta device. `to` would copy a tensor twice if two layers share it."""
+    tensors: dict[int, Any] = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in module.parameters()
+        if not is_lazy(parameter)
+    }
+    tensors |= {
+        id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers() if not is_lazy(buffer)
+    }
+    return copy.deepcopy(module, tensors)
+
+
+def _imported(origin: str) -> ModuleType:
+    is_script = origin.endswith(".py") or os.sep in origin or os.path.exists(origin)
+    if is_script and not os.path.isfile(origin):
+        raise ValueError(f"the script {origin!r} does not exist; pass the path of a .py file, or the name of a module.")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(origin)) if is_script else os.getcwd())
+    if not is_script and _spec_of(origin) is None:
+        raise ValueError(
+            f"neither a script nor a module {origin!r} was found. Pass the path of a .py file, or the name of a module. Models "
+            "of a hub are not fetched: name a function that returns one, or pass --params."
+        )
+    try:
+        if not is_script:
+            return importlib.import_module(origin)
+        # Under another name, since a module of its name may exist.
+        spec = importlib.util.spec_from_file_location(f"estimated_{os.path.basename(origin)[:-3]}", origin)
+        if spec is None or spec.loader is None:
+            raise ValueError(f"{origin!r} is not a Python script. Pass the path of a .py file.")
+        source = importlib.util.module_from_spec(spec)
+        sys.modules[source.__name__] = source
+        spec.loader.exec_module(source)
+        return source
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"the import of {origin} failed ({type(error).__name__}: {error}). Put its work under "
+            "`if __name__ == '__main__':`, or name another file."
+        ) from error
+
+
+def _spec_of(name: str) -> Any:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # the package before the last dot
+        return None
+
+
+def _find(source: ModuleType, origin: str, name: str) -> tuple[Any, str]:
+    """Return the object of a name in a module, by default the only class of a torch module."""
+    classes = {
+        key: value
+        for key, value in vars(source).items()
+        if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == source.__name__
+    }
+    listed = ", ".join(classes) or "no class of a torch module"
+    if name:
+        if name not in vars(source):
+            raise ValueError(f"{origin} has no {name!r}. It defines {listed}.{nearest(name, vars(source))}")
+        return vars(source)[name], name
+    if len(classes) != 1:
+        raise ValueError(
+            f"{origin} defines {listed}; add the class, or a function that returns the module: {origin}:NAME."
+        )
+    return next((value, key) for key, value in classes.items())
+
+
+def _options(arguments: str | None) -> dict[str, Any]:
+    try:
+        options = json.loads(arguments or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"--args {arguments} is not JSON ({error}). Pass an object such as '{{\"width\": 512}}'."
+        ) from error
+    if not isinstance(options, dict):
+        raise ValueError(f"--args {arguments} is not an object. Pass one such as '{{\"width\": 512}}'.")
+    return options
+
+
+def _check_call(target: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for unknown and missing arguments of a constructor."""
+    if not callable(target) or (isinstance(target, type) and not issubclass(target, nn.Module)):
+        kind = "a class, but not of a torch module" if isinstance(target, type) else a_type_of(target)
+        raise ValueError(f"{name} is {kind}. Name a class of a torch module, or a function that returns a module.")
+    parameters = inspect.signature(target).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    names = [key for key, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    unknown = next((option for option in options if option not in names), None)
+    if unknown is not None and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise ValueError(
+            f"{name} has no argument {unknown!r}, which is in --args {json.dumps(dict(options))}. It takes "
+            f"{', '.join(names) or 'no arguments'}.{nearest(unknown, dict.fromkeys(names))}"
+        )
+    missing = [key for key in names if parameters[key].default is inspect.Parameter.empty and key not in options]
+    if missing:
+        example = json.dumps(dict.fromkeys(missing, "..."))
+        raise ValueError(
+            f"{name} needs {', '.join(missing)}. Pass them as --args '{example}', or name a function that returns the module "
+            "and needs none."
+        )

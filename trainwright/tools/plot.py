@@ -1,0 +1,73 @@
+"""`trainwright plot`: draws the curves of one or several runs as a page or an image."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from trainwright.history import CURVES_NAME, History
+from trainwright.launch.cli import Parser
+from trainwright.launch.config import printable
+from trainwright.loggers.files import write_file
+from trainwright.loggers.run_files import read_history
+from trainwright.paths import absolute
+from trainwright.plots import AXES, checked_format, draw, panels_of
+from trainwright.tools.run_folders import check_run
+
+
+def plot_command(arguments: Sequence[str], _: Any) -> int:
+    """Run `trainwright plot` and return its exit code."""
+    parser = Parser(
+        prog="trainwright plot",
+        description="Draws the curves of runs: losses together, other metrics, learning rates and throughput. A RUN is a "
+        "folder that CSVLogger or TensorBoardLogger wrote; trainwright runs lists them.",
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="the folder of a run, such as trainwright_logs/version_0")
+    add(
+        "--out",
+        metavar="FILE",
+        help=f"a page (.html) or an image (.png, with matplotlib); default: {CURVES_NAME} in the run, or here for several",
+    )
+    add("--metrics", action="append", metavar="A,B", help="the metrics to draw; default: all")
+    add(
+        "--x",
+        choices=AXES,
+        default="step",
+        help="the x axis; default: step. time needs event files of a TensorBoardLogger",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        runs = dict.fromkeys(absolute(run).rstrip("/") or "/" for run in options.runs)
+        for run in runs:
+            check_run(run)
+        histories = [read_history(run, with_times=options.x == "time") for run in runs]
+        drawn = [history for history in histories if history.series] or histories
+        out = options.out or (CURVES_NAME if len(histories) > 1 else f"{drawn[0].folder}/{CURVES_NAME}")
+        form = checked_format(out)
+        if os.path.isdir(out):
+            raise ValueError(f"--out {out} is a folder; pass the name of a file.")
+        metrics = _named(options.metrics, drawn) if options.metrics else None
+        data = draw(drawn, form, metrics, options.x)
+        write_file(absolute(out), data)
+        panels = panels_of(drawn, metrics, options.x)
+    except (ValueError, ImportError, OSError) as error:
+        parser.error(printable(str(error)))
+    for history in histories:
+        skipped = [] if history in drawn else [f"{history.folder} has no rows yet, so it is skipped."]
+        for problem in (*history.problems, *skipped):
+            print(f"trainwright plot: {printable(problem)}", file=sys.stderr)
+    of = f"{len(drawn)} runs" if len(drawn) > 1 else "1 run"
+    print(f"{printable(out)}: {len(panels)} panels of {of}, {sum(len(panel.curves) for panel in panels)} curves")
+    return 0
+
+
+def _named(texts: Sequence[str], histories: Sequence[History]) -> list[str]:
+    """Return the names of metrics. A text with a comma is one name if a run has it."""
+    known = {name for history in histories for name in history.series}
+    names: list[str] = []
+    for text in texts:
+        names += [text] if text in known else [part for name in text.split(",") if (part := name.strip())]
+    return names
