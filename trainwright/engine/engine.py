@@ -1,6 +1,6 @@
 """The Engine: one strategy, one precision and the data of one job, behind one interface for Trainer and Accelerator.
 
-`job.py` joins the job, and `checkpoints.py` saves and loads.
+`job.py` joins the job, and `engine_checkpoints.py` saves and loads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainwright.data.loaders import ShardedLoader
 from trainwright.devices.hardware import use
 from trainwright.distributed import collectives
 from trainwright.distributed.ranks import Ranks
-from trainwright.engine.checkpoints import EngineCheckpoints
+from trainwright.engine.engine_checkpoints import EngineCheckpoints
 from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.job import join_job
 from trainwright.engine.named_state import model_pieces

@@ -12,7 +12,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.callbacks.checkpoint_policy import are_similar, monitor_of
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
-from trainwright.engine.checkpoints import OpenCheckpoint
+from trainwright.engine.engine_checkpoints import OpenCheckpoint
 from trainwright.engine.named_state import hold_gradients
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.metrics import merged
