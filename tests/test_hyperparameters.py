@@ -407,3 +407,11 @@ def test_the_content_of_one_argument_may_have_forms() -> None:
     configured = Configured({"lr": 0.1, "act": nn.Tanh})
     plain, forms = stored_hyper_parameters(configured, is_storable)
     assert build(Configured, plain, {}, "config", forms).hparams == {"lr": 0.1, "act": nn.Tanh}
+
+
+def test_an_environment_variable_of_a_configuration_is_stored_unresolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hidden")
+    value = omegaconf.OmegaConf.create({"key": "${oc.env:SECRET}"})
+    _, forms = stored_hyper_parameters(Formed(value), is_storable)
+    assert "hidden" not in json.dumps(forms)
+    assert build(Formed, {}, {}, "kwargs", forms).value.key == "hidden"

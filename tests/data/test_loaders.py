@@ -90,6 +90,12 @@ def test_a_round_of_two_ranks_is_the_batch_of_one() -> None:
     assert [a + b for a, b in zip(left, right, strict=True)] == alone
 
 
+def test_ranks_divide_the_batches_of_a_batch_sampler_that_the_user_passes() -> None:
+    loader = DataLoader(numbers(16), batch_sampler=BatchSampler(range(16), 8, False))
+    parts = [ShardedLoader(loader, rank=rank, world_size=2, mode="train", batch_parts=2) for rank in range(2)]
+    assert [batches(part) for part in parts] == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13, 14, 15]]]
+
+
 def test_the_last_round_weighs_by_its_samples() -> None:
     parts = shards(DataLoader(numbers(13), batch_size=4), 2)
     assert [[len(batch) for batch in batches(part)] for part in parts] == [[4, 3], [4, 2]]
