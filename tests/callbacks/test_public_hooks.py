@@ -183,3 +183,17 @@ def test_every_method_of_a_callback_is_a_hook_or_keeps_state() -> None:
     others = {"log", "log_dict", "state_dict", "load_state_dict", "state_key"}
     public = {name for name in vars(tw.Callback) if name[0] != "_"}
     assert public - set(HOOKS) == {*others, "priority", "reads_outputs", "counts_rounds"}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"priority": "high"}, r"Mine\.priority is 'high'\. Set an int"),
+        ({"runs_last": True}, r"Mine sets runs_last, which was removed\. Set priority = -10"),
+        ({"on_tune": lambda self, trainer, module: None}, r"Mine\.on_tune\(trainer, module\) cannot be called"),
+    ],
+)
+def test_wrong_callbacks_are_rejected_before_any_hook_runs(attributes: dict[str, Any], message: str) -> None:
+    callback = type("Mine", (tw.Callback,), {"__module__": "mine", **attributes})()
+    with pytest.raises(TypeError, match=message):
+        tw.Trainer(max_steps=1, callbacks=[callback], **QUIET).fit(Classifier(), make_loader())

@@ -84,7 +84,7 @@ class HookTable:
         profiler: Profiler | None = None,
     ) -> None:
         self._trainer, self._module, self._logbook, self._profiler = trainer, module, logbook, profiler
-        ordered = sorted(callbacks, key=lambda callback: -callback.priority)
+        ordered = sorted(callbacks, key=_priority_of, reverse=True)
         calls = {name: self._of_callbacks(name, ordered) + self._of_module(name) for name in HOOKS}
         save_point = tuple(partial(_without_arguments, hook) for hook in calls["on_save_point"])
         early = [callback for callback in ordered if callback.priority >= 0]
@@ -169,19 +169,23 @@ def _without_arguments(hook: Callable[[], Any], *_: Any) -> None:
     hook()
 
 
+def _priority_of(callback: Callback) -> int:
+    """Return a callback's priority (TypeError if it is not an int)."""
+    if not isinstance(callback.priority, int):
+        raise TypeError(
+            f"{type(callback).__name__}.priority is {callback.priority!r}. Set an int, for example priority = -10."
+        )
+    if hasattr(callback, "runs_last"):
+        raise TypeError(f"{type(callback).__name__} sets runs_last, which was removed. Set priority = -10 instead.")
+    return callback.priority
+
+
 def check_hooks(owner: Module | Callback) -> None:
     """Check the hooks that a user's class defines, and warn of methods whose names are almost those of hooks.
 
     Raises:
-        TypeError: a hook does not take its arguments, or a callback's priority is not an int.
+        TypeError: a hook does not take its arguments.
     """
-    if isinstance(owner, Callback):
-        if not isinstance(owner.priority, int):
-            raise TypeError(
-                f"{type(owner).__name__}.priority is {owner.priority!r}. Set an int, for example priority = -10."
-            )
-        if hasattr(owner, "runs_last"):
-            raise TypeError(f"{type(owner).__name__} sets runs_last, which was removed. Set priority = -10 instead.")
     base: type = Module if isinstance(owner, Module) else Callback
     hooks = MODULE_HOOKS if base is Module else HOOKS
     for kind in type(owner).__mro__:
