@@ -132,12 +132,12 @@ class EpochBatches:
         self._data, self._engine, self._logbook, self._is_stopped = data, engine, logbook, is_stopped
         self._arguments, self._transfer = arguments, transfer
         self._start, self._length, loader = data.position, data.num_batches, data.loader
-        # Only loaders that are the ranks' own may end on one rank before another.
+        # A loader that belongs to a single rank may end before the loaders of other ranks.
         all_have = self._all_have if self._length is None and not loader.ends_together else None
         pairs = with_last(loader, self._start, self._length, data.most_batches, all_have=all_have)
         self._latest: Batch | None = None
         self._is_over = self._length is not None and self._start >= self._length
-        """Whether no batch is left. Without a length that shows only by reading on."""
+        """Whether no batch is left. If the length is unknown, the loader must be read to find out."""
         if self._length is None and self._start:
             first = list(islice(pairs, 1))
             pairs, self._is_over = chain(first, pairs), not first

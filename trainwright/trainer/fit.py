@@ -68,7 +68,7 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
     if resumption is not None:
         run.data.warn_of_iterators()
         resumption.begin()
-    if stop.number:  # it came in the sanity check
+    if stop.number:  # a signal came in the sanity check
         stop.commit()
         return
     warn_of_open_end(run.settings, run.callbacks)
@@ -99,13 +99,13 @@ def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or the rest of it. Collective."""
     batches = begin_epoch(run)
     train = run_training_step if run.plan.is_manual else train_batch
-    between_batches = (validate_within,) if run.validates_within else ()
+    validates_within = run.validates_within
     for batch in batches:
         if not run.begin_batch(batch):
             break
         end_batch(run, batch, train(run, batch))
-        for work in between_batches:
-            work(run, batch)
+        if validates_within:
+            validate_within(run, batch)
         if run.stop.is_due_after(run.state.progress.has_stepped or run.plan.is_manual, run.window.is_open):
             break
     end_epoch(run, batches.is_complete)
