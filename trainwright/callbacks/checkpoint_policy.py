@@ -291,7 +291,7 @@ class MonitoredScore:
             return
         self._has_warned_of_value = True
         problem = (
-            "but its latest value is that of earlier weights. Such a checkpoint does not count among the best, and only the "
+            "but its latest value belongs to earlier weights. Such a checkpoint does not count among the best, and only the "
             "newest of them is kept. Save where it is logged: after validations (leave save_on_train_epoch_end out), or in the "
             "same epochs."
             if trainer.metrics.is_outdated(self.monitor)

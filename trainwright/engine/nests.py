@@ -242,7 +242,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "reduce": ("tensors, numbers", lambda value: _is_item(value) and not isinstance(value, (str, bytes))),
     "pad_across_processes": ("tensors", lambda value: False),
 }
-"""What each call accepts, in words, and whether a value is one piece of plain data to it."""
+"""The types that a call accepts, in words, and a test for its single values of plain data."""
 
 
 def _leaves(call: str, value: Any, path: str = "the value") -> Iterator[tuple[str, Any]]:

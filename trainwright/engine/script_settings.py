@@ -105,7 +105,7 @@ class ScriptSettings:
 
 
 def _unlike(script: Settings, saved: Settings) -> list[str]:
-    """Return the names of differing settings, without those that follow from others."""
+    """Return the names of the settings that differ, except settings that follow from others."""
     # The rate follows from initial_lr, and a scheduler's private attributes follow from its public ones.
     names = sorted(name for name in script.keys() & saved.keys() if script[name] != saved[name])
     names = [name for name in names if f"initial_{name}" not in script]

@@ -186,9 +186,7 @@ class NodeRendezvous(RendezvousHandler):
             if ended["code"] == 0:
                 _say("the job has ended without this node.")
                 raise RendezvousGracefulExitError
-            raise LaunchError(
-                f"the main node has ended the job, with exit code {ended['code']}. See what it has printed."
-            )
+            raise LaunchError(f"the main node has ended the job, with exit code {ended['code']}. See its output.")
         if self.heartbeat.lost():
             raise LaunchError(MAIN_IS_GONE)
         if self._agents.check(["latest"]) and (latest := int(self._agents.get("latest"))) > self.round.number:

@@ -123,7 +123,7 @@ class Flushed(Protocol):
     """A logger, for functions that only flush it."""
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered data."""
 
 
 class BackgroundWriter:

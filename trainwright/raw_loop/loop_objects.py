@@ -144,7 +144,7 @@ class Preparation(Preparations):
             if own and own <= given and not any(each.grad is not None for each in given - own):
                 return prepared
         raise ValueError(
-            "the parameters to clip are not those of one prepared optimizer. Pass those that one optimizer steps, such as "
+            "the parameters to clip do not belong to one prepared optimizer. Pass the parameters of one optimizer, such as "
             "model.parameters() of a model whose only optimizer was prepared."
         )
 

@@ -84,7 +84,7 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
     ]
     if is_assumed:
         remarks.append(
-            f"{options.optimizer} could not be tried on these sizes. Its state is counted as that of Adam, 8 bytes a parameter."
+            f"{options.optimizer} could not be tried on these sizes. Its state is counted like Adam's, 8 bytes a parameter."
         )
     if options.params and FULLY_SHARDED in strategies:
         remarks.append(f"{FULLY_SHARDED} also gathers one block at a time, whose size --params does not show.")

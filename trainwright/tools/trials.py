@@ -72,7 +72,7 @@ def trials_command(arguments: Sequence[str], _: Any) -> int:
         variables = set_variables_of(config)
         if (job := Environment.detect(variables)).launched_by != "single":
             raise ValueError(
-                f"the environment is that of rank {job.rank} of a job of {job.world_size} process(es), started by "
+                f"the environment describes rank {job.rank} of a job of {job.world_size} process(es), started by "
                 f"{job.launched_by}. The test starts other jobs, so run it in a shell outside of that job."
             )
     except ValueError as error:

@@ -72,7 +72,7 @@ class FolderLocks:
         self._locks: dict[str, FolderLock] = {}
 
     def take(self, folders: Iterable[str | None]) -> None:
-        """Hold those of the folders that are known (not None) and not held yet. Collective.
+        """Lock the known folders (not None) that this process has not locked yet. Collective.
 
         Raises:
             CheckpointError: on every rank, if another run holds one.

@@ -42,7 +42,7 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
         return None
     if outputs is None:
         raise RuntimeError(
-            f"training_step returned None on one of {world_size} ranks, which skips the batch there alone. Return a loss on "
+            f"training_step returned None on one of {world_size} ranks, which skips the batch only there. Return a loss on "
             "every rank (0.0 * the loss, to let it count for nothing)."
         )
     given = a_type_of(outputs)

@@ -120,7 +120,7 @@ class Resumption:
             state.rng[AFTER_EPOCH_START] = saved
 
     def _can_hold(self, gradients: Sequence[Mapping[str, Tensor]]) -> bool:
-        """Return whether this job is like the one that saved these gradients; warn if it is not."""
+        """Return whether this job is like the job that saved these gradients. Warn if it differs."""
         run, saved_under = self._run, self._checkpoint.header.get("strategy")
         if saved_under == run.engine.strategy.name and len(gradients) == len(run.engine.modules):
             return True

@@ -119,7 +119,7 @@ class Progress:
         """The open window's batches before the current one, since no validation was due within the window."""
 
     def begin(self, call: str, window: AccumulationWindow | None) -> None:
-        """Begin a call of the Trainer; `window` is that of a fit's loop."""
+        """Begin a call of the Trainer. `window` is the accumulation window of a fit."""
         self.phase, self.fn, self.status = Phase.OUTSIDE, TrainerFn(call), TrainerStatus.RUNNING
         self._window = window
 
@@ -275,7 +275,7 @@ class Position:
         return cls(**{**plain, "open_epoch": None if epoch is None else OpenEpoch(**epoch)})
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counters as plain data. Until training begins, those of a loaded epoch's end."""
+        """Return the counters as plain data. Until training begins, return the counters of a loaded epoch's end."""
         return {**self._counters(), **(self.loaded_end or {})}
 
     def is_where(self, saved: dict[str, Any]) -> bool:
