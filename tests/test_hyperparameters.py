@@ -411,7 +411,6 @@ def test_the_content_of_one_argument_may_have_forms() -> None:
 
 def test_an_environment_variable_of_a_configuration_is_stored_unresolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hidden")
-    value = omegaconf.OmegaConf.create({"key": "${oc.env:SECRET}"})
-    _, forms = stored_hyper_parameters(Formed(value), is_storable)
+    _, forms = stored_hyper_parameters(Formed(omegaconf.OmegaConf.create({"key": "${oc.env:SECRET}"})), is_storable)
     assert "hidden" not in json.dumps(forms)
     assert build(Formed, {}, {}, "kwargs", forms).value.key == "hidden"

@@ -195,4 +195,4 @@ def test_a_rank_of_a_job_cannot_test(capsys: pytest.CaptureFixture[str], monkeyp
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         trials_command(["--cpu"], None)
-    assert "the environment is that of rank 0 of a job of 1 process(es), started by torchrun" in capsys.readouterr().err
+    assert "the environment describes rank 0 of a job of 1 process(es), started by torchrun" in capsys.readouterr().err

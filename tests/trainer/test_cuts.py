@@ -115,7 +115,7 @@ def test_a_save_at_an_epochs_end_has_no_score_of_earlier_weights(tmp_path: Path)
         tmp_path, "{step}-{val_loss}", monitor="val_loss", save_top_k=-1, save_on_train_epoch_end=True
     )
     with pytest.warns(
-        UserWarning, match=r"its latest value is that of earlier weights. .*leave save_on_train_epoch_end"
+        UserWarning, match=r"its latest value belongs to earlier weights. .*leave save_on_train_epoch_end"
     ):
         fit(Falling(), callback, data=11, max_epochs=2, val_check_interval=4)
     assert callback.best_model_path == ""
