@@ -222,5 +222,5 @@ def test_weights_that_layers_share_count_once_and_an_assumed_optimizer_is_said(
     assert (found["parameters"], found["optimizer_is_assumed"]) == (24, True)
     assert [each["parameters"] for each in found["rows"]] == [96, 96, 96, 48, 48]
     assert estimate_command(["--params", "9", "--optimizer", "LBFGS"], check_names) == 0
-    assert "LBFGS could not be tried on these sizes. Its state is counted as that of Adam" in capsys.readouterr().out
+    assert "LBFGS could not be tried on these sizes. Its state is counted like Adam's" in capsys.readouterr().out
     assert not estimated(capsys, "--params", "9")["optimizer_is_assumed"]
