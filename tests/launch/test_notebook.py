@@ -367,14 +367,6 @@ def test_a_script_without_a_guard_runs_once(started: Program, tmp_path: Path) ->
     assert "moved by 6.0 in 2\n" in output
 
 
-@pytest.mark.launch
-@pytest.mark.slow
-def test_a_program_from_standard_input_trains(started: Program) -> None:
-    text = PROGRAM + "trainer = tw.Trainer(devices=2, accelerator='cpu', strategy='ddp', **QUIET)\n"
-    output = started.run(["-"], text + "print(trainer.test(net, loader, verbose=False))\n")
-    assert output == "[{'size': 8.0}]\n"
-
-
 class Terminal:
     """An interactive interpreter in a terminal."""
 
@@ -464,25 +456,6 @@ def test_the_arguments_of_the_launchers_are_accelerates(tmp_path: Path) -> None:
     assert f" [2, 'bf16', 'cpu', 1, {port}]" in printed
 
 
-@pytest.mark.launch
-def test_notebooks_train_on_two_nodes(tmp_path: Path) -> None:
-    port = free_port()
-    outputs: list[str] = ["", ""]
-
-    def run(rank: int) -> None:
-        (tmp_path / str(rank)).mkdir()
-        call = f"tw.notebook_launcher(settings, num_processes=1, num_nodes=2, node_rank={rank}, use_port={port})"
-        outputs[rank] = Program(tmp_path / str(rank)).run(["-c", f"{LAUNCHERS}\nprint('found', {call})"])
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert f"found [2, 'no', 'cpu', 2, {port}]" in outputs[0]
-    assert "found None" in outputs[1]
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -516,10 +489,3 @@ def test_results_of_searches_reports_and_profilers_come_back(monkeypatch: pytest
     trainer.test(module, make_loader(21, 4), verbose=False)
     assert int(report.scores["test"].support.sum()) == 21
     assert "macro avg" in report.scores["test"].text()
-    search = tw.Tuner(tw.Trainer(**settings)).lr_find(module, make_loader(24, 2), num_training=15)
-    assert search is not None
-    assert len(search.results["lr"]) == 15
-    with pytest.warns(
-        UserWarning, match=r"the measurements of AdvancedProfiler stay in the processes of trainer\.validate"
-    ):
-        tw.Trainer(**settings, profiler="advanced").validate(module, make_loader(8, 2), verbose=False)
