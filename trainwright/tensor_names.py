@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.value_kinds import is_dtensor
-
 WRAPPER = "_orig_mod"
 """The attribute in which a compiled module holds the original one."""
 RECOMPUTED = "_checkpoint_wrapped_module"
@@ -126,7 +124,7 @@ def state_entries(module: nn.Module) -> list[tuple[str, Tensor, bool]]:
 
 def _memory(tensor: Tensor) -> Any:
     """Return a key that is equal for tensors over the same memory, and unique for those without memory."""
-    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # the part of a DTensor
     if is_lazy(local) or local.layout is not torch.strided or local.is_meta or local.numel() == 0:
         return ("none", id(tensor))
     return local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), tuple(tensor.shape)
