@@ -478,7 +478,7 @@ def _device_of(location: Any) -> torch.device:
     if callable(location):
         location = location(torch.empty(0).untyped_storage(), "cpu").device
     if isinstance(location, Mapping):
-        raise TypeError(f"map_location={location!r} is not accepted. Pass one device, such as 'cuda:0'.")
+        raise TypeError(f"map_location={location!r} is not accepted. Pass one device.")
     return torch.device(location)
 
 

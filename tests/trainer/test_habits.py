@@ -268,7 +268,7 @@ def test_map_location_is_that_of_torch_load(tmp_path: Path) -> None:
 
     assert loaded(lambda storage, place: storage) == "cpu"
     assert loaded("meta") == loaded(torch.device("meta")) == "meta"
-    with pytest.raises(TypeError, match="Pass one device, such as 'cuda:0'"):
+    with pytest.raises(TypeError, match="Pass one device"):
         loaded({"cuda:0": "cpu", "cuda:1": "meta"})
 
 
