@@ -111,6 +111,22 @@ def train_by_accelerator(batch_size: int) -> tuple[dict[str, Tensor], list[int]]
     return weights(net), torch.cat(gathered).tolist()
 
 
+def train_in_both_loops() -> list[dict[str, Tensor]]:
+    """Train two windows of three batches; the ranks have 3 and 2 samples in the last of them."""
+    module, net = Classifier(), make_net()
+    tw.Trainer(max_epochs=1, accumulate_grad_batches=3, **QUIET).fit(module, make_loader(SAMPLES, 4))
+    accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=3)
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=0.05), make_loader(SAMPLES, 4)
+    )
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [weights(module.net), weights(net)]
+
+
 def checkpoints(folder: Path) -> dict[str, Any]:
     """Return the results of a run that is saved, of its resumption, and of an uninterrupted run."""
     settings = {**QUIET, "enable_checkpointing": True, "logger": tw.CSVLogger(str(folder))}
@@ -197,6 +213,7 @@ def job(folder: Path) -> dict[str, Any]:
         "gan": train_gan(4),
         "evaluated": {samples: evaluate(samples) for samples in (VAL_SAMPLES, 3)},
         "accelerator": train_by_accelerator(4),
+        "loops": train_in_both_loops(),
         "checkpoints": checkpoints(folder),
         "collectives": collectives_per_batch(),
         "refusals": refusals(),
@@ -236,6 +253,12 @@ def test_accelerator_trains_alike_and_gathers_each_sample_once(results: list[dic
     assert_close(trained, alone)
     assert gathered == results[1]["accelerator"][1] == targets
     assert len(gathered) == VAL_SAMPLES
+
+
+def test_both_loops_train_bitwise_alike_in_a_window_with_an_uneven_round(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        by_trainer, by_accelerator = result["loops"]
+        assert_equal(by_trainer, by_accelerator)
 
 
 def test_a_run_resumed_at_an_epochs_end_is_bitwise_the_uninterrupted_one(results: list[dict[str, Any]]) -> None:

@@ -172,7 +172,7 @@ def evaluate(
     if getattr(run.settings, LIMITS[stage]) == 0:
         return []
     engine.strategy.broadcast_buffers(engine.modules)
-    abandonment = run.stop.begin_evaluation(run.state.progress.is_within_window)
+    abandonment = run.stop.begin_evaluation()
     with (
         run.state.progress.during(phase),
         evaluation_mode(module, stage),
