@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from deadlines import deadline
+from interpreters import run_command
 
 if not hasattr(torch, "sim"):
     pytest.skip("the simulated device is not loaded; run make test-device", allow_module_level=True)
@@ -173,15 +171,7 @@ assert tw.Trainer(**settings).num_devices == 1
 
 
 def run(lines: str, folder: Path, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARED + lines],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=deadline(240),
-        check=False,
-    )
+    done = run_command([sys.executable, "-c", PREPARED + lines], folder=folder, seconds=240, **environment)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
