@@ -66,7 +66,6 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
         return
     run.data.seek(run.trained.resume_source)
     if resumption is not None:
-        run.data.warn_of_iterators()
         resumption.begin()
     if stop.number:  # a signal came in the sanity check
         stop.commit()

@@ -27,7 +27,6 @@ from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.oversights import LONG_EPOCH, warn_of_evaluation_mode, watching
-from trainwright.trainer.plain_backwards import PlainBackwards
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import ENDING, Phase
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
@@ -131,9 +130,7 @@ class TrainingRun(Run):
         blocking and overwrite."""
         self._is_watched = False
         """Whether an epoch has begun, during which the loop looks for oversights."""
-        self._plain_backwards = PlainBackwards()
         self.close_at_end(self._drop_batch)
-        self.close_at_end(self._plain_backwards.close)
 
     def prepare(self, accumulate: int, validation: LoaderSource | None) -> None:
         """Make the training data and the validation, once the strategy has chosen the batches of a step."""
@@ -220,14 +217,6 @@ class TrainingRun(Run):
         if not self.plan.is_manual:  # otherwise gradients that on_train_epoch_start has sent backward wait for a step
             self.window.drop()
         self.engine.refresh_trainable()
-        strategy, is_scaled = self.engine.strategy, self.engine.precision.has_scaler
-        # A plain backward is neither averaged nor scaled.
-        if (
-            self.plan.is_manual
-            and (is_scaled or self.engine.world_size > 1)
-            and strategy.capabilities.gradients_are_parameters
-        ):
-            self._plain_backwards.watch(self.module)
         self.engine.sync_gradients(True)
         if self.settings.fused_optimizers:
             for optimizer in self.trained.optimizers:
@@ -248,7 +237,7 @@ class TrainingRun(Run):
         if self._is_watched:
             return pairs
         self._is_watched = True
-        warn_of_evaluation_mode(self.module, self.trained.optimizers)
+        warn_of_evaluation_mode(self.module)
         length = self.data.num_batches
         if length is not None and length <= LONG_EPOCH:
             return pairs
@@ -330,7 +319,6 @@ class TrainingRun(Run):
 
     def announce_step(self, optimizer: Optimizer) -> None:
         """Call the hooks before a step of manual optimization."""
-        self._plain_backwards.refuse()
         if self.hooks["on_before_optimizer_step"]:
             with self.engine.precision.step_context():  # where a step of automatic optimization calls them too
                 self.engine.strategy.finalize(optimizer)
@@ -340,9 +328,15 @@ class TrainingRun(Run):
         """Count a step of manual optimization; one within the module's optimizer_step once that has returned."""
         if self.module.automatic_optimization:
             self.step_results.append(result)
-        else:
-            self.state.count_manual_step(result.skipped)
-            self.window.drop()
+            return
+        needs_engine = self.engine.world_size > 1 or self.engine.precision.has_scaler
+        if needs_engine and not (self.state.step or self.window.has_gradients):
+            raise RuntimeError(
+                "an optimizer was stepped before any self.manual_backward(loss). The gradients of a plain loss.backward() are "
+                "neither averaged over the ranks nor scaled as 16-mixed needs it. Call self.manual_backward(loss) instead."
+            )
+        self.state.count_manual_step(result.skipped)
+        self.window.drop()
 
     def backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, weighted as its round is, and call the hooks."""
@@ -350,8 +344,7 @@ class TrainingRun(Run):
             self.window.hold_gradients()  # until an optimizer steps
             if self.batch is not None:
                 loss = self.window.scale(loss, self.batch.weight)
-        with self._plain_backwards.own():
-            super().backward(loss, send, options)
+        super().backward(loss, send, options)
 
     @property
     def enable_validation(self) -> bool:
