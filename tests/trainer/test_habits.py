@@ -436,13 +436,6 @@ def test_objects_of_lightnings_classes_are_named() -> None:
             use()
 
 
-def test_a_name_that_the_trainer_lacks_is_explained() -> None:
-    with pytest.raises(AttributeError, match="predict_loop does not exist here"):
-        trainer_of().predict_loop
-    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'fti'"):
-        trainer_of().fti
-
-
 def test_a_property_shows_the_error_of_the_users_code() -> None:
     class Misspelt(Classifier):
         def train_dataloader(self) -> Any:

@@ -37,11 +37,11 @@ from trainwright.trainer.epoch_end import (
 from trainwright.trainer.evaluate import sanity_check
 from trainwright.trainer.optimization import (
     clear_with_hooks,
+    keep_unstepped_gradients,
     read_outputs,
     run_training_step,
     send_backward,
     step,
-    warn_of_unstepped_gradients,
 )
 from trainwright.trainer.oversights import warn_of_open_end
 from trainwright.trainer.resume import Resumption
@@ -180,7 +180,7 @@ def end_epoch(run: TrainingRun, is_complete: bool) -> None:
         return
     run.refuse_empty_epoch()
     if run.plan.is_manual:
-        warn_of_unstepped_gradients(run)
+        keep_unstepped_gradients(run)
     if not is_complete:
         leave_epoch(run)
     with state.ending_epoch(is_complete):

@@ -27,20 +27,6 @@ REPLACED = {
 }
 """Arguments of earlier trainers, and what replaces them."""
 
-
-MISSING = {
-    "validate_loop": "trainer.limit_val_batches can be set between two runs",
-    "test_loop": "trainer.limit_test_batches can be set between two runs",
-    "predict_loop": "trainer.limit_predict_batches can be set between two runs",
-    "tuner": "pass a LearningRateFinder or a BatchSizeFinder in callbacks=",
-    "scaler": "trainer.precision_plugin has the loss scaler in '16-mixed'",
-    "num_gpus": "use trainer.num_devices",
-    "gpus": "use trainer.num_devices",
-    "val_check_batch": "trainer.val_check_interval is the setting",
-    "distributed_sampler_kwargs": "any sampler's order is divided over the processes, unless use_distributed_sampler=False",
-}
-"""Attributes of Lightning's Trainer that this one does not have, and the replacement."""
-
 LEAST_NUMBERS = {
     "max_epochs": -1, "min_epochs": 0, "min_steps": 0, "num_sanity_val_steps": -1, "max_steps": -1, "num_nodes": 1,
     "check_val_every_n_epoch": 1, "log_every_n_steps": 0, "accumulate_grad_batches": 1, "reload_dataloaders_every_n_epochs": 0,
@@ -137,15 +123,11 @@ class Settings:
 
     def _wrong_times(self) -> Iterable[str]:
         interval = self.val_check_interval
-        if isinstance(interval, int) and (isinstance(interval, bool) or interval < 1):
+        is_wrong = isinstance(interval, float) and not 0.0 < interval <= 1.0
+        if is_wrong or (isinstance(interval, int) and (isinstance(interval, bool) or interval < 1)):
             yield (
-                f"val_check_interval={interval!r}: expected a number of batches of at least 1 (int), a fraction of the epoch "
-                "(float), or a time"
-            )
-        elif isinstance(interval, float) and not 0.0 < interval <= 1.0:
-            yield (
-                f"val_check_interval={interval!r}: a float is a fraction of the epoch, above 0.0 and up to 1.0; pass an int "
-                "for a number of batches"
+                f"val_check_interval={interval!r}: expected a number of batches of at least 1 (an int), a fraction of the "
+                "epoch above 0.0 and up to 1.0 (a float), or a time"
             )
         for name in ("max_time", "val_check_interval"):
             value = getattr(self, name)
@@ -265,10 +247,3 @@ def _limit(settings: Settings, name: str) -> list[str]:
     return [
         f"{name}={value!r}: expected a number of batches (int), a fraction from 0.0 to 1.0 (float), or None for all"
     ]
-
-
-def missing(name: str) -> AttributeError:
-    """Return the error for an attribute that the Trainer does not have."""
-    if name not in MISSING:
-        return AttributeError(f"'Trainer' object has no attribute {name!r}", name=name)
-    return AttributeError(f"trainer.{name} does not exist here: {MISSING[name]}. See docs/migrating.md.", name=name)

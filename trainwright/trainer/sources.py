@@ -7,12 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from trainwright.arguments import foreign_hint
 from trainwright.data.datamodule import DataModule
 from trainwright.data.transfer import to_device
-from trainwright.devices.abilities import computes_in, copies_aside
+from trainwright.devices.abilities import copies_aside
 from trainwright.errors import a_type_of
 from trainwright.module import Module, is_overridden
 from trainwright.profilers import Profiler
@@ -85,7 +83,7 @@ def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> 
         loaders, datamodule = None, loaders if datamodule is None else datamodule
     if datamodule is None:
         return loaders, None
-    if isinstance(datamodule, type) and issubclass(datamodule, DataModule):
+    if isinstance(datamodule, type):
         raise TypeError(f"trainer.{call} was given the class {datamodule.__name__}. Pass an instance of it.")
     if not isinstance(datamodule, DataModule):
         raise TypeError(
@@ -108,20 +106,16 @@ class BatchTransfer:
                 self._hooks[name] = profiler.timed(getattr(datamodule, name), f"[datamodule] {name}")
             elif is_overridden(name, module, Module):
                 self._hooks[name] = profiler.timed(getattr(module, name), f"[module] {name}")
-        # Before its conversion a batch may hold float64, which such a device does not have.
-        self._converts_first = self._precision.converts_batch and not computes_in(self._device.type, torch.float64)
         self.is_needed = bool(self._hooks) or self._precision.converts_batch or self._device.type != "cpu"
         """Whether it changes a batch at all."""
         moves = {"on_before_batch_transfer", "transfer_batch_to_device"} & self._hooks.keys()
-        self.may_go_ahead = not moves and copies_aside(self._device.type) and not self._converts_first
+        self.may_go_ahead = not moves and copies_aside(self._device.type)
         """Whether a batch may be copied to the device before its turn: no hook of the user takes part in the copy."""
 
     def __call__(self, batch: Any, loader_index: int = 0) -> Any:
         hooks = self._hooks
         if "on_before_batch_transfer" in hooks:
             batch = hooks["on_before_batch_transfer"](batch, loader_index)
-        if self._converts_first:
-            batch = self._precision.convert_batch(batch)
         if "transfer_batch_to_device" in hooks:
             batch = hooks["transfer_batch_to_device"](batch, self._device, loader_index)
         elif self._device.type != "cpu":

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -50,7 +50,7 @@ from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weig
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.saving import save_checkpoint
-from trainwright.trainer.settings import REPLACED, Settings, missing
+from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
@@ -423,13 +423,6 @@ class Trainer(Status):
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         self.run.stop.request(value)
-
-    if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-        def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):  # a property failed, perhaps in the user's code: again, for its own error
-                return object.__getattribute__(self, name)
-            raise missing(name)
 
     def __reduce__(self) -> Any:
         raise TypeError("A Trainer cannot be copied or pickled. Make another Trainer with the same arguments.")

@@ -300,8 +300,7 @@ class TrainingRun(Run):
     def count_empty(self) -> None:
         """Count a batch for which training_step returned None, and warn if the run has begun with nothing else."""
         self.num_empty += 1
-        is_noticed = self.num_empty == TOO_MANY_EMPTY or self.state.progress.is_last_batch
-        if is_noticed and self.num_empty == self.state.total_batches + 1:
+        if self.num_empty == TOO_MANY_EMPTY == self.state.total_batches + 1:
             rank_zero_warn(
                 f"training_step returned None for the first {self.num_empty} batches, which skips them: nothing has been "
                 "trained. Did you forget the return statement?",
