@@ -190,23 +190,6 @@ def lazy_classifier() -> Classifier:
     return module
 
 
-class OfAList(Classifier):
-    """Its optimizer also trains a model that a plain list holds, which torch does not see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others = [nn.Linear(2, 1)]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([*self.parameters(), *self.others[0].parameters()], lr=0.1)
-
-
-def told_of_others() -> list[str]:
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        tw.Trainer(max_epochs=1, **QUIET).fit(OfAList(), make_loader())
-    return [str(each.message) for each in caught]
-
-
 def refusals() -> list[str]:
     """Return the errors on both ranks. The job continues after them."""
     told = []
@@ -275,7 +258,6 @@ def job(folder: Path) -> dict[str, Any]:
         "checkpoints": checkpoints(folder),
         "collectives": collectives_per_batch(),
         "refusals": refusals(),
-        "others": told_of_others(),
         "one_batch": one_validation_batch(),
         "threads": threads_left(),
     }
@@ -361,13 +343,6 @@ def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict
     assert "'net.0.weight' of Classifier is lazy" in lazy
     assert lazy == evaluated
     assert "Pass the models and their optimizers to prepare in one call" in strangers
-
-
-def test_parameters_that_no_rank_shares_are_named(results: list[dict[str, Any]]) -> None:
-    [told], nothing = (each["others"] for each in results)
-    assert "not OfAList's, the first of shape [1, 2]" in told
-    assert "Each of the 2 ranks trains them by itself" in told
-    assert not nothing
 
 
 def test_a_validation_of_one_batch_is_no_trap(results: list[dict[str, Any]]) -> None:

@@ -52,8 +52,8 @@ class SchedulerConfig:
             )
         if not callable(getattr(self.scheduler, "step", None)):
             raise TypeError(
-                f"a scheduler was expected, got {a_type_of(self.scheduler)}; pass a torch LRScheduler, or an object with step() "
-                "and state_dict()."
+                f"a scheduler was expected, got {a_type_of(self.scheduler)}; pass a torch LRScheduler, or an object with "
+                "step() and state_dict()."
             )
         if self.interval not in INTERVALS:
             raise ValueError(
