@@ -50,11 +50,6 @@ class SchedulerConfig:
                 f"a scheduler was expected, got the optimizer {type(self.scheduler).__name__}; the form of a pair is "
                 "([optimizers], [schedulers])."
             )
-        if not callable(getattr(self.scheduler, "step", None)):
-            raise TypeError(
-                f"a scheduler was expected, got {a_type_of(self.scheduler)}; pass a torch LRScheduler, or an object with "
-                "step() and state_dict()."
-            )
         if self.interval not in INTERVALS:
             raise ValueError(
                 f"interval={self.interval!r} of a scheduler is unknown; choose from {', '.join(INTERVALS)}."
@@ -103,12 +98,18 @@ def read_optimizers(returned: Any, *, is_manual: bool = False) -> tuple[list[Opt
             stacklevel=2,
         )
     for config in configs:
-        _check_scheduler(config, optimizers, is_manual)
+        check_scheduler(config, optimizers, is_manual)
     return optimizers, configs
 
 
-def _check_scheduler(config: SchedulerConfig, optimizers: Sequence[Optimizer], is_manual: bool) -> None:
+def check_scheduler(config: SchedulerConfig, optimizers: Sequence[Optimizer], is_manual: bool = False) -> None:
+    """Raise TypeError or ValueError for an object that is no scheduler of these optimizers."""
     scheduler, kind = config.scheduler, type(config.scheduler).__name__
+    if not is_manual and not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"a scheduler was expected, got {a_type_of(scheduler)}; pass a torch LRScheduler, or an object "
+            "with step() and state_dict()."
+        )
     if not any(getattr(scheduler, "optimizer", optimizer) is optimizer for optimizer in optimizers):
         raise ValueError(
             f"the {kind} that configure_optimizers returned schedules an optimizer that it did not return; make it with one "

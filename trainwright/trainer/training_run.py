@@ -15,7 +15,7 @@ from trainwright.data.datamodule import DataModule
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.fused import use_fused
-from trainwright.engine.optimizers import SchedulerConfig
+from trainwright.engine.optimizers import SchedulerConfig, check_scheduler
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
 from trainwright.module import Module
@@ -209,7 +209,9 @@ class TrainingRun(Run):
         scheduler = next((each for each in returned if each is not None), None)
         # It is returned at each epoch's start, and replaces the others once.
         if scheduler is not None and all(config.scheduler is not scheduler for config in self.trained.schedulers):
-            self.take_schedulers([SchedulerConfig(scheduler)])
+            config = SchedulerConfig(scheduler)
+            check_scheduler(config, [unwrap_optimizer(self.optimizer)])
+            self.take_schedulers([config])
 
     def begin_windows(self) -> None:
         """Begin an epoch's windows, after the hooks of its start, which may freeze layers or change the windows' length."""
