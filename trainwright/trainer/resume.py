@@ -85,7 +85,12 @@ class Resumption:
             )
         if run.state.holds_gradients:
             hold_gradients(run.engine.modules, gradients)
-        run.engine.script.resume(state, path, self._fresh, self._unused)
+        run.engine.script.resume(state, path, self._fresh)
+        if self._unused:
+            rank_zero_warn(
+                f"{path}: it has states that no callback loads, so this run continues without them: {', '.join(self._unused)}.",
+                stacklevel=2,
+            )
         for config in run.trained.schedulers if run.state.step else ():
             if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
                 optimizer._opt_called = True  # it stepped before this process began, and torch would warn of the order
