@@ -350,26 +350,6 @@ def test_parts_in_evaluation_mode_are_named_once() -> None:
         trainer.fit(module, *loaders)
 
 
-def test_a_row_without_a_logger_and_a_step_without_data_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Rows(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("own_loss", loss, logger=True)
-            self.log("other_loss", loss, logger=True)
-            return loss
-
-    caplog.set_level("INFO", "trainwright")
-    with pytest.warns(UserWarning, match=r"self.log\('own_loss', logger=True\) writes no row") as caught:
-        trainer_of().fit(Rows(), make_loader(16))
-    assert len(caught) == 1
-    assert "Rows has a validation_step, but fit has no validation data." in caplog.messages
-    caplog.clear()
-    trainer_of(logger=tw.CSVLogger(), log_every_n_steps=1, limit_val_batches=0).fit(
-        Rows(), make_loader(16), make_loader(16)
-    )
-    assert not [each for each in caplog.messages if "validation" in each]
-
-
 def test_metrics_that_the_sanity_check_has_not_logged_are_named_before_the_first_epoch() -> None:
     class Validates(Logs):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

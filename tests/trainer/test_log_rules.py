@@ -264,7 +264,7 @@ def test_one_name_in_one_hook_has_one_setting_and_one_metric() -> None:
     with pytest.raises(ValueError, match=r"in validation_step with reduce_fx='mean' and then 'sum'. Use one setting"):
         log(collector, "x", 1.0, reduce_fx="sum")
     log(collector, "m", module.mean)
-    with pytest.raises(ValueError, match="another one than before.*a name of its own"):
+    with pytest.raises(ValueError, match=r"another one than before.*a name of its own"):
         log(collector, "m", module.other)
     log(collector, "part", module.parts[0], metric_attribute="parts.0")
     collector.loader = (0, None)

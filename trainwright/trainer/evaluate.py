@@ -83,9 +83,9 @@ class Evaluation:
         )
         # Before any batch: ranks with a batch would wait in its forward for ranks without.
         for index, (_, loader) in enumerate(self.loaders):
-            if isinstance(loader, ShardedLoader) and loader.shard.source_length == 0:
-                if loader.is_sharded or engine.world_size == 1:
-                    self.refuse_empty(index)
+            is_alone = engine.world_size > 1 and not loader.is_sharded
+            if isinstance(loader, ShardedLoader) and loader.shard.source_length == 0 and not is_alone:
+                self.refuse_empty(index)
             compare_first_draws(loader, engine.ranks, self.stage)
             if engine.strategy.capabilities.forward_is_collective and isinstance(loader, ShardedCombination):
                 loader.refuse_parted_rounds(self.limit_of(loader))
