@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -43,15 +42,14 @@ class Counting(IterableDataset[Any]):
 
 
 class Collecting(tw.Callback):
-    """Keeps the samples that its hooks are given."""
+    """Collects the samples of its rank."""
 
     def __init__(self) -> None:
         self.samples: list[float] = []
-        self.seen = self.batches = 0
+        self.batches = 0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.samples += batch[0].tolist()
-        self.seen += len(batch[0])
+        self.samples += [] if trainer.is_dummy_batch else batch[0].tolist()
         self.batches += 1
         self.log("n_callback", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
 
@@ -66,14 +64,12 @@ class Mean(tw.Module):
         self.metric = torchmetrics.SumMetric()
         self.total = torch.zeros(())
         self.samples: list[float] = []
-        self.by_size: dict[int, list[float]] = {1: []}
         self.seen = self.steps = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         values = batch[0]
         loss: Tensor = -(self.w * values).mean()
         self.samples += values.tolist()
-        self.by_size[1].extend(values.tolist())
         self.seen += len(values)
         self.steps += 1
         self.total += values.sum()
@@ -111,16 +107,13 @@ def trained(module: Mean, loader: Any) -> dict[str, Any]:
     run = trainer(callbacks=[collecting])
     run.fit(module, loader)
     metrics = {name: round(float(value), 4) for name, value in run.callback_metrics.items() if name != "n_backward"}
-    kept = [module.samples, module.by_size[1], collecting.samples]
+    kept = [module.samples, collecting.samples]
     return {
         "w": round(float(module.w.detach()), 4),
         "metrics": metrics,
         "kept": [sorted(chain.from_iterable(each)) for each in zip(*collectives.gather_object(kept), strict=True)],
         "seen": [
-            sum(each)
-            for each in zip(
-                *collectives.gather_object([module.seen, collecting.seen, float(module.total)]), strict=True
-            )
+            sum(each) for each in zip(*collectives.gather_object([module.seen, float(module.total)]), strict=True)
         ],
         "batches": [module.steps, collecting.batches],
     }
@@ -488,9 +481,9 @@ def test_the_batch_that_a_rank_goes_on_with_is_whole(known: bool, monkeypatch: p
     have = iter([[1, 1], [1, 1], [0, 1], [0, 1], [0, 0]])
     monkeypatch.setattr(collectives, "gather_object", lambda value: [value, 4 if known else None])
     monkeypatch.setattr(collectives, "all_gather", lambda value: torch.tensor(next(have)))
-    given: Any = Given({"x": torch.ones(1) * each, "more": [{"y": each}]} for each in range(2))
-    rounds = OwnRounds(given, None, Communication(in_step=True, in_hooks=False), is_collective=False)
-    seen = [(float(batch["x"]), batch.pop("more")[0].pop("y")) for batch in rounds]
+    given: Any = Given({"x": torch.ones(1) * each, "y": each} for each in range(2))
+    rounds = OwnRounds(given, None, is_collective=False)
+    seen = [(float(batch["x"]), batch.pop("y")) for batch in rounds]
     assert seen == [(0.0, 0), (1.0, 1), (1.0, 1), (1.0, 1)]
     assert rounds.real_length == 2
 
@@ -502,10 +495,8 @@ class Traced(nn.Module):
         self.register_buffer("queue", torch.zeros(3))
         self.synced = torchmetrics.MeanMetric(dist_sync_on_step=True)
         self.metrics = torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.CatMetric()])
-        self.best: float | None = None
-        self.rows = deque([1], maxlen=2)
-        self.counts: Counter[str] = Counter(a=1)
-        self.nested = {"a": [1], "b": {2}}
+        self.rows = [1]
+        self.best = 0.0
         self.seen = self.steps = 0
         self.total = torch.zeros(())
 
@@ -518,10 +509,6 @@ class Traced(nn.Module):
         self.synced.update(torch.tensor([8.0]))
         self.best = 3.0
         self.rows.extend([2, 3])
-        self.counts["a"] += 1
-        self.nested["a"].append(2)  # type: ignore[union-attr]
-        self.nested["b"].add(3)  # type: ignore[union-attr]
-        self.nested["c"] = []
         self.seen += 2
         self.steps += 1
         self.total += 1.0
@@ -529,24 +516,20 @@ class Traced(nn.Module):
     def traces(self) -> Any:
         sums = [float(each) for each in (self.queue.sum(), self.norm.running_mean.abs().sum(), self.total)]  # type: ignore[union-attr, operator]
         states = [{name: str(getattr(each, name)) for name in each._defaults} for each in self.metrics.values()]
-        plain = self.best, list(self.rows), dict(self.counts), str(self.nested), self.seen
+        plain = self.best, list(self.rows), self.seen
         return sums, states, plain, str(self.synced.mean_value), [each._update_count for each in self.metrics.values()]
 
 
 @pytest.mark.parametrize("is_dummy", [False, True])
 def test_a_dummy_batch_leaves_no_trace(is_dummy: bool) -> None:
-    module, callback, follower = Traced(), Collecting(), Collecting()
-    follower.counts_rounds = True
+    module = Traced()
     module.leave()
-    before, rows, nested = module.traces(), module.rows, module.nested
+    before, rows = module.traces(), module.rows
     collector = MetricCollector(module)
-    uneven = UnevenRound(collector, module, [callback, follower], is_dummy)
+    uneven = UnevenRound(collector, module, is_dummy)
     assert (collector.is_uneven, collector.silent) == (True, is_dummy)
     for _ in range(2):  # in the step, and in the hooks after it
         module.leave()
-        for each in (callback, follower):
-            each.samples.append(1.0)
-            each.seen += 2
         uneven.renew()
         assert (module.traces() == before) is is_dummy
     uneven.put_back()
@@ -557,22 +540,26 @@ def test_a_dummy_batch_leaves_no_trace(is_dummy: bool) -> None:
     assert (collector.is_uneven, collector.silent) == (False, False)
     assert (module.traces() == before) is is_dummy
     assert module.rows is rows
-    assert module.nested is nested
-    assert (callback.samples, callback.seen) == (([], 0) if is_dummy else ([1.0, 1.0], 4))
-    assert follower.seen == 4
     assert module.steps >= 2, "a count of batches goes on"
     module.synced.update(torch.tensor([8.0]))
     assert module.synced._update_count > 1
 
 
-def test_a_count_of_collectives_that_nobody_tells() -> None:
-    told = Communication()
-    told.learn([1, 1, 1, 1], always=False)
-    assert (told.in_step, told.in_hooks) == (False, False)
-    told.learn([1, 1, 2, 2], always=False)
-    assert (told.in_step, told.in_hooks) == (True, False)
-    told.learn([1, 2, 2, 2], always=True)
-    assert (told.in_step, told.in_hooks) == (True, True)
-    unknown = Communication()
-    unknown.learn([None, None, None, None], always=False)
-    assert (unknown.in_step, unknown.in_hooks) == (True, True)
+@pytest.mark.parametrize(
+    ("counts", "is_collective", "in_step", "in_hooks"),
+    [
+        ([1, 1, 1, 1], False, False, False),
+        ([1, 1, 2, 2], False, True, False),
+        ([1, 2, 2, 2], True, True, True),
+        ([None] * 4, False, True, True),
+    ],
+)
+def test_the_first_batch_shows_where_an_evaluation_communicates(
+    counts: list[Any], is_collective: bool, in_step: bool, in_hooks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issued = iter(counts)
+    monkeypatch.setattr(collectives, "count_issued", lambda: next(issued))
+    communication = Communication(forward_is_collective=is_collective)
+    for _ in range(4):
+        communication.look()
+    assert (communication.in_step, communication.in_hooks) == (in_step, in_hooks)

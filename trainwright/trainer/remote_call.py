@@ -20,7 +20,6 @@ from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.codec import encode
 from trainwright.engine.worker_calls import call_in_workers
 from trainwright.errors import CheckpointError
-from trainwright.loggers.base import Logger
 from trainwright.module import Module, is_overridden
 from trainwright.trainer.run import Run
 
@@ -132,7 +131,7 @@ def _plain_state(callback: Callback) -> dict[str, Any]:
     return state
 
 
-def _plain_attributes(part: Logger | Callback) -> dict[str, Any]:
+def _plain_attributes(part: object) -> dict[str, Any]:
     """Return the attributes of a logger or a callback that are plain data or tensors."""
     plain = {}
     for name, value in vars(part).items():

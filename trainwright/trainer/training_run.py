@@ -265,7 +265,7 @@ class TrainingRun(Run):
         self.state.progress.begin_batch(self.state, batch.is_last)
         collector.begin_batch(batch.value, index=batch.index)
         if batch.is_uneven:
-            self.uneven_round = UnevenRound(collector, self.module, self.callbacks, batch.is_dummy)
+            self.uneven_round = UnevenRound(collector, self.module, batch.is_dummy)
         if not self.plan.batch_start or not batch.arguments:
             return True
         if -1 not in self.hooks.call("on_train_batch_start", batch.value, batch.index):
