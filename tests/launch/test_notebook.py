@@ -361,14 +361,6 @@ def test_a_script_without_a_guard_runs_once(started: Program, tmp_path: Path) ->
     assert "moved by 6.0 in 2\n" in output
 
 
-@pytest.mark.launch
-@pytest.mark.slow
-def test_a_program_from_standard_input_trains(started: Program) -> None:
-    text = PROGRAM + "trainer = tw.Trainer(devices=2, accelerator='cpu', strategy='ddp', **QUIET)\n"
-    output = started.run(["-"], text + "print(trainer.test(net, loader, verbose=False))\n")
-    assert output == "[{'size': 8.0}]\n"
-
-
 class Terminal:
     """An interactive interpreter in a terminal."""
 
@@ -456,25 +448,6 @@ def test_the_arguments_of_the_launchers_are_accelerates(tmp_path: Path) -> None:
     printed = Program(tmp_path).run(["-c", f"{LAUNCHERS}\nprint('found', {calls})"])
     assert "found [2, 'no', 'cpu', 1, " in printed
     assert f" [2, 'bf16', 'cpu', 1, {port}]" in printed
-
-
-@pytest.mark.launch
-def test_notebooks_train_on_two_nodes(tmp_path: Path) -> None:
-    port = free_port()
-    outputs: list[str] = ["", ""]
-
-    def run(rank: int) -> None:
-        (tmp_path / str(rank)).mkdir()
-        call = f"tw.notebook_launcher(settings, num_processes=1, num_nodes=2, node_rank={rank}, use_port={port})"
-        outputs[rank] = Program(tmp_path / str(rank)).run(["-c", f"{LAUNCHERS}\nprint('found', {call})"])
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert f"found [2, 'no', 'cpu', 2, {port}]" in outputs[0]
-    assert "found None" in outputs[1]
 
 
 def free_port() -> int:

@@ -29,6 +29,7 @@ from trainwright.strategies.divided_optimizers import parameters_of, unwrap_opti
 from trainwright.strategies.module_checks import sparse_weights
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import CHECKPOINT, EPOCH_LEFT, EPOCH_START, OpenEpoch
+from trainwright.value_kinds import is_dtensor
 
 SAVE_HOOK = "on_save_checkpoint"
 
@@ -156,7 +157,7 @@ def _check_first_step(optimizer: Optimizer) -> None:
         handle.remove()
         for state in stepped.state.values():
             for key, value in state.items() if isinstance(state, dict) else ():
-                local = getattr(value, "_local_tensor", value)  # the part of a DTensor
+                local = value.to_local() if is_dtensor(value) else value
                 if isinstance(local, Tensor):
                     _check_dense(stepped, key, local)
                     check_storable(f"{key} of {type(stepped).__name__}", local)
