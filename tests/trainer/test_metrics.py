@@ -143,12 +143,6 @@ def test_a_metric_object_of_two_stages_is_rejected(logs: str, sanity: int, batch
     assert trainer.global_step == batches
 
 
-def test_a_metric_object_may_give_values_in_two_stages() -> None:
-    module = Shares()
-    tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), make_loader())
-    assert module.best.update_count == 3  # one of the sanity check: nothing resets an object that is not logged
-
-
 # -- metrics of several ranks --------------------------------------------------------------------------------------------
 
 

@@ -155,8 +155,6 @@ class ClassificationReport(Callback):
     32
     """
 
-    counts_rounds = False
-
     @refuses_unknown
     def __init__(
         self,
