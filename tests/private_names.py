@@ -483,14 +483,10 @@ PYTHON = (
 )
 
 OTHERS = (
-    Use("tqdm.std.tqdm", "_instances", "see whether a bar is drawn (rank_zero.py)"),
     Use(
         "transformers.modeling_utils.PreTrainedModel",
         "_gradient_checkpointing_func",
         "reject reentrant recomputation on several ranks (strategies/ddp/vendor.py)",
-    ),
-    Use(
-        "omegaconf.base.Node", "_get_parent", "know a part of a configuration that refers to the rest (plain_forms.py)"
     ),
     Use(
         "datasets.IterableDataset",

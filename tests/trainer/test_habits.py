@@ -19,7 +19,6 @@ from small import QUIET, Classifier, assert_equal, make_loader, weights
 
 import trainwright as tw
 from trainwright.gradient_norms import grad_norm
-from trainwright.hyperparameters import read_hyper_parameters
 from trainwright.trainer.oversights import watching
 
 
@@ -101,13 +100,8 @@ def test_hooks_of_earlier_versions_are_named() -> None:
         def training_step_end(self, outputs: Any) -> None:
             raise AssertionError
 
-        def configure_sharded_model(self) -> None:
-            self.made = True
-
-    module = Old()
     with pytest.warns(UserWarning, match=r"Old defines training_step_end of an earlier version.*: training_step\."):
-        trainer_of().fit(module, make_loader(16))
-    assert module.made
+        trainer_of().fit(Old(), make_loader(16))
     Old.training_epoch_end = lambda self, outputs: None
     with pytest.raises(
         TypeError, match=r"Old defines training_epoch_end, which is never called\. Define on_train_epoch_end"
@@ -272,10 +266,9 @@ def test_map_location_is_that_of_torch_load(tmp_path: Path) -> None:
     def loaded(location: Any) -> str:
         return Classifier.load_from_checkpoint(tmp_path / "a.ckpt", map_location=location).device.type
 
-    assert loaded(lambda storage, place: storage) == loaded(lambda storage, place: None) == "cpu"
-    assert loaded({"cuda:0": "cpu"}) == loaded({"cuda:0": "cuda:1", "cpu": "cpu"}) == loaded({}) == "cpu"
-    assert loaded({"cuda:0": "meta"}) == loaded(torch.device("meta")) == "meta"
-    with pytest.raises(ValueError, match="names several devices"):
+    assert loaded(lambda storage, place: storage) == "cpu"
+    assert loaded("meta") == loaded(torch.device("meta")) == "meta"
+    with pytest.raises(TypeError, match="Pass one device"):
         loaded({"cuda:0": "cpu", "cuda:1": "meta"})
 
 
@@ -564,13 +557,6 @@ def test_variables_are_read_as_their_argument(monkeypatch: pytest.MonkeyPatch, t
     assert Path(trainer.default_root_dir) == tmp_path / "2024"
     trainer.num_sanity_val_steps = trainer.num_sanity_val_steps
     assert trainer.num_sanity_val_steps == float("inf")
-
-
-def test_a_csv_file_of_other_columns_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "hparams.csv"
-    path.write_text("name,value\nlr,0.1\n")
-    with pytest.raises(ValueError, match=r"the columns are .*, and must be key and value"):
-        read_hyper_parameters(str(path))
 
 
 def test_an_export_leaves_the_mode_of_each_child(monkeypatch: pytest.MonkeyPatch) -> None:

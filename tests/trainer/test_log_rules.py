@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
@@ -190,19 +190,6 @@ def test_reductions_have_several_forms(given: Any, reduction: str) -> None:
     logged = log(collector_in("training_step"), "x", 1.0, reduce_fx=given)
     assert logged is not None
     assert logged.reduce_fx == reduction
-
-
-def test_the_graph_of_the_latest_value_is_kept_where_asked_for() -> None:
-    collector, weight = collector_in("training_step"), torch.ones((), requires_grad=True)
-    kept = log(collector, "kept", weight * 2, enable_graph=True, on_epoch=True)
-    left = log(collector, "left", weight * 2)
-    assert kept is not None
-    assert left is not None
-    assert isinstance(kept.last, Tensor)
-    kept.last.backward()
-    assert weight.grad == 2.0
-    assert kept.total() == (8.0, 4.0)
-    assert left.last == 2.0
 
 
 def test_rank_zero_only_values_are_collected_on_rank_zero() -> None:

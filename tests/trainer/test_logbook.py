@@ -111,18 +111,6 @@ def test_of_an_evaluation_callbacks_see_the_epochs_values_only() -> None:
     assert logbook.callback_metrics["same"] == 1.5
 
 
-def test_the_sanity_checks_values_are_there_until_it_ends() -> None:
-    rows = Rows()
-    logbook, _ = make_logbook(rows)
-    with logbook.silent():
-        collector = start(logbook, "validation_step")
-        log(collector, "loss", 1.0, on_step=True, on_epoch=True)
-        logbook.log_evaluation_step(1)
-        finish(logbook)
-        assert logbook.callback_metrics == {"loss": 1.0, "loss_epoch": 1.0}
-    assert (logbook.callback_metrics, logbook.logged_metrics, rows.rows) == ({}, {}, [])
-
-
 def test_rows_have_the_x_values_of_their_stage() -> None:
     rows = Rows()
     logbook, state = make_logbook(rows)
@@ -335,33 +323,6 @@ def test_half_precision_and_mixed_kinds_add_up_exactly() -> None:
         for name in ("min", "max"):
             log(collector, name, mixed, reduce_fx=name)
     assert finish(logbook) == [{"sum": 130 * 2048.0, "min": 0.0, "max": 129.0}]
-
-
-def test_one_metric_of_a_collection_is_reset_with_the_state_that_it_shares() -> None:
-    module, found = Measured(), []
-    logbook, _ = make_logbook()
-    for right in (True, False):
-        collector = start(logbook, "validation_step", module)
-        for _ in range(2):
-            module.several.update(torch.eye(3), torch.arange(3) if right else torch.tensor([1, 2, 0]))
-            log(collector, "precision", module.several["MulticlassPrecision"])
-        found += finish(logbook)
-    assert found == [{"precision": 1.0}, {"precision": 0.0}]
-
-
-def test_an_ambiguous_batch_is_told_once() -> None:
-    def run() -> None:
-        logbook, _ = make_logbook()
-        for _ in range(2):
-            collector = start(logbook, "validation_step")
-            for _ in range(3):
-                collector.batch = {"x": torch.zeros(3, 2), "y": torch.zeros(5)}
-                log(collector, "x", 1.0)
-            finish(logbook)
-
-    with pytest.warns(UserWarning, match=r"leading sizes \[3, 5\].*weighted by 5.*batch_size=") as caught:
-        run()
-    assert len(caught) == 1
 
 
 def test_a_table_has_a_column_per_loader() -> None:

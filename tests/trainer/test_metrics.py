@@ -174,12 +174,6 @@ def test_a_metric_object_of_two_stages_is_rejected(logs: str, sanity: int, batch
     assert trainer.global_step == batches
 
 
-def test_a_metric_object_may_give_values_in_two_stages() -> None:
-    module = Shares()
-    tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), make_loader())
-    assert module.best._update_count == 3  # one of the sanity check: nothing resets an object that is not logged
-
-
 # -- metrics of several ranks --------------------------------------------------------------------------------------------
 
 
@@ -228,12 +222,6 @@ def test_three_ranks_become_one() -> None:
     assert totals(taken) == totals(collected([number for share in shares for number in share], whole))
     for name in ("accuracy", "mean", "most", "all"):
         assert torch.equal(getattr(together, name).compute(), getattr(whole, name).compute()), name
-
-
-def test_one_state_is_kept_as_it_is_and_none_is_none() -> None:
-    state: dict[str, Any] = {"values": [], "metrics": {}}
-    assert merged([state], nn.Module())[0] is state
-    assert merged([], nn.Module()) == (None, [])
 
 
 @pytest.mark.filterwarnings("ignore:The variance of predictions")

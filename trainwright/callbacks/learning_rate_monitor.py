@@ -44,7 +44,6 @@ class LearningRateMonitor(Callback):
     """
 
     reads_outputs = False
-    counts_rounds = True
 
     @refuses_unknown
     def __init__(

@@ -119,7 +119,7 @@ class ModelCheckpoint(Checkpoint):
     FILE_EXTENSION = ".ckpt"
 
     priority = -20  # its checkpoints contain the states of the other callbacks
-    reads_outputs, counts_rounds = False, True
+    reads_outputs = False
 
     @refuses_unknown
     def __init__(

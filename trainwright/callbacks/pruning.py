@@ -68,7 +68,6 @@ class ModelPruning(Callback):
     0.25
     """
 
-    counts_rounds = True
     reads_outputs = False
     PARAMETER_NAMES = ("weight", "bias")
 

@@ -92,14 +92,14 @@ def abandonable(run: TrainingRun) -> Iterator[None]:
     """
     stop, logbook, state = run.stop, run.logbook, run.state
     state.mark_rng(VALIDATION)
-    latest = logbook.state_dict() if stop.may_abandon(run.window.is_open) else None
+    latest = logbook.state_dict() if stop.may_abandon else None
     try:
         yield
     except EvaluationAbandoned:
         assert latest is not None
         logbook.drop_evaluation(latest)
         state.progress.end_batches(is_stopped=True)  # the state says whether the epoch-wise schedulers have stepped
-        stop.commit(state.rng[VALIDATION])
+        stop.save(state.rng[VALIDATION])
         logbook.end_evaluation()
         raise
     except BaseException:

@@ -172,7 +172,7 @@ def evaluate(
     if getattr(run.settings, LIMITS[stage]) == 0:
         return []
     engine.strategy.broadcast_buffers(engine.modules)
-    abandonment = run.stop.begin_evaluation(run.state.progress.is_within_window)
+    abandonment = run.stop.begin_evaluation()
     with (
         run.state.progress.during(phase),
         evaluation_mode(module, stage),
@@ -255,7 +255,7 @@ def source_of(evaluation: Evaluation, loader: Shard, most: int | None) -> tuple[
     evaluation.shown.note_indices(None)
     if run.engine.world_size > 1 and not loader.is_sharded:
         is_collective = run.engine.strategy.capabilities.forward_is_collective
-        return OwnRounds(loader, count, evaluation.communication, is_collective), None
+        return OwnRounds(loader, count, is_collective), None
     return loader, count
 
 
@@ -334,7 +334,7 @@ def skip_none(world_size: int, stage: str = "training") -> Any:
 def run_dummy(evaluation: Evaluation, collector: MetricCollector, batch: Batch, several: tuple[int, ...]) -> None:
     """Run the hooks and the step that communicate on another rank's batch, and drop the results."""
     run, stage, communication = evaluation.run, evaluation.stage, evaluation.communication
-    uneven = UnevenRound(collector, evaluation.module, run.callbacks, is_dummy=True)
+    uneven = UnevenRound(collector, evaluation.module, is_dummy=True)
     if communication.in_hooks:
         run.hooks.call(f"on_{stage}_batch_start", batch.value, batch.index, *several)
     outputs = None
