@@ -242,10 +242,9 @@ TORCH = (
 )
 
 TORCHMETRICS = (
-    Use("torchmetrics.Metric", "_update_count _computed _defaults", "save, restore and merge the state of a metric"),
+    Use("torchmetrics.Metric", "_update_count _computed", "restore the state of a metric"),
     Use("torchmetrics.Metric", "_copy_state_dict", "run a batch whose results are dropped (trainer/uneven_round.py)"),
     Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/metric_objects.py)"),
-    Use("torchmetrics.Metric", "_reductions", "merge what ranks have counted (trainer/metric_objects.py)"),
 )
 
 FAIRSCALE = (
@@ -467,14 +466,10 @@ PYTHON = (
 )
 
 OTHERS = (
-    Use("tqdm.std.tqdm", "_instances", "see whether a bar is drawn (rank_zero.py)"),
     Use(
         "transformers.modeling_utils.PreTrainedModel",
         "_gradient_checkpointing_func",
         "reject reentrant recomputation on several ranks (strategies/ddp/vendor.py)",
-    ),
-    Use(
-        "omegaconf.base.Node", "_get_parent", "know a part of a configuration that refers to the rest (plain_forms.py)"
     ),
     Use(
         "datasets.IterableDataset",

@@ -28,6 +28,7 @@ REPLACED_HOOKS = {
     "training_step_end": "training_step",
     "validation_step_end": "validation_step",
     "test_step_end": "test_step",
+    "configure_sharded_model": "configure_model",
     "on_epoch_start": "on_train_epoch_start",
     "on_epoch_end": "on_train_epoch_end",
     "on_batch_start": "on_train_batch_start",
