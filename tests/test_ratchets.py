@@ -168,7 +168,7 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice log_rules run_position settings stage",
+    "checkpoint_choice run_position settings stage",
     "logged_value oversights parts sources",
     "loops metric_objects stop",
     "metrics",
@@ -179,8 +179,9 @@ FLOORS = [
     "evaluate remote_call status",
     "predict training_run",
     "saving",
-    "optimization resume",
+    "optimization",
     "epoch_end preparation",
+    "resume",
     "fit",
     "trainer",
     "tuner",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from small import QUIET, Classifier, assert_equal, make_loader, weights
 
 import trainwright as tw
@@ -74,32 +72,3 @@ def test_more_than_one_pass_is_refused() -> None:
     trainer.validate(module, once)
     with pytest.raises(RuntimeError, match="yields no batches: an iterator can be read only once"):
         trainer.validate(module, once)
-
-
-def test_a_number_of_batches_takes_the_next_ones_in_each_pass() -> None:
-    class Notes(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.trained: list[int] = []
-            self.validated: list[int] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.trained.append(batch)
-            return self.net[0].weight.sum()
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.validated.append(batch)
-
-    module = Notes()
-    trainer = tw.Trainer(max_epochs=2, limit_train_batches=3, limit_val_batches=2, **QUIET)
-    trainer.fit(module, count(), count(10))
-    assert module.trained == [0, 1, 2, 3, 4, 5]
-    assert module.validated == [10, 11, 12, 13]  # no sanity check
-
-
-def test_iterators_in_a_list_are_loaders() -> None:
-    module, seen = Classifier(), []
-    module.training_step = lambda batch, batch_idx: (seen.append(len(batch)), module.net[0].weight.sum())[1]
-    trainer = tw.Trainer(max_epochs=1, limit_train_batches=2, **QUIET)
-    trainer.fit(module, tw.CombinedLoader([batches(8), batches(8)]))
-    assert seen == [2, 2]

@@ -71,8 +71,9 @@ EARLIER_HOOKS = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
+    "configure_sharded_model": "configure_model",
 }
-"""Hooks of earlier trainers that computed an epoch's metrics from all outputs, and their replacements."""
+"""Hooks of earlier trainers without which results would be missing, and their replacements."""
 UNTIMED_HOOKS = ("on_tune", "on_run_end")
 """Hooks called before the profiler is set up, or after it is closed."""
 
@@ -188,7 +189,7 @@ def check_hooks(owner: Module | Callback) -> None:
     """Warn of methods of a user's class whose names are almost those of hooks.
 
     Raises:
-        TypeError: it defines a hook of earlier trainers that computed an epoch's metrics.
+        TypeError: it defines a hook of earlier trainers without which results would be missing.
     """
     base: type = Module if isinstance(owner, Module) else Callback
     for name, method in inspect.getmembers_static(type(owner), inspect.isfunction):
@@ -197,8 +198,7 @@ def check_hooks(owner: Module | Callback) -> None:
         who = f"{type(owner).__name__}.{name}"
         if name in EARLIER_HOOKS:
             raise TypeError(
-                f"{who} is never called. Define {EARLIER_HOOKS[name]} instead (outputs of the steps are not kept: keep on self "
-                "what you need)."
+                f"{who} is never called. Define {EARLIER_HOOKS[name]} instead, and keep outputs that you need on self."
             )
         is_own = method.__module__.partition(".")[0] in ("trainwright", "torch")
         if not is_own and (meant := nearest_hook(name, base)) and not is_overridden(meant, owner, base):

@@ -44,7 +44,7 @@ from trainwright.trainer.parts import (
     with_the_modules,
 )
 from trainwright.trainer.predict import predict
-from trainwright.trainer.preparation import Request, choose_checkpoint, prepare_fit, read_evaluation, read_fit
+from trainwright.trainer.preparation import Request, choose_checkpoint, read_evaluation, read_fit
 from trainwright.trainer.remote_call import call_remotely, changes
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
@@ -246,17 +246,8 @@ class Trainer(Status):
         # The stop is outermost, because it raises RunStopped once everything else is closed.
         with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
             run.stop.open()
-            resumption = None if choice.checkpoint is None else Resumption(run, choice.checkpoint, request.fresh)
-            if resumption is not None:
-                resumption.parts()
-            prepare_fit(run)
-            run.hooks.call("on_fit_start")
-            run.log_hyper_parameters()  # after a search's callback has set the value that the saved run has found
-            # Before the schedulers' state is loaded, since a callback's scheduler has state as well.
-            run.replace_schedulers()
-            if resumption is not None:
-                resumption.state()
-            fit(run, resumption)
+            if Resumption(run, choice.checkpoint, request.fresh).run():
+                fit(run)
             if choice.is_rerunnable:
                 run.stop.save_end()
             run.hooks.call("on_fit_end")

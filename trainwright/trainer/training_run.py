@@ -28,7 +28,7 @@ from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.oversights import LONG_EPOCH, warn_of_evaluation_mode, watching
 from trainwright.trainer.run import Parts, Run
-from trainwright.trainer.run_position import ENDING, Phase
+from trainwright.trainer.run_position import Phase
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
 from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.uneven_round import UnevenRound
@@ -125,9 +125,6 @@ class TrainingRun(Run):
         """Batches of this run for which training_step returned None."""
         self.step_results: list[StepResult] = []
         """Results of the steps that the module's running optimizer_step has made."""
-        self.waiting_saves: list[tuple[str, bool, bool, bool]] = []
-        """Checkpoints requested within a batch, a window or an epoch's end, to be written after it: path, weights_only,
-        blocking and overwrite."""
         self._is_watched = False
         """Whether an epoch has begun, during which the loop looks for oversights."""
         self.close_at_end(self._drop_batch)
@@ -249,7 +246,7 @@ class TrainingRun(Run):
     def _is_stopped(self) -> bool:
         """Return whether the run stops before the first batch. Collective."""
         self.stop.agree()
-        return self.stop.is_due(self.window.is_open)
+        return self.stop.is_due()
 
     def begin_batch(self, batch: Batch) -> bool:
         """Begin a training batch; return False if on_train_batch_start ends the epoch before it. Collective then."""
@@ -257,9 +254,9 @@ class TrainingRun(Run):
         assert collector is not None
         self.batch = batch
         self.state.progress.begin_batch(self.state, batch.is_last)
-        collector.begin_batch(batch.value, index=batch.index)
+        collector.begin_batch(batch.value)
         if batch.is_uneven:
-            self.uneven_round = UnevenRound(collector, self.module, self.callbacks, batch.is_dummy)
+            self.uneven_round = UnevenRound(collector, self.module, batch.is_dummy)
         if not self.plan.batch_start or not batch.arguments:
             return True
         if -1 not in self.hooks.call("on_train_batch_start", batch.value, batch.index):
@@ -291,7 +288,7 @@ class TrainingRun(Run):
         """End the epoch's batches."""
         collector = self.logbook.training_collector
         assert collector is not None
-        collector.end_batches()
+        collector.begin_loader(None)
         self.state.progress.end_batches()
         self._drop_batch()
 
@@ -361,22 +358,8 @@ class TrainingRun(Run):
     @property
     def is_done(self) -> bool:
         """Return whether no epoch is left to train, nor one that a stopped run was resumed within."""
-        last, is_stopped = self.settings.last_epoch, self.stop.is_due(self.window.is_open)
+        last, is_stopped = self.settings.last_epoch, self.stop.is_due()
         return (is_stopped and not self.state.is_unfinished) or (last is not None and self.state.epoch >= last)
-
-    def may_save(self, weights_only: bool) -> bool:
-        """Return whether a checkpoint can be written now; else it waits for the end of the window, the batch or the epoch.
-
-        A checkpoint within an epoch holds no gradients that wait for a step, a resumed run would draw and train on a batch
-        again that is not counted, and no run resumes within an epoch's end.
-        """
-        if self.running_call is None:
-            return True
-        progress = self.state.progress
-        is_counted = self.state.total_batches != progress.batches_before
-        # In a batch that has failed, a save would wait for an end that does not come.
-        is_within_batch = progress.is_in_batch and not is_counted and not self.stop.was_cut
-        return not self.window.is_open and (weights_only or not (is_within_batch or progress.phase in ENDING))
 
     def obstacle(self, error: BaseException) -> str:
         """Return why a run that fails here cannot be resumed exactly; "" if it can."""
