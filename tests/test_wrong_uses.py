@@ -170,16 +170,6 @@ class Forward(Classifier):
         return self.net(batch[0])
 
 
-class Grouped(Classifier):
-    def parameters(self, recurse: bool = True) -> Any:
-        return [{"params": list(super().parameters(recurse)), "lr": 0.1}]
-
-
-class GroupedLayer(nn.Linear):
-    def parameters(self, recurse: bool = True) -> Any:
-        return [{"params": [self.weight, self.bias], "lr": 0.1}]
-
-
 class OldHook(Classifier):
     def validation_epoch_end(self, outputs: Any) -> None:
         """Nobody calls it any more."""
@@ -496,10 +486,6 @@ RUNNING = [
 """Wrong uses that show only in a step or a hook of a run."""
 
 OTHERS = [
-    WrongUse("groups as parameters", lambda s: s.make().fit(Grouped(), s.loader), TypeError,
-             r"parameters\(\) of Grouped returns a dict; it has to return tensors.* another name", has_begun=True),
-    WrongUse("groups as parameters of a layer", lambda s: tw.Accelerator(cpu=True).prepare(nn.Sequential(GroupedLayer(4, 3))),
-             TypeError, r"parameters\(\) of '0' \(GroupedLayer\) returns a dict; it has to return tensors", has_begun=True),
     WrongUse("validate without a module", lambda s: s.make().validate(), TypeError,
              r"trainer.validate was given no module, and none was run before. Pass an instance"),
     WrongUse("test without test_step", lambda s: s.make().test(OnlyStep(), s.loader), TypeError,
