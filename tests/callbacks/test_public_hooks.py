@@ -182,7 +182,7 @@ def test_callback_searches_a_setting_replaces_the_scheduler_and_passes_over_the_
 def test_every_method_of_a_callback_is_a_hook_or_keeps_state() -> None:
     others = {"log", "log_dict", "state_dict", "load_state_dict", "state_key"}
     public = {name for name in vars(tw.Callback) if name[0] != "_"}
-    assert public - set(HOOKS) == {*others, "priority", "reads_outputs", "counts_rounds"}
+    assert public - set(HOOKS) == {*others, "priority", "reads_outputs"}
 
 
 @pytest.mark.parametrize(
