@@ -29,6 +29,7 @@ shard.set_epoch(1, 0)
 next(iter(shard))
 """
 
+
 @pytest.mark.launch
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_worker_whose_parent_was_killed_at_once_ends(tmp_path: Path) -> None:

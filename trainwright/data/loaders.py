@@ -358,7 +358,7 @@ def _check_shardable(loader: Iterable[Any], world_size: int) -> None:
 def _check_parts(loader: Iterable[Any], parts: int) -> None:
     """Reject a loader whose batches cannot be divided into this many equal parts (ValueError)."""
     sampler = getattr(loader, "batch_sampler", None)
-    size = getattr(sampler, "batch_size", None)
+    size: Any = getattr(sampler, "batch_size", None)
     if type(sampler) is not BatchSampler or size % parts:
         raise ValueError(
             f"split_batches=True divides a batch over {parts} ranks, and this {type(loader).__name__} has the batch sampler "
@@ -396,8 +396,8 @@ def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator over the batches. The sampler's iteration begins now."""
     collate: Callable[[Any], Any] = loader.collate_fn
     dataset: Any = loader.dataset
-    is_batched = loader.batch_sampler is not None
-    read = getattr(dataset, "__getitems__", None) if is_batched else partial(getitem, dataset)
+    batches = loader.batch_sampler
+    read = partial(getitem, dataset) if batches is None else getattr(dataset, "__getitems__", None)
 
     def fetch(wanted: Any) -> Any:
         if read:
@@ -405,4 +405,4 @@ def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
         # Not list(map(...)), which would mistake a StopIteration of the dataset for the end of the batch and lose samples.
         return collate([dataset[index] for index in wanted])
 
-    return map(fetch, loader.batch_sampler if is_batched else loader.sampler)
+    return map(fetch, loader.sampler if batches is None else batches)
