@@ -128,8 +128,8 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice inputs log_rules run_position settings stage",
-    "logged_value oversights parts plain_backwards sources",
+    "checkpoint_choice run_position settings stage",
+    "logged_value oversights parts sources",
     "loops metric_objects stop",
     "metrics",
     "reduction uneven_round",

@@ -40,15 +40,14 @@ class Counting(IterableDataset[Any]):
 
 
 class Collecting(tw.Callback):
-    """Keeps the samples that its hooks are given."""
+    """Collects the samples of its rank."""
 
     def __init__(self) -> None:
         self.samples: list[float] = []
-        self.seen = self.batches = 0
+        self.batches = 0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.samples += batch[0].tolist()
-        self.seen += len(batch[0])
+        self.samples += [] if trainer.is_dummy_batch else batch[0].tolist()
         self.batches += 1
         self.log("n_callback", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
 
@@ -63,14 +62,12 @@ class Mean(tw.Module):
         self.metric = torchmetrics.SumMetric()
         self.total = torch.zeros(())
         self.samples: list[float] = []
-        self.by_size: dict[int, list[float]] = {1: []}
         self.seen = self.steps = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         values = batch[0]
         loss: Tensor = -(self.w * values).mean()
         self.samples += values.tolist()
-        self.by_size[1].extend(values.tolist())
         self.seen += len(values)
         self.steps += 1
         self.total += values.sum()
@@ -102,16 +99,13 @@ def trained(module: Mean, loader: Any) -> dict[str, Any]:
     run = trainer(callbacks=[collecting])
     run.fit(module, loader)
     metrics = {name: round(float(value), 4) for name, value in run.callback_metrics.items() if name != "n_backward"}
-    kept = [module.samples, module.by_size[1], collecting.samples]
+    kept = [module.samples, collecting.samples]
     return {
         "w": round(float(module.w.detach()), 4),
         "metrics": metrics,
         "kept": [sorted(chain.from_iterable(each)) for each in zip(*collectives.gather_object(kept), strict=True)],
         "seen": [
-            sum(each)
-            for each in zip(
-                *collectives.gather_object([module.seen, collecting.seen, float(module.total)]), strict=True
-            )
+            sum(each) for each in zip(*collectives.gather_object([module.seen, float(module.total)]), strict=True)
         ],
         "batches": [module.steps, collecting.batches],
     }
