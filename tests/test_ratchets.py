@@ -172,7 +172,7 @@ FLOORS = [
     "logged_value oversights parts plain_backwards sources",
     "loops metric_objects stop",
     "metrics",
-    "reduction uneven_round",
+    "uneven_round",
     "logbook",
     "hooks training_data",
     "epoch_batches run",

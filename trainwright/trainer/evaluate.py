@@ -12,13 +12,13 @@ import torch
 
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
 from trainwright.data.first_draws import compare_first_draws
-from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
+from trainwright.data.loaders import ShardedLoader, refuse_length
 from trainwright.data.seeding import isolate_rng
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, hook_of, is_overridden
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
-from trainwright.trainer.epoch_batches import Batch, PulledBatches
+from trainwright.trainer.epoch_batches import Batch
 from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.oversights import warn_of_monitors, warn_of_shuffling
@@ -92,6 +92,10 @@ class Evaluation:
         self.is_loaded, self.has_iterators = True, bool(iterators_of(loaders))
         are_named = all(name is not None for name, _ in self.loaders)
         self.arguments = read_step(self.module, f"{self.stage}_step", len(self.loaders), are_named)
+        if self.arguments.pulls:
+            raise TypeError(
+                f"{self.stage}_step takes dataloader_iter, as only training_step can. Take batch and batch_idx."
+            )
         if self.stage != "predict" and not self.run.in_order:
             warn_of_shuffling(loaders, self.stage)
         self.shown.note(loaders, [self.limit_of(loader) for _, loader in self.loaders])
@@ -170,12 +174,12 @@ def evaluate(
             if abandonment is not None:
                 run.stop.after_loader()
             if len(evaluation.loaders) > 1:
-                logbook.end_loader(module)
+                collector.end_loader()
         collector.begin_loader(None)
         if f"on_{stage}_epoch_end" in hooks.reduced_early:
-            logbook.reduce(module)  # so that they see the epoch's values
+            logbook.reduce()  # so that they see the epoch's values
         hooks.call(f"on_{stage}_epoch_end")
-        metrics = logbook.finish(module, num_loaders=len(evaluation.loaders)) if stage != "predict" else []
+        metrics = logbook.finish(len(evaluation.loaders)) if stage != "predict" else []
         logbook.stop_collecting()
         if before_end is not None:
             before_end()
@@ -200,10 +204,8 @@ def run_loader(
     def is_left(index: int) -> bool:
         return abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, index)
 
-    batches = pulled_batches if evaluation.arguments.pulls else handed_batches
-    for batch in batches(evaluation, loader_index, most, is_left):
-        value = batch.value if batch.is_taken else collector.batch
-        collector.begin_batch(value, step, batch.is_uneven)
+    for batch in batches_of(evaluation, loader_index, most, is_left):
+        collector.begin_batch(batch.value, step, batch.is_uneven)
         if batch.is_dummy:
             run_dummy(evaluation, collector, batch, several)
             continue
@@ -214,8 +216,6 @@ def run_loader(
         look()
         outputs = run.engine.run(module, step, *batch.arguments)
         look()
-        if not batch.is_taken:
-            batch.refuse(step)
         if keep is not None:
             keep(loader_index, batch.index, outputs)
         hooks.call(f"on_{stage}_batch_end", outputs, batch.value, batch.index, *several)
@@ -234,17 +234,16 @@ def source_of(evaluation: Evaluation, loader: Shard, most: int | None) -> tuple[
     loader.set_epoch(run.engine.seed, 0)
     is_limited = most is not None or getattr(run.settings, LIMITS[evaluation.stage]) is not None
     count = evaluation.limit_of(loader, most) if is_limited else None  # without a limit its length does not matter
-    evaluation.shown.note_indices(None)
     if run.engine.world_size > 1 and not loader.is_sharded:
         is_collective = run.engine.strategy.capabilities.forward_is_collective
         return OwnRounds(loader, count, is_collective), None
     return loader, count
 
 
-def handed_batches(
+def batches_of(
     evaluation: Evaluation, loader_index: int, most: int | None, is_left: Callable[[int], bool]
 ) -> Iterator[Batch]:
-    """Yield the batches of one loader that are handed to the step."""
+    """Yield the batches of one loader."""
     run, stage, shown = evaluation.run, evaluation.stage, evaluation.shown
     loader, transfer = evaluation.loaders[loader_index][1], evaluation.transfer
     source, count = source_of(evaluation, loader, most)
@@ -260,50 +259,18 @@ def handed_batches(
             refuse_length(length)
         if is_left(index):
             break
-        if indices:
-            shown.note_indices(indices.popleft())
+        shown.note_indices(indices.popleft() if indices else None)
         value = value if transfer is None else transfer(value, loader_index)
         if value is None:
             skip_none(run.engine.world_size, stage)
             continue
         # Only in a last round may the ranks have unequal numbers of samples. Without a length any round may be the last.
-        is_uneven = length is None or index == length - 1
+        is_uneven = length in (None, index + 1)
         arguments = evaluation.arguments.of(value, index, loader_index)
         yield Batch(arguments, value, index, is_uneven=is_uneven, is_dummy=is_dummy)
     # All ranks know it without an exchange: a rank without samples has a dummy batch, and OwnRounds has compared the numbers.
     if source.is_empty if isinstance(source, OwnRounds) else index < 0:
         evaluation.refuse_empty(loader_index)
-
-
-def pulled_batches(
-    evaluation: Evaluation, loader_index: int, most: int | None, is_left: Callable[[int], bool]
-) -> Iterator[Batch]:
-    """Yield a batch for each step that takes its batches of one loader itself."""
-    run = evaluation.run
-    source, count = source_of(evaluation, evaluation.loaders[loader_index][1], most)
-    length = source.exact_length
-
-    def is_dummy(number: int) -> bool:
-        return source.real_length is not None and number >= source.real_length
-
-    pulled = PulledBatches(
-        with_last(source, 0, length if count is None else count),
-        evaluation.transfer,
-        0,
-        run.logbook,
-        run.engine.precision.step_context,
-        is_dummy=is_dummy,
-        loader_index=loader_index,
-    )
-    if source.is_empty if isinstance(source, OwnRounds) else pulled.is_at_end:
-        evaluation.refuse_empty(loader_index)
-    while not pulled.is_at_end:
-        batch = pulled.begin_step(is_uneven=length is None or pulled.count >= length - 1)
-        if is_left(batch.index):
-            break
-        yield batch
-        if batch.is_dummy and not batch.is_taken:
-            break
 
 
 def skip_none(world_size: int, stage: str = "training") -> Any:
