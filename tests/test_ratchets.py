@@ -177,7 +177,7 @@ FLOORS = [
     "hooks training_data",
     "epoch_batches run",
     "evaluate remote_call status",
-    "predict training_run",
+    "training_run",
     "saving",
     "optimization",
     "epoch_end preparation",

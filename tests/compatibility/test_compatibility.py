@@ -40,7 +40,7 @@ def test_each_case_is_recorded(expected: dict[str, Any]) -> None:
 def test_few_cases_may_differ(expected: dict[str, Any]) -> None:
     assert len(expected) >= 100
     assert set(DIFFERENCES) <= set(expected)
-    assert len(DIFFERENCES) <= LIMIT * len(expected)
+    assert len(DIFFERENCES) <= MOST_DIFFERENCES
     assert {gain for gain, _ in DIFFERENCES.values()} <= {EXACT, SAFE, VISIBLE}
 
 

@@ -155,9 +155,7 @@ class MetricCollector:
         """
         counting = [logged for logged in self.values.values() if logged.on_epoch and not logged.is_ignored]
         values = {logged.key: logged for logged in counting if logged.key not in self.reduced}
-        totals = {key: logged.total() for key, logged in values.items() if not key.attribute}
-        numbers = read_all([total for total, _ in totals.values()])  # one transfer from the device
-        pairs = {key: [number, totals[key][1]] for key, number in zip(totals, numbers, strict=True)}
+        pairs = _pairs_of(values)
         computed = {key: number for key, number in self.computed.items() if key not in self.reduced}
         of_ranks = {key: [pairs[key]] if key.rank_zero_only else [] for key in (*values, *computed)}
         shared = [[list(key), pairs.get(key, [])] for key in values if not key.rank_zero_only]
@@ -287,6 +285,13 @@ def merged(states: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, list[st
             first.absorb(logged)
     paths = sorted({path for state in states for path in state["metrics"]})
     return ({"values": _states_of(list(values.values())), "metrics": {}} if states else None), paths
+
+
+def _pairs_of(values: Mapping[Key, LoggedValue]) -> dict[Key, list[float]]:
+    """Return [value, weight] of every plain value. NOTE: waits for the device."""
+    totals = {key: logged.total() for key, logged in values.items() if not key.attribute}
+    numbers = read_all([total for total, _ in totals.values()])
+    return {key: [number, totals[key][1]] for key, number in zip(totals, numbers, strict=True)}
 
 
 def _combine(key: Key, pairs: list[list[float]]) -> float:
