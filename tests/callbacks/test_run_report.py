@@ -275,7 +275,7 @@ def refuses(path: str, flags: Any, *_: Any, **__: Any) -> Any:
 
 
 def test_training_is_never_lost_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every failure is one warning, and the rest of the report exists if possible."""
+    """Every failure is one warning."""
 
     def fitted(name: str, match: str) -> Path:
         trainer = trainer_in(tmp_path / name, max_epochs=1)
@@ -301,28 +301,8 @@ def test_training_is_never_lost_for_it(tmp_path: Path, monkeypatch: pytest.Monke
             path.write_bytes(path.read_bytes() + b"\xff\xfe\n")
 
     trainer = trainer_in(tmp_path / "broken", max_epochs=1, callbacks=Breaks())
-    with pytest.warns(
-        UserWarning, match=r"the part 'Curves' cannot be made \(ValueError: .*metrics\.csv is not a table"
-    ):
+    with pytest.warns(UserWarning, match=r"cannot be written \(ValueError: .*metrics\.csv is not a table"):
         trainer.fit(Scored(), make_loader())
-    page = page_in(tmp_path / "broken")
-    assert "The part 'Curves' cannot be made" in page.text
-    assert page.facts()["width"] == "8"
-    with monkeypatch.context() as patch:
-        patch.setattr(run_report, "describe_devices", fails)
-        patch.setattr(run_report, "peak_memory", fails)
-        folder = fitted("parts", r"the part 'Model and data' cannot be made .*; the part 'Environment' cannot be made")
-        assert (folder / "report.html").exists()
-
-    class Missing(tw.Callback):
-        def teardown(self, trainer: tw.Trainer, module: tw.Module, stage: str) -> None:
-            monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
-
-    logger = tw.TensorBoardLogger(tmp_path, name="events")
-    with pytest.warns(
-        UserWarning, match=r"the part 'Curves' cannot be made \(ImportError: .*trainwright\[tensorboard\]"
-    ):
-        trainer_in(tmp_path, logger=logger, callbacks=Missing()).fit(Scored(), make_loader())
 
 
 def test_number_of_metrics_and_length_of_texts_are_limited(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class LearningRateFinder(Callback):
         return TunedSetting(names, [module], "The search for a learning rate")
 
     def on_tune(self, trainer: AnyTrainer, module: Module, data: Mapping[str, Any]) -> None:
-        self.optimal_lr = self.search(trainer.trial, module, data)
+        self.search(trainer.trial, module, data)
 
     def lr_find(self, trainer: AnyTrainer, pl_module: Module) -> NoReturn:
         """Raise RuntimeError: a search within a run, as Lightning has it, is not possible."""
@@ -93,7 +93,7 @@ class LearningRateFinder(Callback):
     def search(self, make_trial: MakeTrial, module: Module, data: Mapping[str, Any]) -> LearningRateSearch:
         """Search, and set the attribute. Collective."""
         setting = self._setting(module) if self.update_attr else None
-        found = LearningRateSearch(*self._arguments)
+        self.optimal_lr = found = LearningRateSearch(*self._arguments)
         found.run(make_trial, module, data, self.early_stop_threshold)
         self._rate = rate = found.suggestion() if setting is not None else None
         if setting is not None and rate is not None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
 
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.trainer_protocol import TrialTrainer
@@ -68,22 +67,13 @@ class LearningRateSearch:
             skip_begin: points to skip at the beginning.
             skip_end: points to skip at the end, where the loss may already rise.
         """
-        index = self._steepest(skip_begin, skip_end)
+        index, losses = self._steepest(skip_begin, skip_end), self.results["loss"]
         if index is None:
-            bad = [i for i, loss in enumerate(self.results["loss"]) if not math.isfinite(loss)]
-            first = (
-                f"{len(bad)} have a loss that is not finite (first at a rate of {self.results['lr'][bad[0]]:.3g}), and "
-                if bad
-                else ""
-            )
+            count = sum(not math.isfinite(loss) for loss in losses)
             rank_zero_warn(
-                f"The search for a learning rate has {len(self.results['loss'])} points, of which {first}{skip_begin} at the "
-                f"beginning and {skip_end} at the end are left out: too few to suggest one. "
-                + (
-                    "Look for the cause, or pass smaller rates."
-                    if bad
-                    else "Raise num_training, or pass smaller skip_begin and skip_end."
-                )
+                f"The search for a learning rate has {len(losses)} points, of which {skip_begin} at the beginning, {skip_end} "
+                f"at the end and {count} with a loss that is not finite are skipped: too few to suggest one. Raise "
+                "num_training, or pass smaller skip_begin and skip_end, or smaller rates."
             )
             return None
         return self.results["lr"][index]
@@ -145,31 +135,16 @@ def trial_copy(module: Module) -> Module:
             return _without_steps(super().configure_optimizers())
 
     Trial.__name__ = type(module).__name__  # messages name it
-    memo = {id(each): each.detach().clone() for each in computed_tensors(module)}
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed_tensors(module)}
     try:
-        with torch.no_grad():  # or a copied ScriptModule would have parameters with a graph
-            copied = copy.deepcopy(module, dict(memo))
+        copied = copy.deepcopy(module, memo)
     except TypeError as error:
         raise TypeError(
-            f"a search trains copies of the module, and {', '.join(_uncopyable(module, memo))} cannot be copied: {error}. "
-            "Make it in a hook and delete it there too, or keep it outside of the module."
+            f"a search trains copies of the module, and {type(module).__name__} cannot be copied: {error}. Make the attribute "
+            "that cannot be copied in a hook and delete it there too, or keep it outside of the module."
         ) from error
-    for parameter, original in zip(copied.parameters(), module.parameters(), strict=True):
-        if parameter.requires_grad != original.requires_grad:
-            parameter.requires_grad_()
     copied.__class__ = Trial
     return copied
-
-
-def _uncopyable(module: nn.Module, memo: dict[int, Tensor]) -> Iterator[str]:
-    """Yield the names of the attributes of a module and its submodules that cannot be copied."""
-    for name, owner in module.named_modules():
-        attributes: Any = {} if isinstance(owner, torch.jit.ScriptModule) else owner.__getstate__()
-        for key in sorted(attributes.keys() - vars(nn.Module()).keys()):
-            try:
-                copy.deepcopy(attributes[key], dict(memo))
-            except TypeError:
-                yield ".".join(filter(None, (type(module).__name__, name, key)))
 
 
 def _without_steps(returned: Any) -> Any:
@@ -264,15 +239,14 @@ class TunedSetting:
         search: the name of the search, for the error.
 
     Raises:
-        AttributeError: none of the owners has it, or it cannot be set.
+        AttributeError: none of the owners has it.
     """
 
     def __init__(self, names: Sequence[str], owners: Sequence[Any], search: str) -> None:
         for name in names:
             self.name, self._holders = name, list(_holders_of(name, owners))
             if self._holders:
-                self._first = [_value_of(*each) for each in self._holders]
-                self._check(search)
+                self._first = [_value_of(*holder) for holder in self._holders]
                 return
         where = " or ".join(type(each).__name__ for each in owners)
         raise AttributeError(
@@ -293,16 +267,6 @@ class TunedSetting:
         """Restore the first values of all objects."""
         for (holder, key), value in zip(self._holders, self._first, strict=True):
             _assign(holder, key, value)
-
-    def _check(self, search: str) -> None:
-        """Assign the current value, so that a read-only attribute fails before the search (AttributeError)."""
-        try:
-            self.restore()
-        except AttributeError as error:
-            raise AttributeError(
-                f"{search} sets {self.name}, which cannot be set ({error}); give the property a setter, or name a different "
-                "attribute."
-            ) from error
 
 
 def _value_of(holder: Any, key: str) -> Any:
