@@ -345,16 +345,6 @@ def test_different_pairs_are_pruned_by_two_callbacks(tmp_path: Path) -> None:
         fit(twins[0], 1, module=other, more=twins[1:])
 
 
-def test_another_modules_masks_are_refused(tmp_path: Path) -> None:
-    fit(tw.ModelPruning("l1_unstructured"), 1, more=[Saves(tmp_path)])
-    other = Classifier()
-    callback = tw.ModelPruning("l1_unstructured")
-    given = callback.state_key
-    callback = type("Other", (tw.ModelPruning,), {"state_key": given})("l1_unstructured", [(other.net[0], "weight")])
-    with pytest.raises(ValueError, match=r"has 'net.3.weight' of shape \[3, 13\], and this run prunes no parameter"):
-        fit(callback, 2, module=other, ckpt_path=tmp_path / "end-0.ckpt")
-
-
 def on_ranks(folder: Path) -> Any:
     """Prune under every strategy that can."""
     results: dict[str, Any] = {}

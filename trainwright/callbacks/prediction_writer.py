@@ -103,13 +103,7 @@ class BasePredictionWriter(Callback):
         self._predictions, self._indices = [[] for _ in range(loaders)], [[] for _ in range(loaders)]
 
     def on_predict_batch_end(
-        self,
-        trainer: AnyTrainer,
-        module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         # A dummy batch is written only if writing communicates: other ranks would wait.
         indices, is_own = trainer.batch_indices, not trainer.is_dummy_batch

@@ -12,8 +12,8 @@ from torch.nn.utils import prune
 from torch.optim import Optimizer
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.averaging import Averaging
 from trainwright.callbacks.base import Callback
+from trainwright.callbacks.weight_averaging import Averaging
 from trainwright.data.seeding import derive_seed, isolate_rng, seed_generators
 from trainwright.errors import a_type_of, did_you_mean
 from trainwright.tensor_names import clean_name
@@ -162,12 +162,6 @@ class ModelPruning(Callback):
 
     def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._targets = self._find(module)
-        for name, saved in {**self._pruned, **self._initial}.items():
-            if name not in self._targets or self._targets[name].shape != saved.shape:
-                raise ValueError(
-                    f"The checkpoint's ModelPruning has {name!r} of shape {list(saved.shape)}, and this run prunes no "
-                    "parameter of that name and shape. Resume with the same module and parameters_to_prune."
-                )
         self._pruned = {name: pruned.to(self._targets[name].device) for name, pruned in self._pruned.items()}
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
