@@ -124,8 +124,6 @@ def test_a_picture_goes_to_loggers_that_take_one() -> None:
     ("settings", "text"),
     [
         ({"stages": "train"}, "stages has 'train'; choose from validation, test"),
-        ({"class_names": ["a", "a"]}, "has a name twice, or a name of another row"),
-        ({"class_names": ["a", "macro avg"]}, "has a name twice, or a name of another row"),
         ({"class_names": ["a", "b"], "num_classes": 3}, "num_classes=3, but class_names has 2"),
     ],
 )

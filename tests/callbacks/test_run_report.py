@@ -161,25 +161,6 @@ def test_a_run_that_ends_with_nan_is_not_shown_as_finished(tmp_path: Path) -> No
         assert f"the {fault}" in page
 
 
-def test_scores_of_a_test_and_a_validation_are_added_to_the_report(tmp_path: Path) -> None:
-    class Scores(Scored):
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("score", self.score)
-
-    module = Scores()
-    trainer = trainer_in(tmp_path)
-    trainer.fit(module, make_loader(), make_loader(8))
-    trainer.validate(module, make_loader(8), verbose=False)
-    for module.score in (1.0, 2.5):
-        trainer.test(module, make_loader(8), ckpt_path="best", verbose=False)
-    page = page_in(tmp_path)
-    assert page.headings[1:4] == ["Test", "Validation after the fit", "Checkpoints"]
-    assert ["score", "2.5"] in page.cells
-    assert ["score", "1"] not in page.cells
-    assert ["checkpoint", f"checkpoints/{Path(str(trainer.ckpt_path)).name}"] in page.cells
-    assert ["checkpoint", "none: the latest weights"] in page.cells
-
-
 @pytest.mark.parametrize(
     ("error", "number"), [(KeyboardInterrupt(), 0), (None, signal.SIGTERM)], ids=["ctrl-c", "signal"]
 )

@@ -5,7 +5,6 @@ It decides with checkpoint_policy.py, and writes and replaces with checkpoint_fi
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -422,10 +421,8 @@ class ModelCheckpoint(Checkpoint):
     def _link(self, trainer: TrainerProtocol, is_left: bool, *saved: str) -> str:
         """Return the path of the link to a checkpoint, or "" without save_last. On rank 0."""
         template = self.CHECKPOINT_NAME_LAST
-        name_link = partial(
-            self.format_checkpoint_name, name_values(trainer, self.monitor, template, is_left), template
-        )
-        return free_link(name_link, saved) if self.save_last else ""
+        values = name_values(trainer, self.monitor, template, is_left)
+        return free_link(partial(self.format_checkpoint_name, values, template), saved) if self.save_last else ""
 
     def save_stop(self, trainer: AnyTrainer, name: str = "stop", weights_only: bool = False) -> str:
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
@@ -478,6 +475,3 @@ class ModelCheckpoint(Checkpoint):
         version = "" if ver is None else f"-v{ver}"
         name = f"{filled(filename or self.filename, metrics, equals)}{version}{self.FILE_EXTENSION}"
         return f"{self.dirpath}/{name}" if self.dirpath else name
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({json.dumps(self.monitor)}, mode={self.mode!r}, save_top_k={self.save_top_k})"

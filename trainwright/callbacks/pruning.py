@@ -12,8 +12,8 @@ from torch.nn.utils import prune
 from torch.optim import Optimizer
 
 from trainwright.arguments import refuses_unknown
+from trainwright.callbacks.averaging import Averaging
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.weight_averaging import Averaging
 from trainwright.data.seeding import derive_seed, isolate_rng, seed_generators
 from trainwright.errors import a_type_of, did_you_mean
 from trainwright.tensor_names import clean_name

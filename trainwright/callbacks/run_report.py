@@ -33,7 +33,7 @@ from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.run_record import RESULTS
 from trainwright.plots import names_of_runs, panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
-from trainwright.plots.report import Report, Section, with_section
+from trainwright.plots.report import Report, Section
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from trainwright.module_hooks import AnyTrainer
 
 REPORT_NAME = "report.html"
-EVALUATIONS = {"test": "Test", "validate": "Validation after the fit"}
-"""The calls whose metrics are added to the page of a fit, and the titles there."""
 MOST_BYTES = 64 << 20
 """The most that is read of metrics.csv, or of an event file: a few seconds' work."""
 MOST_METRICS = 100
@@ -62,9 +60,8 @@ class RunReport(Callback):
 
     The Trainer adds it if a CSVLogger or a TensorBoardLogger writes a folder, unless `enable_report=False`.
     One rank writes, once everything else is closed: rank 0, or the rank that has failed, which ends the others. A resumed
-    run writes the page again, with the curves of the whole run. The same Trainer's `test` and `validate` after the fit add
-    their metrics to the page. Nothing is written with fast_dev_run, by predict, or by a fit that has not begun to train. If
-    the page cannot be made, that is one warning, since no run depends on it.
+    run writes the page again, with the curves of the whole run. Nothing is written with fast_dev_run, by an evaluation, or by a
+    fit that has not begun to train. If the page cannot be made, that is one warning, since no run depends on it.
 
     >>> report = tw.RunReport()
     >>> trainer = tw.Trainer(callbacks=report, max_epochs=1, enable_model_summary=False)
@@ -75,12 +72,11 @@ class RunReport(Callback):
     def __init__(self) -> None:
         self.path = ""
         """The latest page, or "" before it."""
-        self._times, self._call = Times(), ""
+        self._times, self._is_fitting = Times(), False
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
-        self._call = stage
-        if stage == "fit":
-            self._times = Times()
+        self._is_fitting = stage == "fit"
+        self._times = Times()
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._times.mark("training")
@@ -98,14 +94,17 @@ class RunReport(Callback):
     def on_run_end(self, trainer: AnyTrainer, module: Module, result: RunResult, error: BaseException | None) -> None:
         loggers = [logger for logger in trainer.loggers if isinstance(logger, FolderLogger) and logger.log_dir]
         has_failed_first = error is not None and not is_secondary_failure(error)
-        if not loggers or trainer.fast_dev_run or not (trainer.is_global_zero or has_failed_first):
+        if (
+            not self._is_fitting
+            or not loggers
+            or trainer.fast_dev_run
+            or not (trainer.is_global_zero or has_failed_first)
+        ):
             return
         logger = next((logger for logger in loggers if isinstance(logger, CSVLogger)), loggers[0])
         path = f"{logger.log_dir}/{REPORT_NAME}"
         try:
-            if self._call != "fit":
-                self._add_metrics(trainer, path)
-            elif error is None or _is_first(trainer):
+            if error is None or _is_first(trainer):
                 report = Facts(trainer, module, logger, self._times).report(result, error)
                 write_file(path, report.to_html().encode("utf-8", "replace"))
                 self.path = path
@@ -116,15 +115,6 @@ class RunReport(Callback):
                 "enable_report=False skips the report.",
                 stacklevel=2,
             )
-
-    def _add_metrics(self, trainer: TrainerProtocol, path: str) -> None:
-        """Add the metrics of an evaluation to the page of the fit before it."""
-        if self.path == path:
-            source = (trainer.ckpt_path or "none: the latest weights").removeprefix(f"{path.removesuffix(REPORT_NAME)}")
-            rows = [("checkpoint", source), *((name, f"{each:.6g}") for name, each in trainer.callback_metrics.items())]
-            with fsspec.open(path, "rb") as file:
-                page = file.read().decode()
-            write_file(path, with_section(page, Section(EVALUATIONS[self._call], rows)).encode())
 
 
 def _is_first(trainer: TrainerProtocol) -> bool:

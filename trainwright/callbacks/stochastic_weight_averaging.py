@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import SWALR
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.weight_averaging import LOW, AverageFunction, Averaging, Fold, fold_of
+from trainwright.callbacks.averaging import LOW, AverageFunction, Averaging, Fold, fold_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.tensor_names import clean_name, names_of
 
