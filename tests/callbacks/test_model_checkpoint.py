@@ -206,7 +206,7 @@ def test_a_failed_save_is_told_and_the_kept_ones_stay(tmp_path: Path) -> None:
         ({"mode": "least"}, "choose from min, max"),
         ({"save_top_k": -2}, "or -1 for all"),
         ({"save_top_k": 3}, "needs a metric that decides"),
-        ({"every_n_epochs": -1}, "below 0"),
+        ({"every_n_epochs": -1}, "pass an integer"),
         ({"every_n_epochs": 2, "every_n_train_steps": 3}, "exclude each other"),
         ({"every_n_epochs": 2, "train_time_interval": "00:00:10:00"}, "exclude each other"),
         ({"train_time_interval": "10 minutes"}, "train_time_interval='10 minutes'"),
