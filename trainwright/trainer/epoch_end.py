@@ -32,9 +32,9 @@ def close_epoch(run: TrainingRun, is_complete: bool) -> None:
     if is_complete and validation_is_due(run, at_end=True):
         validate(run, within=False)
     if "on_train_epoch_end" in hooks.reduced_early:
-        logbook.reduce(run.module)  # so that they see the epoch's values
+        logbook.reduce()  # so that they see the epoch's values
     hooks.call("on_train_epoch_end")
-    logbook.finish(run.module)
+    logbook.finish()
     if is_complete:
         # After the reduction that gives the metrics which these follow.
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
@@ -151,13 +151,13 @@ def pass_over(run: TrainingRun) -> bool:
                 is_dummy = loader.real_length is not None and index >= loader.real_length
                 # A dummy batch runs for the other ranks' collectives, and must not count in batch-norm statistics.
                 buffers = [(each, each.clone()) for each in module.buffers()] if is_dummy else []
-                collector.begin_batch(batch, index=index)
+                collector.begin_batch(batch)
                 if run.plan.transfer is not None:
                     batch = run.plan.transfer(batch)
                 engine.run(module, "training_step", *run.plan.arguments.of(batch, index, 0))
                 for buffer, kept in buffers:
                     buffer.copy_(kept)
-            collector.end_batches()
+            collector.begin_loader(None)
         finally:
             loader.close()
     return True
