@@ -151,15 +151,6 @@ def test_flops_come_from_a_method_if_a_step_empties_its_batch() -> None:
     assert row["train/samples_per_sec"] == pytest.approx(4 * row["train/device/batches_per_sec"])
 
 
-def test_samples_of_a_step_that_pulls_its_batches_are_counted() -> None:
-    class Pulls(Classifier):
-        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-            return super().training_step(next(dataloader_iter)[0], 0)
-
-    row = fit(tw.ThroughputMonitor(lambda batch: len(batch[0])), Pulls()).with_name("train/device")[0][1]
-    assert row["train/samples_per_sec"] == pytest.approx(4 * row["train/device/batches_per_sec"])
-
-
 # -- DeviceStatsMonitor ----------------------------------------------------------------------------------------------
 
 

@@ -141,15 +141,6 @@ def test_subclass_makes_other_bars(
     assert "4/4" in shown.out
 
 
-def test_class_sets_the_format(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Short(tw.TQDMProgressBar):
-        BAR_FORMAT = "({desc} {n_fmt})"
-
-    terminal(monkeypatch)
-    tw.Trainer(callbacks=[Short(refresh_seconds=0.0)], **SETTINGS).test(Predictor(), make_loader(8))
-    assert "(Test 2)" in capsys.readouterr().err
-
-
 class Reached(tw.TQDMProgressBar):
     """Reaches its bars from hooks, and records their classes."""
 

@@ -238,15 +238,6 @@ def test_report_reads_a_tensorboard_logger(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("report.html"))) == 2
 
 
-def test_report_may_be_in_memory() -> None:
-    trainer = trainer_in(Path("x"), logger=tw.CSVLogger("memory://reports", name="run"), enable_checkpointing=False)
-    trainer.fit(Scored(), make_loader())
-    import fsspec
-
-    with fsspec.open("memory://reports/run/version_0/report.html", "r") as file:
-        assert "finished after 2 epochs" in Page(file.read()).text
-
-
 def fails(*_: Any, **__: Any) -> Any:
     raise OSError(28, "No space left on device")
 
@@ -284,23 +275,6 @@ def test_training_is_never_lost_for_it(tmp_path: Path, monkeypatch: pytest.Monke
     trainer = trainer_in(tmp_path / "broken", max_epochs=1, callbacks=Breaks())
     with pytest.warns(UserWarning, match=r"cannot be written \(ValueError: .*metrics\.csv is not a table"):
         trainer.fit(Scored(), make_loader())
-
-
-def test_number_of_metrics_and_length_of_texts_are_limited(tmp_path: Path) -> None:
-    class Many(Classifier):
-        def __init__(self, words: Any = ("x" * 5_000,), numbers: Any = None) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.log_dict({f"metric_{number}": float(number) for number in range(150)})
-
-    trainer_in(tmp_path, max_epochs=1).fit(Many(numbers={f"n{number}": number for number in range(600)}), make_loader())
-    page = page_in(tmp_path)
-    assert "The first 100 of 152 metrics are drawn" in page.text
-    assert "more characters)" in page.text
-    assert "and 101 more" in page.text
-    assert (tmp_path / FOLDER / "report.html").stat().st_size < 3_000_000
 
 
 def git(folder: Path, *arguments: str) -> None:

@@ -11,7 +11,14 @@ from tqdm.auto import tqdm
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.progress_bar import LiveProgressBar, LoopDisplay, refuse_negative, rounded
 
-LOOPS = ("train", "val", "test", "predict")
+LOOPS = {
+    "train": ("init_train_tqdm", "train_progress_bar"),
+    "sanity": ("init_sanity_tqdm", "val_progress_bar"),
+    "validation": ("init_validation_tqdm", "val_progress_bar"),
+    "test": ("init_test_tqdm", "test_progress_bar"),
+    "predict": ("init_predict_tqdm", "predict_progress_bar"),
+}
+"""The method that makes the bar of a loop, and the attribute that has it."""
 
 
 class TQDMProgressBar(LiveProgressBar):
@@ -63,17 +70,12 @@ class TQDMProgressBar(LiveProgressBar):
         self.predict_progress_bar: std.tqdm[Any] = UnshownTqdm()
         """The bar of the latest prediction."""
 
-    def _set_bar(self, bar: std.tqdm[Any]) -> None:
-        """Store the bar of the current loop."""
-        loop = "val" if self._stage in ("sanity", "validation") else self._stage
-        setattr(self, f"{loop}_progress_bar", bar)
-
     def _begin(
         self, progress: LoopDisplay, title: str, total: int | None, count: int = 0, *, leave: bool, below: int = 0
     ) -> None:
         super()._begin(progress, title, total, count, leave=leave, below=below)
         if progress.bar is None:
-            self._set_bar(UnshownTqdm(desc=title, total=total, initial=count))
+            setattr(self, LOOPS[self._stage][1], UnshownTqdm(desc=title, total=total, initial=count))
         if self._stage == "sanity":
             self.train_progress_bar = UnshownTqdm(desc=self.train_description)
 
@@ -113,12 +115,13 @@ class TQDMProgressBar(LiveProgressBar):
             "unit": "it",
             "bar_format": self.BAR_FORMAT,
         }
-        bar: std.tqdm[Any] = getattr(self, f"init_{self._stage}_tqdm")()
-        self._set_bar(bar)
+        maker, attribute = LOOPS[self._stage]
+        bar: std.tqdm[Any] = getattr(self, maker)()
+        setattr(self, attribute, bar)
         return TQDMBar(bar, title, total, count)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{f"{loop}_progress_bar": UnshownTqdm() for loop in LOOPS}}
+        return {**super().__getstate__(), **{attribute: UnshownTqdm() for _, attribute in LOOPS.values()}}
 
 
 class UnshownTqdm(std.tqdm):  # type: ignore[type-arg]  # the class takes no parameter at run time
