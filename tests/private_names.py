@@ -62,7 +62,7 @@ TORCH = (
         "_parameters _buffers _modules",
         "replace and walk a module's own tensors without its methods",
     ),
-    Use("torch.nn.Module", "_apply", "convert a module to one dtype, layer by layer (precision/single_dtype.py)"),
+    Use("torch.nn.Module", "_apply", "convert a module to one dtype, layer by layer (precision/vendor.py)"),
     Use(
         "torch.nn.Module",
         "_call_impl _compiled_call_impl",
@@ -70,7 +70,6 @@ TORCH = (
     ),
     Use("torch.nn.Module", "_forward_pre_hooks", "put hooks in order: the engines' before the user's, and each once"),
     Use("torch.nn.Module", "_state_dict_hooks", "warn once of a state_dict of shards (strategies/zero/strategy.py)"),
-    Use("torch.nn.Module", "_metadata", "keep the versions of modules that a state_dict carries"),
     Use("torch.nn.modules.module", "_extra_state", "store what a module keeps beside tensors (checkpoint/contents.py)"),
     Use("torch.nn.modules.batchnorm", "_NormBase", "name layers that need several samples (trainer/oversights.py)"),
     Use("torch.nn.MultiheadAttention", "_reset_parameters", "initialize layers that were built on the meta device"),
@@ -179,11 +178,11 @@ TORCH = (
         "_is_fsdp_managed_module _fsdp_use_orig_params",
         "leave fsdp's marks out of a whole copy of a module (strategies/whole_module.py)",
     ),
-    Use("torch.amp.GradScaler", "_scale", "set, read and keep the loss scale (precision/mixed.py)"),
+    Use("torch.amp.GradScaler", "_scale", "set, read and keep the loss scale (precision/vendor.py)"),
     Use(
         "torch.amp.GradScaler",
         "_per_optimizer_states",
-        "share found infinities between optimizers and ranks (precision/mixed.py)",
+        "share found infinities between optimizers and ranks (precision/vendor.py)",
     ),
     Use("torch.amp.GradScaler", "_growth_tracker", "carry a loss scale from DeepSpeed to others, and back"),
     Use(
@@ -222,17 +221,17 @@ TORCH = (
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
         "_start_workers _stop_workers _restart_workers _monitor_workers _exit_barrier _construct_event _worker_group "
         "_remaining_restarts _pcontext _rendezvous",
-        "start, watch and end the ranks of a job in our order (launch/agent.py)",
+        "start, watch and end the ranks of a job in our order (launch/vendor.py)",
     ),
     Use(
         "torch.distributed.elastic.multiprocessing.api.PContext",
         "_close",
-        "end ranks in less than the fixed 30 seconds (launch/agent.py)",
+        "end ranks in less than the fixed 30 seconds (launch/vendor.py)",
     ),
     Use(
         "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
         "_stdout _stderr",
-        "close the files of the ranks' output that the launcher holds (launch/agent.py)",
+        "close the files of the ranks' output that the launcher holds (launch/vendor.py)",
     ),
 )
 
@@ -431,15 +430,6 @@ DEEPSPEED = (
     ),
 )
 
-PYTHON = (
-    Use(
-        "subprocess",
-        "_args_from_interpreter_flags",
-        "start a notebook's processes with this one's flags (launch/notebook.py)",
-    ),
-    Use("argparse.ArgumentParser", "_actions", "list the options of the launcher's help (launch/cli.py)"),
-)
-
 OTHERS = (
     Use(
         "transformers.modeling_utils.PreTrainedModel",
@@ -454,4 +444,4 @@ OTHERS = (
     Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
 )
 
-USES = (*TORCH, *TORCHMETRICS, *FAIRSCALE, *DEEPSPEED, *PYTHON, *OTHERS)
+USES = (*TORCH, *TORCHMETRICS, *FAIRSCALE, *DEEPSPEED, *OTHERS)

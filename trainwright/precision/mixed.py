@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.devices.abilities import autocasts, scales_losses
+from trainwright.precision import vendor
 from trainwright.precision.base import Closure, Precision, ReduceMax, Sender
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -107,8 +108,7 @@ class MixedPrecision(Precision):
         for part, device in _by_kind(optimizer):
             with self._scale_on(device):
                 self.scaler.unscale_(part)
-            # Removed, because the scaler rejects a second unscale_ of an optimizer before its next update.
-            for where, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
+            for where, value in vendor.take_infs(self.scaler, part).items():
                 known = unscaled.found.get(where)
                 unscaled.found[where] = value if known is None else torch.maximum(known, value)
         if reduce_max is not None:
@@ -132,11 +132,11 @@ class MixedPrecision(Precision):
             yield
             return
         assert self.scaler is not None
-        self.scaler._scale = scale.to(device)
+        vendor.set_scale(self.scaler, scale.to(device))
         try:
             yield
         finally:
-            self.scaler._scale = scale
+            vendor.set_scale(self.scaler, scale)
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Unscale, and step outside of autocast unless a gradient is not finite. A closure still runs within autocast.
@@ -208,8 +208,7 @@ class MixedPrecision(Precision):
     @property
     def _scale(self) -> Tensor:
         assert self.scaler is not None
-        assert self.scaler._scale is not None
-        return self.scaler._scale
+        return vendor.scale_of(self.scaler)
 
     @torch.no_grad()
     def _multiply(self, gradient: Any, factor: Tensor) -> None:
@@ -230,8 +229,7 @@ class MixedPrecision(Precision):
         if self.scaler is None or not self._found:
             return
         for number, found in self._found.items():
-            # The scaler reads the infs from its records, and cannot update without any.
-            self.scaler._per_optimizer_states[number]["found_inf_per_device"] = found
+            vendor.record_infs(self.scaler, number, found)
         self.scaler.update()
         self._found.clear()
 
@@ -245,7 +243,7 @@ class MixedPrecision(Precision):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
-            self.scaler._per_optimizer_states.clear()
+            vendor.forget_infs(self.scaler)
             self._unscaled.clear()  # infs found before the load do not count
             self._found.clear()
 
