@@ -168,16 +168,16 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice inputs run_position settings stage",
-    "logged_value oversights parts plain_backwards sources",
+    "checkpoint_choice run_position settings stage",
+    "logged_value oversights parts sources",
     "loops metric_objects stop",
     "metrics",
-    "reduction uneven_round",
+    "uneven_round",
     "logbook",
     "hooks training_data",
     "epoch_batches run",
     "evaluate remote_call status",
-    "predict training_run",
+    "training_run",
     "saving",
     "optimization",
     "epoch_end preparation",
