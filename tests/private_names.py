@@ -62,7 +62,7 @@ TORCH = (
         "_parameters _buffers _modules",
         "replace and walk a module's own tensors without its methods",
     ),
-    Use("torch.nn.Module", "_apply", "convert a module to one dtype, layer by layer (precision/vendor.py)"),
+    Use("torch.nn.Module", "_apply", "convert a module to one dtype, layer by layer (precision/single_dtype.py)"),
     Use(
         "torch.nn.Module",
         "_call_impl _compiled_call_impl",
@@ -177,11 +177,11 @@ TORCH = (
         "_is_fsdp_managed_module _fsdp_use_orig_params",
         "leave fsdp's marks out of a whole copy of a module (strategies/whole_module.py)",
     ),
-    Use("torch.amp.GradScaler", "_scale", "set, read and keep the loss scale (precision/vendor.py)"),
+    Use("torch.amp.GradScaler", "_scale", "set, read and keep the loss scale (precision/mixed.py)"),
     Use(
         "torch.amp.GradScaler",
         "_per_optimizer_states",
-        "share found infinities between optimizers and ranks (precision/vendor.py)",
+        "share found infinities between optimizers and ranks (precision/mixed.py)",
     ),
     Use("torch.amp.GradScaler", "_growth_tracker", "carry a loss scale from DeepSpeed to others, and back"),
     Use(

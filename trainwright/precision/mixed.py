@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.devices.abilities import autocasts, scales_losses
-from trainwright.precision import vendor
 from trainwright.precision.base import Closure, Precision, ReduceMax, Sender
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -108,7 +107,8 @@ class MixedPrecision(Precision):
         for part, device in _by_kind(optimizer):
             with self._scale_on(device):
                 self.scaler.unscale_(part)
-            for where, value in vendor.take_infs(self.scaler, part).items():
+            # Removed, because the scaler rejects a second unscale_ of an optimizer before its next update.
+            for where, value in self.scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].items():
                 known = unscaled.found.get(where)
                 unscaled.found[where] = value if known is None else torch.maximum(known, value)
         if reduce_max is not None:
@@ -132,11 +132,11 @@ class MixedPrecision(Precision):
             yield
             return
         assert self.scaler is not None
-        vendor.set_scale(self.scaler, scale.to(device))
+        self.scaler._scale = scale.to(device)
         try:
             yield
         finally:
-            vendor.set_scale(self.scaler, scale)
+            self.scaler._scale = scale
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Unscale, and step outside of autocast unless a gradient is not finite. A closure still runs within autocast.
@@ -208,7 +208,8 @@ class MixedPrecision(Precision):
     @property
     def _scale(self) -> Tensor:
         assert self.scaler is not None
-        return vendor.scale_of(self.scaler)
+        assert self.scaler._scale is not None
+        return self.scaler._scale
 
     @torch.no_grad()
     def _multiply(self, gradient: Any, factor: Tensor) -> None:
@@ -229,7 +230,8 @@ class MixedPrecision(Precision):
         if self.scaler is None or not self._found:
             return
         for number, found in self._found.items():
-            vendor.record_infs(self.scaler, number, found)
+            # The scaler reads the infs from its records, and cannot update without any.
+            self.scaler._per_optimizer_states[number]["found_inf_per_device"] = found
         self.scaler.update()
         self._found.clear()
 
@@ -243,7 +245,7 @@ class MixedPrecision(Precision):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
-            vendor.forget_infs(self.scaler)
+            self.scaler._per_optimizer_states.clear()
             self._unscaled.clear()  # infs found before the load do not count
             self._found.clear()
 

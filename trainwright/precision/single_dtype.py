@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.devices.abilities import computes_in
-from trainwright.precision import vendor
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.value_kinds import is_dtensor, is_metric
 
@@ -53,15 +53,16 @@ class SingleDtypePrecision(Precision):
         """
         if is_metric(module):
             return
-        recurses = vendor.converts_children(module)
+        recurses = "recurse" not in inspect.signature(module._apply).parameters  # it converts its children too
         for child in () if recurses else module.children():
             self.convert_module(child)
         tensors = [*module.parameters(recurse=recurses), *module.buffers(recurse=recurses)]
         is_done = all(self._converted(tensor) is tensor for tensor in tensors)
         is_sharded = any(map(is_dtensor, tensors))  # which torch cannot swap, even for equal ones
-        if is_done and (is_sharded or vendor.converts_as_torch_does(module)):
+        # A class that overrides _apply may have other tensors. Torch's RNNs only flatten their weights again.
+        if is_done and (is_sharded or type(module)._apply is nn.Module._apply or isinstance(module, nn.RNNBase)):
             return
-        vendor.convert(module, self._converted, recurse=recurses)
+        module._apply(self._converted, **({} if recurses else {"recurse": False}))  # type: ignore[no-untyped-call]
 
     def convert_batch(self, batch: Any) -> Any:
         """Return the batch with its floating-point tensors in this dtype."""
