@@ -195,19 +195,17 @@ class StepClosure:
         self._seen = self._fingerprint()
         self._is_first = True
 
-    def _fingerprint(self) -> list[tuple[int, int, int]]:
-        """Return the versions of the parameters and the gradients, and which gradients there are."""
-        return [
-            (each._version, 0 if each.grad is None else id(each.grad), 0 if each.grad is None else each.grad._version)
-            for each in parameters_of(self._optimizer)
-        ]
+    def _fingerprint(self) -> list[tuple[int, int] | None]:
+        """Return the identity and the version of every parameter and gradient."""
+        tensors = [tensor for parameter in parameters_of(self._optimizer) for tensor in (parameter, parameter.grad)]
+        return [None if tensor is None else (id(tensor), tensor._version) for tensor in tensors]
 
     def __call__(self) -> Tensor | None:
-        if self._is_first and self._fingerprint() == self._seen:
-            self._is_first = False
-            return None if self._loss is None else self._mean(self._loss)
+        is_unchanged = self._is_first and self._fingerprint() == self._seen
         self._is_first = False
-        return self._recompute()
+        if not is_unchanged:
+            return self._recompute()
+        return None if self._loss is None else self._mean(self._loss)
 
     def _recompute(self) -> Tensor:
         run = self._run
