@@ -173,7 +173,7 @@ def leave_epoch(run: TrainingRun) -> None:
     on_train_epoch_end again, so nothing that this hook changes may be in the checkpoint.
     """
     run.state.stop_within_epoch(open_epoch(run))
-    run.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
+    run.logbook.reduce()  # the score of a checkpoint may be a metric of this epoch
     run.hooks.call("on_train_epoch_stop")
     run.hooks.call("on_save_point")
     if run.choice.is_rerunnable:

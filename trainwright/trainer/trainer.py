@@ -28,7 +28,7 @@ from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.strategies import Strategy
 from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
-from trainwright.trainer.evaluate import Evaluation, evaluate
+from trainwright.trainer.evaluate import Evaluation, evaluate, predict
 from trainwright.trainer.fit import fit
 from trainwright.trainer.logbook import format_table
 from trainwright.trainer.parts import (
@@ -43,7 +43,6 @@ from trainwright.trainer.parts import (
     settings_of,
     with_the_modules,
 )
-from trainwright.trainer.predict import predict
 from trainwright.trainer.preparation import Request, read_evaluation, read_fit
 from trainwright.trainer.remote_call import call_remotely, changes
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
