@@ -30,7 +30,7 @@ from trainwright.profilers import Profiler
 from trainwright.profilers.base import instrument, is_measuring
 from trainwright.rank_zero import rank_zero_warn, say
 from trainwright.strategies.base import Clipping
-from trainwright.trainer.checkpoint_choice import Choice, FolderLocks
+from trainwright.trainer.checkpoint_choice import Choice, lock_folders
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.run_position import Position, Saver
@@ -281,8 +281,7 @@ class Run:
             if is_measuring(self.profiler):
                 stack.callback(instrument(engine, self.profiler))
             stack.callback(self._withdraw_loggers, outcome)
-            locks = FolderLocks(engine.ranks, self.trainer.print)
-            stack.callback(locks.release)
+            locks = stack.enter_context(ExitStack())
             for logger in reversed(self.loggers) if engine.rank == 0 else ():
                 stack.callback(self._close_logger, logger, outcome)
             # Reversed, so that they are called in the order of the hooks.
@@ -323,13 +322,13 @@ class Run:
             parts.append(collector.hook)
         return (self.state.progress.batches_begun, self.logbook.reductions), ", ".join(parts)
 
-    def _start_loggers(self, locks: FolderLocks) -> None:
+    def _start_loggers(self, locks: ExitStack) -> None:
         """Let the loggers choose their folders, and lock the checkpoint folders before anything is written. Collective."""
         ranks, choice = self.engine.ranks, self.choice
         # Rank 0's, because the working directories of the ranks may differ.
         self.root = ranks.broadcast(self.root, START_OF_LOGGERS)
         saving = self.checkpoint_callbacks if self.call == "fit" and not self.settings.fast_dev_run else []
-        locks.take(each.given_dirpath for each in saving)
+        lock_folders(ranks, [callback.given_dirpath for callback in saving], locks, self.trainer.print)
         path = choice.path or ""
         if choice.continues:
             matches = ranks.decide(lambda: match_states(self.loggers, choice.loggers, path), START_OF_LOGGERS)
@@ -341,9 +340,7 @@ class Run:
             logger.begin_fit()
         agreed = partial(ranks.broadcast, call=START_OF_LOGGERS)
         start_loggers(self.loggers, agreed, is_writer=self.engine.rank == 0, call=self.call)
-        locks.take(each.folder_in(self.trainer) for each in saving)
-        # Under the locks no other run can change the folders any more.
-        choice.refuse_overtaken(ranks)
+        lock_folders(ranks, [callback.folder_in(self.trainer) for callback in saving], locks, self.trainer.print)
 
     def _set_up(self) -> None:
         """Prepare the data on one process of each node, then set up every part in the order of hooks.py. Collective."""
