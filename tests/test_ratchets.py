@@ -170,7 +170,7 @@ def public_names() -> list[str]:
 FLOORS = [
     "checkpoint_choice inputs log_rules run_position settings stage",
     "logged_value oversights parts plain_backwards sources",
-    "loops metric_objects stop",
+    "metric_objects stop",
     "metrics",
     "reduction uneven_round",
     "logbook",
