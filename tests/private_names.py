@@ -23,7 +23,6 @@ class Use(NamedTuple):
 
 
 TORCH = (
-    Use("torch", "_foreach_norm", "check all gradients for NaN and infinity in one call (engine/finiteness.py)"),
     Use(
         "torch",
         "_foreach_copy_",
@@ -46,13 +45,7 @@ TORCH = (
         "_profiler_enabled",
         "leave torch's profiler whole when a recording fails (profilers/pytorch.py)",
     ),
-    Use(
-        "torch.autograd",
-        "_unsafe_preserve_version_counter",
-        "pass a module its own tensors without marking them as written (engine/module_state.py)",
-    ),
     Use("torch.autograd.Variable", "_execution_engine", "call back at a backward's end (strategies/oss/vendor.py)"),
-    Use("torch.Tensor", "_make_subclass", "move a parameter to the meta device in its class (raw_loop/bare_models.py)"),
     Use("torch.Tensor", "_version", "see that a step wrote to a parameter or a buffer in place"),
     Use(
         "torch.Tensor",
@@ -77,23 +70,14 @@ TORCH = (
     ),
     Use("torch.nn.Module", "_forward_pre_hooks", "put hooks in order: the engines' before the user's, and each once"),
     Use("torch.nn.Module", "_state_dict_hooks", "warn once of a state_dict of shards (strategies/zero/strategy.py)"),
-    Use(
-        "torch.nn.Module",
-        "_load_from_state_dict _load_state_dict_pre_hooks _load_state_dict_post_hooks",
-        "tell modules that load themselves from those that are filled in place (engine/module_state.py)",
-    ),
     Use("torch.nn.Module", "_metadata", "keep the versions of modules that a state_dict carries"),
     Use("torch.nn.modules.module", "_extra_state", "store what a module keeps beside tensors (checkpoint/contents.py)"),
+    Use("torch.nn.modules.batchnorm", "_NormBase", "name layers that need several samples (trainer/oversights.py)"),
     Use("torch.nn.MultiheadAttention", "_reset_parameters", "initialize layers that were built on the meta device"),
     Use(
         "torch.nn.modules.batchnorm",
         "_BatchNorm",
         "keep normalizations in float32 under fsdp (strategies/fsdp2/vendor.py)",
-    ),
-    Use(
-        "torch.nn.modules.batchnorm",
-        "_NormBase",
-        "leave running statistics out of a check for NaN (engine/finiteness.py)",
     ),
     Use(
         "torch.nn.parallel.distributed",
@@ -204,8 +188,8 @@ TORCH = (
     Use("torch.amp.GradScaler", "_growth_tracker", "carry a loss scale from DeepSpeed to others, and back"),
     Use(
         "torch.optim.Optimizer",
-        "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
-        "watch a fused step once, know optimizers that step by themselves, and join groups before a step's hooks see them",
+        "_optimizer_step_post_hooks",
+        "know optimizers that step by themselves, and join groups before a step's hooks see them",
     ),
     Use("torch.optim.Adam", "_init_group", "know a subclass that steps as torch's own class does"),
     Use("torch.optim.lr_scheduler", "_opt_called", "resume a scheduler without torch's warning of its first step"),
@@ -258,10 +242,9 @@ TORCH = (
 )
 
 TORCHMETRICS = (
-    Use("torchmetrics.Metric", "_update_count _computed _defaults", "save, restore and merge the state of a metric"),
+    Use("torchmetrics.Metric", "_update_count _computed", "restore the state of a metric"),
     Use("torchmetrics.Metric", "_copy_state_dict", "run a batch whose results are dropped (trainer/uneven_round.py)"),
     Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/metric_objects.py)"),
-    Use("torchmetrics.Metric", "_reductions", "merge what ranks have counted (trainer/metric_objects.py)"),
 )
 
 FAIRSCALE = (

@@ -168,7 +168,7 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice inputs log_rules run_position settings stage",
+    "checkpoint_choice inputs run_position settings stage",
     "logged_value oversights parts plain_backwards sources",
     "metric_objects stop",
     "metrics",

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.callbacks.model_summary import summarize
+from trainwright.callbacks.model_summary import LayerSummary
 from trainwright.gradient_norms import grad_norm
 from trainwright.tensor_names import names_of
 
@@ -150,8 +150,8 @@ def test_wrapped_layers_have_plain_names_in_reports() -> None:
     net = Net("wrapped")
     net.training_step([torch.ones(2, 4)], 0).backward()
     assert "grad_2.0_norm/backbone.0.lin.weight" in grad_norm(net, 2)
-    assert "backbone.0.lin  " in summarize(net, -1)
-    assert "_checkpoint_wrapped_module" not in summarize(net, -1)
+    assert "backbone.0.lin  " in str(LayerSummary(net, -1))
+    assert "_checkpoint_wrapped_module" not in str(LayerSummary(net, -1))
 
 
 def switched(folder: Path) -> dict[str, Any]:

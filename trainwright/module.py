@@ -191,8 +191,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """Log the values of a flat dict, or the metrics of a MetricCollection. `log` describes the other arguments."""
         if is_metric(dictionary):
             raise TypeError(
-                f"log_dict was given {a_type_of(dictionary)}, which is one Metric. Log it with self.log(name, metric): "
-                "the items that it computes are then logged as name_key."
+                f"log_dict was given {a_type_of(dictionary)}, which is one Metric. Log it with self.log(name, metric), "
+                "or the items of its compute() in the hook of the epoch's end."
             )
         items: Callable[..., Any] = dictionary.items
         for name, value in items(keep_base=False, copy_state=False) if is_collection(dictionary) else items():

@@ -343,26 +343,6 @@ def test_parts_in_evaluation_mode_are_named_once() -> None:
         trainer.fit(module, *loaders)
 
 
-def test_a_row_without_a_logger_and_a_step_without_data_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Rows(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("own_loss", loss, logger=True)
-            self.log("other_loss", loss, logger=True)
-            return loss
-
-    caplog.set_level("INFO", "trainwright")
-    with pytest.warns(UserWarning, match=r"self.log\('own_loss', logger=True\) writes no row") as caught:
-        trainer_of().fit(Rows(), make_loader(16))
-    assert len(caught) == 1
-    assert "Rows has a validation_step, but fit has no validation data." in caplog.messages
-    caplog.clear()
-    trainer_of(logger=tw.CSVLogger(), log_every_n_steps=1, limit_val_batches=0).fit(
-        Rows(), make_loader(16), make_loader(16)
-    )
-    assert not [each for each in caplog.messages if "validation" in each]
-
-
 def test_metrics_that_the_sanity_check_has_not_logged_are_named_before_the_first_epoch() -> None:
     class Validates(Logs):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -384,29 +364,6 @@ def test_metrics_that_the_sanity_check_has_not_logged_are_named_before_the_first
         run(tw.EarlyStopping("error/val"))
     for monitor in ("own_loss", "val_loss", "value_loss"):  # training may log the first and the last
         run(tw.EarlyStopping(monitor))
-
-
-def test_an_error_in_a_step_names_its_batch() -> None:
-    class Fails(Logs):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch[0].double() if self.stage == "train" and batch_idx == 1 else batch[0]).sum()
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            if self.stage == "val" and batch_idx == 1:
-                raise IndexError("no such class")
-
-        def on_train_epoch_end(self) -> None:
-            raise ValueError("after the batches")
-
-    named = {"train": ["In training_step, with batch 1: (float32 [4, 8], int64 [4])."], "end": []}
-    named["val"] = ["In validation_step, with batch 1: {'x': float32 [2, 8], 'names': (str)}."]
-    batches = [{"x": torch.ones(2, 8), "names": ["a"]}] * 2
-    for stage, notes in named.items():
-        module = Fails()
-        module.stage = stage
-        with pytest.raises((RuntimeError, IndexError, ValueError)) as caught:
-            trainer_of(num_sanity_val_steps=2).fit(module, make_loader(16, 4), batches)
-        assert getattr(caught.value, "__notes__", []) == notes
 
 
 def test_a_script_tests_its_best_checkpoint_after_fast_dev_run(capsys: Any) -> None:

@@ -100,8 +100,8 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         batch.is_last = self.is_at_end = self._ahead is None
         batch.index, batch.weight, batch.is_taken = self.count, self._weight_of(self.count), True
         self.count += 1
-        if self._logbook.collector is not None:
-            self._logbook.collector.take_batch(batch.value, batch.index)  # self.log finds the batch size in it
+        if (collector := self._logbook.collector) is not None:  # self.log finds the batch size in the batch
+            collector.begin_batch(batch.value, collector.hook, collector.is_uneven)
         return batch.value, batch.index, self._loader_index
 
 

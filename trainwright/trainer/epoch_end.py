@@ -151,13 +151,13 @@ def pass_over(run: TrainingRun) -> bool:
                 is_dummy = loader.real_length is not None and index >= loader.real_length
                 # A dummy batch runs for the other ranks' collectives, and must not count in batch-norm statistics.
                 buffers = [(each, each.clone()) for each in module.buffers()] if is_dummy else []
-                collector.begin_batch(batch, index=index)
+                collector.begin_batch(batch)
                 if run.plan.transfer is not None:
                     batch = run.plan.transfer(batch)
                 engine.run(module, "training_step", *run.plan.arguments.of(batch, index, 0))
                 for buffer, kept in buffers:
                     buffer.copy_(kept)
-            collector.end_batches()
+            collector.begin_loader(None)
         finally:
             loader.close()
     return True

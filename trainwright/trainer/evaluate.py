@@ -81,10 +81,11 @@ class Evaluation:
             mode="padded",
             **self.run.loader_options,
         )
-        if self.source.owner is None:
-            self._refuse_empty()
         # Before any batch: ranks with a batch would wait in its forward for ranks without.
-        for _, loader in self.loaders:
+        for index, (_, loader) in enumerate(self.loaders):
+            is_alone = engine.world_size > 1 and not loader.is_sharded
+            if isinstance(loader, ShardedLoader) and loader.shard.source_length == 0 and not is_alone:
+                self.refuse_empty(index)
             compare_first_draws(loader, engine.ranks, self.stage)
             if engine.strategy.capabilities.forward_is_collective and isinstance(loader, ShardedCombination):
                 loader.refuse_parted_rounds(self.limit_of(loader))
@@ -108,33 +109,15 @@ class Evaluation:
             self.run.state.restore_rng(VALIDATION_LOADERS)
             return self.source.load(is_read_once)
 
-    def _refuse_empty(self) -> None:
-        """Reject loaders of the call whose length is 0 (ValueError). A hook may return an empty loader."""
-        for index, (name, loader) in enumerate(self.loaders):
-            if not isinstance(loader, ShardedLoader) or (loader.world_size > 1 and not loader.is_sharded):
-                continue
-            if loader.shard.source_length == 0:
-                raise ValueError(
-                    f"{self._named(index, name)} has no batches (its dataset is empty, or drop_last dropped all). Give it "
-                    "data, or leave it out."
-                )
-
-    def refuse_none(self, index: int, source: Shard | OwnRounds, has_batch: bool) -> None:
-        """Reject a loader of the call that yielded no batch on any rank (RuntimeError). A hook may return an empty loader.
-
-        A loader without a length can only be found empty by reading it. All ranks know it without another exchange: a sharded
-        loader gives a dummy batch to a rank without samples, and OwnRounds has exchanged the numbers of batches.
-        """
-        is_empty = source.is_empty if isinstance(source, OwnRounds) else not has_batch
-        if is_empty and self.source.owner is None:
+    def refuse_empty(self, index: int) -> None:
+        """Reject a loader of the call that has no batch on any rank (RuntimeError). A hook may return an empty loader."""
+        if self.source.owner is None:
+            name = self.loaders[index][0]
+            which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
             raise RuntimeError(
-                f"{self._named(index, self.loaders[index][0])} yielded no batches (its dataset yields nothing, drop_last "
-                "dropped all, or its __iter__ does not start again for another pass). Give it data, or leave it out."
+                f"the {self.stage} loader{which} yielded no batches (its dataset yields nothing, drop_last dropped all, or its "
+                "__iter__ does not start again for another pass). Give it data, or leave it out."
             )
-
-    def _named(self, index: int, name: str | None) -> str:
-        which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
-        return f"the {self.stage} loader{which}"
 
     def renew(self) -> None:
         """Let the next evaluation call the loaders' hook again, if there is one, with the present RNG state."""
@@ -184,7 +167,6 @@ def evaluate(
         for index, (name, _) in enumerate(evaluation.loaders):
             collector.begin_loader((index, name) if len(evaluation.loaders) > 1 else None)
             run_loader(evaluation, collector, index, most, keep, abandonment)
-            collector.end_batches()
             if abandonment is not None:
                 run.stop.after_loader()
             if len(evaluation.loaders) > 1:
@@ -221,7 +203,7 @@ def run_loader(
     batches = pulled_batches if evaluation.arguments.pulls else handed_batches
     for batch in batches(evaluation, loader_index, most, is_left):
         value = batch.value if batch.is_taken else collector.batch
-        collector.begin_batch(value, step, batch.is_uneven, index=batch.index)
+        collector.begin_batch(value, step, batch.is_uneven)
         if batch.is_dummy:
             run_dummy(evaluation, collector, batch, several)
             continue
@@ -238,7 +220,7 @@ def run_loader(
             keep(loader_index, batch.index, outputs)
         hooks.call(f"on_{stage}_batch_end", outputs, batch.value, batch.index, *several)
         look()
-        run.logbook.log_evaluation_step(batch.index)
+        run.logbook.log_evaluation_step()
     evaluation.shown.note_indices(None)
 
 
@@ -288,7 +270,9 @@ def handed_batches(
         is_uneven = length is None or index == length - 1
         arguments = evaluation.arguments.of(value, index, loader_index)
         yield Batch(arguments, value, index, is_uneven=is_uneven, is_dummy=is_dummy)
-    evaluation.refuse_none(loader_index, source, index >= 0)
+    # All ranks know it without an exchange: a rank without samples has a dummy batch, and OwnRounds has compared the numbers.
+    if source.is_empty if isinstance(source, OwnRounds) else index < 0:
+        evaluation.refuse_empty(loader_index)
 
 
 def pulled_batches(
@@ -311,7 +295,8 @@ def pulled_batches(
         is_dummy=is_dummy,
         loader_index=loader_index,
     )
-    evaluation.refuse_none(loader_index, source, not pulled.is_at_end)
+    if source.is_empty if isinstance(source, OwnRounds) else pulled.is_at_end:
+        evaluation.refuse_empty(loader_index)
     while not pulled.is_at_end:
         batch = pulled.begin_step(is_uneven=length is None or pulled.count >= length - 1)
         if is_left(batch.index):

@@ -15,7 +15,6 @@ from trainwright.engine.fused import use_fused
 from trainwright.engine.memory_estimate import warn_of_memory
 from trainwright.engine.optimizers import read_optimizers
 from trainwright.engine.prepared import PreparedOptimizer
-from trainwright.engine.replicas import refuse_unlike_arguments, warn_of_unlike_settings
 from trainwright.engine.script_settings import checked_fresh
 from trainwright.module import Module, is_overridden
 from trainwright.overrides import overridden
@@ -68,7 +67,6 @@ def prepare_fit(run: TrainingRun) -> None:
     overrides = {name: with_log_context(run, name) for name in OWN_PARTS if is_overridden(name, module, Module)}
     clipping = Clipping.needed(optimization.clip_norm, optimization.clip_value)
     run.plan_loop(arguments, clipping, overrides, gives_closure=gives_closure)
-    warn_of_unlike_settings(module, module.hparams, engine.ranks)
 
 
 def prepare_optimizers(run: TrainingRun) -> bool:
@@ -220,8 +218,7 @@ def read_evaluation(
 
 
 def choose_checkpoint(parts: Parts, callbacks: list[Any], request: Request) -> Choice:
-    """Return the verified checkpoint that ckpt_path means, once the ranks agree on settings. Collective."""
-    refuse_unlike_arguments(parts.settings.shared(callbacks), "Trainer", parts.engine.ranks)
+    """Return the verified checkpoint that ckpt_path means. Collective."""
     search = CheckpointSearch(
         parts.engine,
         callbacks,

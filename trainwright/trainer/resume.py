@@ -113,7 +113,12 @@ class Resumption:
             )
         if run.state.holds_gradients:
             hold_gradients(run.engine.modules, gradients)
-        run.engine.script.resume(state, path, self._fresh, unused)
+        run.engine.script.resume(state, path, self._fresh)
+        if unused:
+            rank_zero_warn(
+                f"{path}: it has states that no callback loads, so this run continues without them: {', '.join(unused)}.",
+                stacklevel=2,
+            )
         for config in run.trained.schedulers if run.state.step else ():
             if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
                 optimizer._opt_called = True  # it stepped before this process began, and torch would warn of the order
@@ -162,12 +167,12 @@ class Resumption:
         # Each saved rank's values go to exactly one rank, or the epoch's sums would count them twice.
         ranks = range(engine.rank, checkpoint.world_size, engine.world_size)
         states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in ranks]
-        together, left_out = merged([each for each in states if each], self._run.module)
+        together, left_out = merged([each for each in states if each])
         if left_out:
             rank_zero_warn(
                 f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
-                f"{engine.world_size}: the metrics {', '.join(left_out)} define no cross-rank reduction, so for this epoch "
-                "their values cover only the batches after the resume.",
+                f"{engine.world_size}: for this epoch the metric objects {', '.join(left_out)} cover only the batches "
+                "after the resume.",
                 stacklevel=2,
             )
         return together

@@ -229,7 +229,7 @@ class Run:
         return {
             "state": self.state.plain(),
             "batches": self.stages.counts(),
-            "metrics": self.logbook.latest(),
+            "metrics": self.logbook.state_dict(),
             "should_stop": self.stop.requested,
             "accumulate_grad_batches": self.trained.accumulate_grad_batches,
             "ckpt_path": self.ckpt_path,
@@ -297,8 +297,6 @@ class Run:
                 engine.finish_save()
             except BaseException as error:
                 outcome.error = error
-                if self.logbook.collector is not None:
-                    self.logbook.collector.annotate(error)
                 if self.is_prepared:
                     self.state.progress.fail(self.obstacle(error))
                 self.stop.note_end(error)

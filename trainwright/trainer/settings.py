@@ -193,12 +193,6 @@ class Settings:
             if wanted:
                 yield f"barebones=True leaves out what costs time, but {wanted} asks for it; leave out one"
 
-    def shared(self, saving: Iterable[Any]) -> dict[str, Any]:
-        """Return the settings that have to be the same on every rank, with the classes of the callbacks that save."""
-        own = ("enable_", "detect_anomaly", "benchmark")  # each rank may print and look for errors in its own way
-        shared = {name: value for name, value in vars(self).items() if not name.startswith(own)}
-        return {**shared, "callbacks that save": [type(each).__name__ for each in saving]}
-
     @property
     def effective(self) -> Settings:
         """The settings of a run, after fast_dev_run, overfit_batches and barebones have changed them."""

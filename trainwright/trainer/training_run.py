@@ -263,7 +263,7 @@ class TrainingRun(Run):
         assert collector is not None
         self.batch = batch
         self.state.progress.begin_batch(self.state, batch.is_last)
-        collector.begin_batch(batch.value, index=batch.index)
+        collector.begin_batch(batch.value)
         if batch.is_uneven:
             self.uneven_round = UnevenRound(collector, self.module, batch.is_dummy)
         if not self.plan.batch_start or not batch.arguments:
@@ -297,7 +297,7 @@ class TrainingRun(Run):
         """End the epoch's batches."""
         collector = self.logbook.training_collector
         assert collector is not None
-        collector.end_batches()
+        collector.begin_loader(None)
         self.state.progress.end_batches()
         self._drop_batch()
 
