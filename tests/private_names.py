@@ -72,7 +72,6 @@ TORCH = (
     Use("torch.nn.Module", "_state_dict_hooks", "warn once of a state_dict of shards (strategies/zero/strategy.py)"),
     Use("torch.nn.Module", "_metadata", "keep the versions of modules that a state_dict carries"),
     Use("torch.nn.modules.module", "_extra_state", "store what a module keeps beside tensors (checkpoint/contents.py)"),
-    Use("torch.nn.modules.batchnorm", "_NormBase", "name layers that need several samples (trainer/oversights.py)"),
     Use("torch.nn.MultiheadAttention", "_reset_parameters", "initialize layers that were built on the meta device"),
     Use(
         "torch.nn.modules.batchnorm",

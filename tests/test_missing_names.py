@@ -9,7 +9,6 @@ from small import QUIET
 
 import trainwright as tw
 from trainwright.arguments import replaced_names
-from trainwright.trainer.settings import MISSING
 
 
 def test_a_missing_name_says_what_to_use() -> None:
@@ -35,7 +34,6 @@ def test_lightnings_package_is_the_package_itself() -> None:
 def test_every_missing_name_is_listed_in_the_pages() -> None:
     pages = "".join((ROOT.parent / "docs" / f"{page}.md").read_text() for page in ("missing_names", "from_accelerate"))
     assert [name for name in replaced_names() if f"`{name.rpartition('.')[2]}`" not in pages] == []
-    assert [name for name in MISSING if f"`{name}`" not in pages] == []
 
 
 def test_comm_hooks_are_chosen_by_their_enum() -> None:

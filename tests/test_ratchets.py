@@ -168,8 +168,8 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice inputs run_position settings stage",
-    "logged_value oversights parts plain_backwards sources",
+    "checkpoint_choice run_position settings stage",
+    "logged_value oversights parts sources",
     "metric_objects stop",
     "metrics",
     "reduction uneven_round",

@@ -130,13 +130,10 @@ def test_the_sanity_check_leaves_no_trace(steps: int | None, batches: int) -> No
 # -- limits --------------------------------------------------------------------------------------------------------------
 
 
-def test_overfit_batches_replaces_other_limits_with_a_warning() -> None:
-    options: dict[str, Any] = {"overfit_batches": 2, "limit_val_batches": 1.0}
-    with pytest.warns(UserWarning, match="overfit_batches=2 replaces limit_train_batches=3 and limit_val_batches=1.0"):
-        trainer = tw.Trainer(max_epochs=1, limit_train_batches=3, **options, **QUIET)
+def test_overfit_batches_replaces_other_limits() -> None:
+    trainer = tw.Trainer(max_epochs=1, limit_train_batches=3, limit_val_batches=1.0, overfit_batches=2, **QUIET)
     trainer.fit(Classifier(), make_loader(), make_loader())
     assert (trainer.global_step, trainer.num_val_batches) == (2, [2])
-    tw.Trainer(limit_train_batches=1.0, **options, **QUIET)  # the default of a limit is no choice
 
 
 def test_a_trial_run_goes_through_everything_and_writes_nothing(tmp_path: Path) -> None:

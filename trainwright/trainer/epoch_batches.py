@@ -163,9 +163,9 @@ class EpochBatches:
         """Yield the batches that the loop hands to training_step."""
         if self._is_stopped():
             return
-        transfer, takes_index, length, loader = (
+        transfer, count, length, loader = (
             self._transfer,
-            self._arguments.takes_index,
+            self._arguments.count,
             self._length,
             self._data.loader,
         )
@@ -175,7 +175,7 @@ class EpochBatches:
             pairs, move = iter(Prefetcher(pairs, self._engine.device, ahead=loader.may_read_ahead)), transfer.arrived
         for index, (value, is_last) in enumerate(pairs, start=self._start):
             value = value if move is None else move(value)
-            arguments = () if value is None else (value, index) if takes_index else (value,)
+            arguments = () if value is None else (value, index)[:count]
             self._latest = batch = Batch(arguments, value, index, is_last, None if length is None else length - index)
             if index in loader.uneven:
                 batch.is_uneven, batch.weight = True, loader.weight_at(index)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
+from trainwright.data.combined_loader import is_read_once
 from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
 from trainwright.data.seeding import isolate_rng
@@ -19,9 +20,8 @@ from trainwright.module import Module, hook_of, is_overridden
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.trainer.epoch_batches import Batch, PulledBatches
-from trainwright.trainer.inputs import iterators_of
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.oversights import warn_of_monitors, warn_of_shuffling
+from trainwright.trainer.oversights import parts_of, warn_of_shuffling
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import VALIDATION_LOADERS, Phase
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
@@ -89,7 +89,7 @@ class Evaluation:
             compare_first_draws(loader, engine.ranks, self.stage)
             if engine.strategy.capabilities.forward_is_collective and isinstance(loader, ShardedCombination):
                 loader.refuse_parted_rounds(self.limit_of(loader))
-        self.is_loaded, self.has_iterators = True, bool(iterators_of(loaders))
+        self.is_loaded, self.has_iterators = True, any(map(is_read_once, parts_of(loaders)))
         are_named = all(name is not None for name, _ in self.loaders)
         self.arguments = read_step(self.module, f"{self.stage}_step", len(self.loaders), are_named)
         if self.stage != "predict" and not self.run.in_order:
@@ -102,12 +102,11 @@ class Evaluation:
             loader.close()
 
     def _made(self) -> Any:
-        is_read_once = self.run.call != "fit" or self.run.settings.validates_once(self.source.owner is not None)
         if VALIDATION_LOADERS not in self.run.state.rng or self.stage != "validation":
-            return self.source.load(is_read_once)
+            return self.source.load()
         with isolate_rng():
             self.run.state.restore_rng(VALIDATION_LOADERS)
-            return self.source.load(is_read_once)
+            return self.source.load()
 
     def refuse_empty(self, index: int) -> None:
         """Reject a loader of the call that has no batch on any rank (RuntimeError). A hook may return an empty loader."""
@@ -349,7 +348,6 @@ def sanity_check(evaluation: Evaluation) -> None:
         try:
             evaluate(evaluation, Phase.SANITY_CHECK, most=most)
             run.hooks.call("on_sanity_check_end")
-            warn_of_monitors(set(run.logbook.callback_metrics), run.callbacks, run.trained.schedulers, run.settings)
         except EvaluationAbandoned:  # nothing was trained, so the run is saved as it begins
             run.logbook.end_evaluation()
 

@@ -35,11 +35,11 @@ from trainwright.trainer.epoch_end import (
 )
 from trainwright.trainer.optimization import (
     clear_with_hooks,
+    keep_unstepped_gradients,
     read_outputs,
     run_training_step,
     send_backward,
     step,
-    warn_of_unstepped_gradients,
 )
 from trainwright.trainer.run_position import AFTER_EPOCH_START
 from trainwright.trainer.saving import open_epoch
@@ -153,7 +153,7 @@ def end_epoch(run: TrainingRun, is_complete: bool) -> None:
         return
     run.refuse_empty_epoch()
     if run.plan.is_manual:
-        warn_of_unstepped_gradients(run)
+        keep_unstepped_gradients(run)
     if not is_complete:
         leave_epoch(run)
     with state.ending_epoch(is_complete):
