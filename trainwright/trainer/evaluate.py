@@ -158,7 +158,7 @@ def evaluate(
     with (
         run.state.progress.during(phase),
         evaluation_mode(module, stage),
-        gradients_off(run.uses_inference_mode),
+        gradients_off(run.settings.inference_mode and run.call != "fit"),
     ):
         collector = logbook.start(module, stage)
         hooks.call(f"on_{stage}_start")

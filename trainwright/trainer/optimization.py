@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.data.transfer import map_tensors
-from trainwright.engine.optimizers import SchedulerConfig, clear_gradients, may_use_closure, needs_closure
+from trainwright.engine.optimizers import SchedulerConfig, clear_gradients
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping, release
@@ -50,15 +48,6 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
         f"training_step returned {f'a dict of {types}' if types else a_type_of(outputs)}. Expected a loss tensor, a dict with "
         "one under 'loss', or None to skip the batch."
     )
-
-
-def read_outputs(outputs: Any) -> dict[str, Any]:
-    """Return training_step's outputs as on_train_batch_end gets them: a dict without graphs, with the loss as "loss"."""
-    if outputs is None:
-        return {}
-    if isinstance(outputs, Tensor):
-        return {"loss": outputs.detach()}
-    return dict(map_tensors(Tensor.detach, outputs)) if isinstance(outputs, Mapping) else {"outputs": outputs}
 
 
 def clear_with_hooks(run: TrainingRun, batch: Batch) -> None:
@@ -235,24 +224,6 @@ class StepClosure:
     def _mean(self, loss: Tensor) -> Tensor:
         """Return the mean over the ranks, so that all of them take the same step. Collective."""
         return loss if self._run.engine.world_size == 1 else self._run.engine.reduce(loss, "mean")
-
-
-def closure_is_wanted(accumulate: int, engine: Any, optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step gets a closure: it needs one, or is the user's own class and may use one.
-
-    Raises:
-        ValueError: it needs one, which these settings rule out.
-    """
-    # A later call could repeat only the window's last batch, and would use scaled gradients under a loss scale.
-    can_be_given = accumulate == 1 and engine.precision.takes_closure and engine.strategy.capabilities.takes_closure
-    if needs_closure(optimizer) and not can_be_given:
-        raise ValueError(
-            f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times; that "
-            f"cannot be done with accumulate_grad_batches={accumulate}, precision={engine.precision.name!r} and "
-            f"strategy={engine.strategy.name!r}. Use accumulate_grad_batches=1, a precision without a loss scale, and one "
-            "device or ddp, or choose another optimizer."
-        )
-    return can_be_given and (needs_closure(optimizer) or may_use_closure(optimizer))
 
 
 def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: bool) -> None:

@@ -18,7 +18,6 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.evaluate import sanity_check
 from trainwright.trainer.metrics import merged
 from trainwright.trainer.oversights import warn_of_open_end
-from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import AFTER_EPOCH_START, CHECKPOINT, EPOCH_START, VALIDATION_LOADERS
 from trainwright.trainer.saving import check_state, edit_with_hooks
@@ -45,7 +44,7 @@ class Resumption:
             # Before optimizers are made: a callback that changes the module or adds parameter groups does so again in
             # on_fit_start.
             opened, unused = self._load_parts(checkpoint)
-        prepare_fit(run)
+        run.prepare()
         run.hooks.call("on_fit_start")
         run.log_hyper_parameters()  # after a search's callback has set the value that the saved run has found
         run.replace_schedulers()  # a callback's scheduler has state as well

@@ -122,7 +122,8 @@ class Run:
         self.stages: Stages = Stages() if previous is None else previous.stages
         if previous is None or call == "fit":
             self.state = state or Position()
-            self.stop = Stop(self.engine, self.settings, self.state, self.trainer)
+            rerunnable = choice.is_rerunnable
+            self.stop = Stop(self.engine, self.settings, self.state, self.trainer, is_rerunnable=rerunnable)
             self.trained = Trained(self.settings.accumulate_grad_batches)
         else:
             self.state, self.stop, self.trained = previous.state, previous.stop, previous.trained
@@ -172,11 +173,6 @@ class Run:
         """Return how loaders are sharded."""
         pins = has_pinned_memory(self.engine.device.type)
         return {"shard": self.settings.use_distributed_sampler, "pin_memory": pins}
-
-    @property
-    def uses_inference_mode(self) -> bool:
-        """Return whether evaluations run under torch.inference_mode: on request, and outside fit only."""
-        return self.settings.inference_mode and self.call != "fit"
 
     def update_trained(self, **changes: Any) -> None:
         """Replace some of the objects that the fit has made."""

@@ -408,9 +408,10 @@ class Position:
         was_stepped, self.schedulers_stepped = self.schedulers_stepped, True
         return not was_stepped
 
-    def postpone_schedulers(self) -> None:
-        """Let step-wise schedulers that follow a metric wait for the validation after their step."""
-        self.schedulers_wait = True
+    def postpone_schedulers(self, is_due: bool) -> bool:
+        """Let step-wise schedulers that follow a metric wait if a validation is due after their step; return `is_due`."""
+        self.schedulers_wait = is_due
+        return is_due
 
     def claim_postponed_schedulers(self) -> bool:
         """Return whether such schedulers have waited, and count them as stepped."""

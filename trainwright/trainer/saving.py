@@ -40,7 +40,7 @@ def check_save(run: Run, weights_only: bool) -> bool:
             stacklevel=4,
         )
         weights_only = True
-    if not weights_only and run.running_call != "fit" and not run.engine.optimizers:
+    if not weights_only and run.call != "fit" and not run.engine.optimizers:
         raise RuntimeError(
             "the latest run was an evaluation, which has no optimizer to save. Pass weights_only=True, or save after fit."
         )

@@ -248,8 +248,7 @@ class Trainer(Status):
             run.stop.open()
             if Resumption(run, choice.checkpoint, request.fresh).run():
                 fit(run)
-            if choice.is_rerunnable:
-                run.stop.save_end()
+            run.stop.save_end()
             run.hooks.call("on_fit_end")
 
     def trial(self, **changes: Any) -> Trainer:

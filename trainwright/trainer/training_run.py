@@ -12,16 +12,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.data.datamodule import DataModule
+from trainwright.data.transfer import map_tensors
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.fused import use_fused
-from trainwright.engine.optimizers import SchedulerConfig, check_scheduler
+from trainwright.engine.memory_estimate import warn_of_memory
+from trainwright.engine.optimizers import (
+    SchedulerConfig,
+    check_scheduler,
+    may_use_closure,
+    needs_closure,
+    read_optimizers,
+)
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
-from trainwright.module import Module
+from trainwright.module import Module, is_overridden
 from trainwright.profilers.base import is_measuring
-from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Clipping, StepResult
+from trainwright.rank_zero import rank_zero_info, rank_zero_warn
+from trainwright.strategies.base import Clipping, Optimization, StepResult
 from trainwright.strategies.divided_optimizers import unwrap_optimizer
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
@@ -29,10 +37,22 @@ from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.oversights import LONG_EPOCH, warn_of_evaluation_mode, watching
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import Phase
-from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
+from trainwright.trainer.sources import (
+    BatchTransfer,
+    LoaderSource,
+    StepArguments,
+    find_source,
+    find_transfer,
+    read_step,
+)
 from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.uneven_round import UnevenRound
 
+OWN_PARTS = (
+    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
+    "on_validation_model_zero_grad",
+)  # fmt: skip
+"""The parts of a step that a module may override."""
 STEP_OVERRIDES = ("optimizer_step", "configure_gradient_clipping")
 TOO_MANY_EMPTY = 10
 """Batches without a loss at a run's beginning after which a warning says that nothing is trained."""
@@ -77,6 +97,8 @@ class LoopPlan:
     clipping: Clipping | None
     log_every: int
     """Optimizer steps between two rows of step values; 0 for none."""
+    validation_clock: IntervalClock | None
+    """Says when a validation by time is due."""
 
     has_own_step: bool
     """Whether the module takes part in the optimizer's step, or the step gets a closure."""
@@ -98,8 +120,6 @@ class TrainingRun(Run):
     """The optimizer to step. None under manual optimization, or without optimizers."""
     accumulate = 1
     """Batches of a window in this epoch."""
-    has_plateau_steps = False
-    """Whether a step-wise scheduler follows a metric."""
 
     def __init__(
         self,
@@ -112,7 +132,7 @@ class TrainingRun(Run):
         given_validation: Any,
     ) -> None:
         super().__init__(parts, "fit", module, datamodule, choice, previous)
-        self.source, self.given_validation = source, given_validation
+        self._source, self._given_validation = source, given_validation
         self.validation: Evaluation | None = None
         self.window = AccumulationWindow(self.engine)
         """The batches of the next optimizer step. Windows count from where the run resumes, since no checkpoint is saved
@@ -129,36 +149,54 @@ class TrainingRun(Run):
         """Whether an epoch has begun, during which the loop looks for oversights."""
         self.close_at_end(self._drop_batch)
 
-    def prepare(self, accumulate: int, validation: LoaderSource | None) -> None:
-        """Make the training data and the validation, once the strategy has chosen the batches of a step."""
-        settings, seconds = self.settings, self.settings.validation_seconds
-        self.validation_clock = (
-            None if seconds is None else IntervalClock(seconds, self.engine.connection.sync_point("validation"))
-        )
-        self.accumulate = accumulate
-        if accumulate != settings.accumulate_grad_batches:  # otherwise setup() may have set another number
-            self.update_trained(accumulate_grad_batches=accumulate)
-        if validation is not None:
-            self.validation = Evaluation(self, self.module, "validation", validation)
-        data = self._train_data()
-        if self.validation is not None:
-            data.plan_validation()
-        self.is_prepared = True
+    def prepare(self) -> None:
+        """Wrap the module, make its optimizers and choose the branches of the loop. Collective.
 
-    def plan_loop(
-        self, arguments: StepArguments, clipping: Clipping | None, overrides: Mapping[str, Any], *, gives_closure: bool
-    ) -> None:
-        """Choose the branches of the loop, once the optimizers are made."""
+        Raises:
+            ValueError: settings that the module's optimization rules out.
+        """
+        settings, engine, module = self.settings, self.engine, self.module
+        is_manual = not module.automatic_optimization
+        if is_manual and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val):
+            raise ValueError(
+                "accumulate_grad_batches and gradient_clip_val need automatic optimization, but this module has "
+                "automatic_optimization = False. Accumulate and clip in training_step, and leave them at their defaults, in "
+                "trainwright launch and its config too."
+            )
+        arguments = read_step(module, "training_step")
+        if arguments.pulls and settings.accumulate_grad_batches > 1:
+            raise ValueError(
+                f"accumulate_grad_batches={settings.accumulate_grad_batches} counts batches, but training_step takes them from "
+                "dataloader_iter itself. Leave it at 1 and take several batches in a step."
+            )
+        engine.take_seed()
+        engine.precision.reset()
+        self.prepare_module(module)
+        optimization = engine.strategy.resolve(
+            Optimization(not is_manual, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
+        )
+        engine.prepare_module(module, optimization)
+        self.accumulate = optimization.accumulate
+        if self.accumulate != settings.accumulate_grad_batches:  # otherwise setup() may have set another number
+            self.update_trained(accumulate_grad_batches=self.accumulate)
+        self._prepare_data()
+        first = self._prepare_optimizers()
+        overrides = {name: self._with_log_context(name) for name in OWN_PARTS if is_overridden(name, module, Module)}
         has_hooks = bool(self.hooks["on_before_zero_grad"]) or "optimizer_zero_grad" in overrides
+        gives_closure = first is not None and _closure_is_wanted(self.accumulate, engine, first)
+        clock = None
+        if settings.validation_seconds is not None:
+            clock = IntervalClock(settings.validation_seconds, engine.connection.sync_point("validation"))
         self.plan = LoopPlan(
-            is_manual=not self.module.automatic_optimization,
+            is_manual=is_manual,
             arguments=arguments,
-            transfer=find_transfer(self.engine, self.module, self.datamodule, self.profiler),
+            transfer=find_transfer(engine, module, self.datamodule, self.profiler),
             overrides=overrides,
             cleared_first=None if has_hooks else self.optimizer,
             gives_closure=gives_closure,
-            clipping=clipping,
-            log_every=self.settings.log_every,
+            clipping=Clipping.needed(optimization.clip_norm, optimization.clip_value),
+            log_every=settings.log_every,
+            validation_clock=clock,
             has_own_step=gives_closure or not overrides.keys().isdisjoint(STEP_OVERRIDES),
             batch_start=self.hooks["on_train_batch_start"],
             batch_end=self.hooks["on_train_batch_end"],
@@ -167,11 +205,97 @@ class TrainingRun(Run):
             before_step=self.hooks["on_before_optimizer_step"],
         )
 
+    def _prepare_data(self) -> None:
+        """Make the training data and the validation, and load loaders that the call was given. Collective."""
+        source = self._find_validation()  # here, because setup() may have added hooks
+        if source is not None:
+            self.validation = Evaluation(self, self.module, "validation", source)
+        data = self._train_data()
+        if self.validation is not None:
+            data.plan_validation()
+        self.is_prepared = True
+        # They are checked before anything is run; hooks are called when it is their turn.
+        if self._source.owner is None:
+            data.load()
+            if self.validation is not None and self.validation.source.owner is None:
+                self.validation.load()
+
+    def _find_validation(self) -> LoaderSource | None:
+        """Return the source of the validation loaders. None if there are none, or with limit_val_batches=0."""
+        name, has_step = type(self.module).__name__, is_overridden("validation_step", self.module, Module)
+        source = find_source(
+            "validation", self._given_validation, self.datamodule, self.module, "val_dataloaders", "fit"
+        )
+        if not source.is_defined and has_step:
+            rank_zero_info("%s has a validation_step, but fit has no validation data.", name)
+        # The limit is the same on every rank, while a single rank may have no batch.
+        if not source.is_defined or self.settings.limit_val_batches == 0:
+            return None
+        if has_step:
+            return source
+        rank_zero_warn(
+            f"there are validation loaders, but {name} has no validation_step, so fit does not validate. Define it, or do not "
+            "pass the loaders.",
+            stacklevel=2,
+        )
+        return None
+
+    def _prepare_optimizers(self) -> Optimizer | None:
+        """Make the module's optimizers and schedulers; return the optimizer of automatic optimization. Collective."""
+        engine, module, is_manual = self.engine, self.module, not self.module.automatic_optimization
+        returned = self.profiler.timed(module.configure_optimizers, "[module] configure_optimizers")()
+        makes_none = returned is None and engine.strategy.capabilities.makes_optimizer
+        optimizers, schedulers = ([], []) if makes_none else read_optimizers(returned, is_manual=is_manual)
+        if not is_manual and len(optimizers) > 1:
+            raise ValueError(
+                f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
+                "automatic_optimization = False in the module and step them in training_step."
+            )
+        engine.replaced.update(optimizers)
+        if self.settings.fused_optimizers:
+            for optimizer in optimizers:
+                use_fused(optimizer, [module])
+        wrapped = engine.prepare_optimizers(optimizers)
+        self._take_schedulers(schedulers)
+        warn_of_memory(engine, module, optimizers)
+        before = self._announce_step if is_manual else None
+        prepared = [
+            PreparedOptimizer(
+                engine, optimizer, before_step=before, after_step=self._count_step, has_loss=not is_manual
+            )
+            for optimizer in wrapped
+        ]
+        self.update_trained(optimizers=wrapped, prepared_optimizers=prepared)
+        if wrapped and not is_manual:
+            self.optimizer = wrapped[0]
+        if is_manual and not wrapped:
+            rank_zero_warn(
+                "automatic_optimization is False and configure_optimizers returned no optimizer: nothing is trained.",
+                stacklevel=2,
+            )
+        return optimizers[0] if optimizers and not is_manual else None
+
+    def _with_log_context(self, name: str) -> Callable[..., Any]:
+        """Return a method of the module that may log as a hook may."""
+        method = self.profiler.timed(getattr(self.module, name), f"[module] {name}")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            collector = self.logbook.collector
+            if collector is None:
+                return method(*args, **kwargs)
+            outer = collector.enter_hook(name)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                collector.enter_hook(outer)
+
+        return call
+
     def _train_data(self) -> TrainData:
         """Return the training data, not loaded if this makes it."""
         if self.trained.data is None:
             self.data = TrainData(
-                self.source,
+                self._source,
                 self.engine,
                 self.settings,
                 self.state,
@@ -186,17 +310,9 @@ class TrainingRun(Run):
     def load_training_data(self) -> None:
         self._train_data().load()
 
-    def take_schedulers(self, schedulers: list[SchedulerConfig]) -> None:
-        """Take the schedulers of configure_optimizers, once the engine has the optimizers."""
+    def _take_schedulers(self, schedulers: list[SchedulerConfig]) -> None:
         self.update_trained(schedulers=schedulers)
         self.engine.script.note_schedulers([config.scheduler for config in schedulers])
-        self.has_plateau_steps = any(config.interval == "step" and config.is_plateau for config in schedulers)
-
-    def take_optimizers(self, optimizers: list[Optimizer], prepared: list[PreparedOptimizer]) -> None:
-        """Take the optimizers as the strategy has made them."""
-        self.update_trained(optimizers=optimizers, prepared_optimizers=prepared)
-        if optimizers and self.module.automatic_optimization:
-            self.optimizer = optimizers[0]
 
     def replace_schedulers(self) -> None:
         """Replace the schedulers by a callback's scheduler, if a callback has one."""
@@ -208,10 +324,13 @@ class TrainingRun(Run):
         if scheduler is not None and all(config.scheduler is not scheduler for config in self.trained.schedulers):
             config = SchedulerConfig(scheduler)
             check_scheduler(config, [unwrap_optimizer(self.optimizer)])
-            self.take_schedulers([config])
+            self._take_schedulers([config])
 
-    def begin_windows(self) -> None:
-        """Begin an epoch's windows, after the hooks of its start, which may freeze layers or change the windows' length."""
+    def begin_batches(self) -> EpochBatches:
+        """Begin an epoch's windows, and return its batches from the state's position on.
+
+        Called after the hooks of the epoch's start, which may freeze layers or change the windows' length.
+        """
         self.accumulate = self.trained.accumulate_grad_batches
         if not self.plan.is_manual:  # otherwise gradients that on_train_epoch_start has sent backward wait for a step
             self.window.drop()
@@ -220,9 +339,6 @@ class TrainingRun(Run):
         if self.settings.fused_optimizers:
             for optimizer in self.trained.optimizers:
                 use_fused(optimizer, [self.module])  # a hook may have added groups
-
-    def epoch_batches(self) -> EpochBatches:
-        """Return the batches of the epoch, from the state's position on."""
         self.data.plan_states(self.accumulate, self.checkpoint_callbacks)
         plan = self.plan
         return EpochBatches(
@@ -265,8 +381,25 @@ class TrainingRun(Run):
         batch.is_last = True
         return False
 
-    def end_uneven_round(self) -> None:
-        """End the batch of an uneven round, after its hooks."""
+    def end_batch(self, batch: Batch, outputs: Any) -> None:
+        """Call the hooks of a counted batch's end, and write the row and the checkpoints that are due. Collective."""
+        state, log_every = self.state, self.plan.log_every
+        if state.progress.has_stepped and log_every and state.batches_that_stepped % log_every == 0:
+            self.logbook.mark_row_due()
+        if self.uneven_round is not None:
+            self.uneven_round.renew()
+        if self.plan.batch_end:
+            shown = _read_outputs(outputs) if self.hooks.outputs_are_read else {}
+            self.hooks.call("on_train_batch_end", shown, batch.value, batch.index)
+        state.progress.end_batches()
+        if self.uneven_round is not None:
+            self._end_uneven_round()
+        if self.logbook.is_row_due:
+            self.logbook.log_step()
+        if self.saver.waiting:
+            self.saver.save_waiting()
+
+    def _end_uneven_round(self) -> None:
         if self.uneven_round is not None:
             self.uneven_round.end()
             self.uneven_round = None
@@ -278,19 +411,26 @@ class TrainingRun(Run):
         """
         self.state.progress.cancel_batch()
         self.engine.ranks.wait("the end of an epoch by -1 from on_train_batch_start")
-        self.end_uneven_round()
+        self._end_uneven_round()
         if self.optimizer is not None and self.window.is_open:
             self.optimizer.zero_grad()
             self.window.drop()
             self.engine.sync_gradients(True)
 
     def end_batches(self) -> None:
-        """End the epoch's batches."""
+        """End the epoch's batches (RuntimeError if training_step has returned None for all of the first epoch)."""
         collector = self.logbook.training_collector
         assert collector is not None
         collector.begin_loader(None)
         self.state.progress.end_batches()
         self._drop_batch()
+        is_empty = self.num_empty and self.num_empty == self.state.total_batches and self.optimizer is not None
+        if is_empty and not self.stop.number:
+            raise RuntimeError(
+                f"training_step returned None for all {self.num_empty} batches of the first epoch, so nothing was trained; "
+                "return the loss (did you forget the return statement?), or set automatic_optimization = False and step "
+                "yourself."
+            )
 
     def _drop_batch(self) -> None:
         """Free the objects that hold a batch: the Trainer keeps this run until its next one."""
@@ -306,23 +446,14 @@ class TrainingRun(Run):
                 stacklevel=4,
             )
 
-    def refuse_empty_epoch(self) -> None:
-        """Reject, at the end of a run's first epoch, a training_step that has always returned None (RuntimeError)."""
-        if self.num_empty and self.num_empty == self.state.total_batches and self.optimizer is not None:
-            raise RuntimeError(
-                f"training_step returned None for all {self.num_empty} batches of the first epoch, so nothing was trained; "
-                "return the loss (did you forget the return statement?), or set automatic_optimization = False and step "
-                "yourself."
-            )
-
-    def announce_step(self, optimizer: Optimizer) -> None:
+    def _announce_step(self, optimizer: Optimizer) -> None:
         """Call the hooks before a step of manual optimization."""
         if self.hooks["on_before_optimizer_step"]:
             with self.engine.precision.step_context():  # where a step of automatic optimization calls them too
                 self.engine.strategy.finalize(optimizer)
                 self.hooks.call("on_before_optimizer_step", optimizer)
 
-    def count_step(self, result: StepResult) -> None:
+    def _count_step(self, result: StepResult) -> None:
         """Count a step of manual optimization; one within the module's optimizer_step once that has returned."""
         if self.module.automatic_optimization:
             self.step_results.append(result)
@@ -348,18 +479,6 @@ class TrainingRun(Run):
     def enable_validation(self) -> bool:
         """Return whether this fit validates."""
         return self.running_call is not None and self.validation is not None
-
-    @property
-    def validates_within(self) -> bool:
-        """Return whether a validation may be due within an epoch."""
-        by_time = self.validation_clock is not None
-        return self.validation is not None and (self.data.validate_every is not None or by_time)
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether no epoch is left to train, nor one that a stopped run was resumed within."""
-        last, is_stopped = self.settings.last_epoch, self.stop.is_due()
-        return (is_stopped and not self.state.is_unfinished) or (last is not None and self.state.epoch >= last)
 
     def obstacle(self, error: BaseException) -> str:
         """Return why a run that fails here cannot be resumed exactly; "" if it can."""
@@ -391,3 +510,30 @@ class TrainingRun(Run):
         is_within = any(frame.f_globals.get("__name__", "").startswith("trainwright.") for frame in frames)
         before = (progress.batches_before, progress.steps_before)
         return is_uncounted or is_within or (state.total_batches, state.step) != before
+
+
+def _read_outputs(outputs: Any) -> dict[str, Any]:
+    """Return training_step's outputs as on_train_batch_end gets them: a dict without graphs, with the loss as "loss"."""
+    if outputs is None:
+        return {}
+    if isinstance(outputs, Tensor):
+        return {"loss": outputs.detach()}
+    return dict(map_tensors(Tensor.detach, outputs)) if isinstance(outputs, Mapping) else {"outputs": outputs}
+
+
+def _closure_is_wanted(accumulate: int, engine: Any, optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step gets a closure: it needs one, or is the user's own class and may use one.
+
+    Raises:
+        ValueError: it needs one, which these settings rule out.
+    """
+    # A later call could repeat only the window's last batch, and would use scaled gradients under a loss scale.
+    can_be_given = accumulate == 1 and engine.precision.takes_closure and engine.strategy.capabilities.takes_closure
+    if needs_closure(optimizer) and not can_be_given:
+        raise ValueError(
+            f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times; that "
+            f"cannot be done with accumulate_grad_batches={accumulate}, precision={engine.precision.name!r} and "
+            f"strategy={engine.strategy.name!r}. Use accumulate_grad_batches=1, a precision without a loss scale, and one "
+            "device or ddp, or choose another optimizer."
+        )
+    return can_be_given and (needs_closure(optimizer) or may_use_closure(optimizer))
