@@ -199,23 +199,18 @@ TORCH = (
     ),
     Use(
         "torch.utils.data.DataLoader",
-        "_iterator _get_iterator _auto_collation _index_sampler",
-        "start a loader's workers anew, know them, and know who iterates as torch does (data/loaders.py)",
+        "_iterator _get_iterator",
+        "start a loader's workers anew, know them, and know who iterates as torch does (data/vendor.py)",
     ),
     Use(
         "torch.autograd.profiler",
         "_is_profiler_enabled",
-        "open a profiler's region only while one records (data/loaders.py)",
+        "step as torch does while a profiler records (engine/optimizers.py)",
     ),
     Use(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
         "_shutdown_workers",
-        "end the workers of an epoch that was left (data/workers.py)",
-    ),
-    Use(
-        "torch.utils.data._utils.worker",
-        "_worker_loop",
-        "find the `done_event` by which a loader tells a worker to end (data/workers.py)",
+        "end the workers of an epoch that was left (data/vendor.py)",
     ),
     Use(
         "torch.utils.tensorboard.SummaryWriter",
@@ -441,26 +436,6 @@ PYTHON = (
         "_args_from_interpreter_flags",
         "start a notebook's processes with this one's flags (launch/notebook.py)",
     ),
-    Use(
-        "multiprocessing.queues.Queue",
-        "_on_queue_feeder_error",
-        "send why a batch cannot be sent (data/worker_process.py)",
-    ),
-    Use(
-        "multiprocessing.util",
-        "_exit_function",
-        "remove a worker's temporary folder when a signal ends it (data/workers.py)",
-    ),
-    Use(
-        "multiprocessing.synchronize.Event",
-        "_flag",
-        "see without a lock whether a worker was told to end (data/workers.py)",
-    ),
-    Use(
-        "multiprocessing.context.ForkServerProcess",
-        "_start_method",
-        "know a worker whose parent is the fork server (data/workers.py)",
-    ),
     Use("argparse.ArgumentParser", "_actions", "list the options of the launcher's help (launch/cli.py)"),
 )
 
@@ -473,7 +448,7 @@ OTHERS = (
     Use(
         "datasets.IterableDataset",
         "_ex_iterable",
-        "know a stream that is split after a shuffle (data/workers.py)",
+        "know a stream that is split after a shuffle (data/vendor.py)",
     ),
     Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
 )
