@@ -176,14 +176,6 @@ def test_a_trainer_is_not_copied() -> None:
         copy.deepcopy(trainer_of())
 
 
-def test_the_loader_index_is_passed_to_steps_that_pull() -> None:
-    class Pulls(Classifier):
-        def predict_step(self, dataloader_iter: Any) -> Any:
-            return next(dataloader_iter)[1:]
-
-    assert trainer_of().predict(Pulls(), [make_loader(8), make_loader(4)]) == [[(0, 0), (1, 0)], [(0, 1)]]
-
-
 def test_predictions_of_several_loaders_need_no_index() -> None:
     module = Classifier()
     module.predict_step = lambda batch, batch_idx: len(batch[0])

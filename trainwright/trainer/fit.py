@@ -106,9 +106,6 @@ def begin_epoch(run: TrainingRun) -> EpochBatches:
             run.validation.renew()
     run.data.seek(run.trained.resume_source)
     run.hooks.call("on_train_epoch_start")
-    run.replace_schedulers()
-    state.restore_rng(AFTER_EPOCH_START)
-    run.logbook.resume_epoch()
     batches = run.begin_batches()
     if validates_within(run) and state.batch and not batches.is_complete and validation_is_due(run):
         validate(run, within=True)  # the checkpoint was saved before it
@@ -160,7 +157,7 @@ def leave_epoch(run: TrainingRun) -> None:
     on_train_epoch_end again, so nothing that this hook changes may be in the checkpoint.
     """
     run.state.stop_within_epoch(open_epoch(run))
-    run.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
+    run.logbook.reduce()  # the score of a checkpoint may be a metric of this epoch
     run.hooks.call("on_train_epoch_stop")
     run.hooks.call("on_save_point")
     run.stop.save_end()

@@ -16,9 +16,7 @@ from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
 from trainwright.module import Module
 from trainwright.trainer.logged_value import Key, Loader, to_numbers
-from trainwright.trainer.metric_objects import metrics_in_use
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.reduction import end_loader, reduce_epoch
 from trainwright.trainer.run_position import Position
 
 
@@ -52,6 +50,11 @@ class Logbook:
         """By metric of the latest validation, the optimizer step of the scored weights."""
         self._epoch_of: dict[str, int] = {}
         """By metric of the training, the epoch of its value."""
+        self._counts: dict[str, dict[Any, int]] = {
+            "evaluation_batches": self._evaluation_batches,
+            "scored_at": self._scored_at,
+            "epoch_of": self._epoch_of,
+        }
         self._held_rows: list[tuple[dict[str, float], int]] = []
         """Rows of a validation within fit, until it ends: a run that abandons the validation writes them when resumed."""
         self._outer: MetricCollector | None = None
@@ -78,7 +81,7 @@ class Logbook:
         if stage == "train":
             self.training_collector = collector
         else:
-            self._outer, self._not_of_evaluation = self.collector, metrics_in_use(module)
+            self._outer, self._not_of_evaluation = self.collector, collector.in_use()
         self.collector = collector
         return collector
 
@@ -131,13 +134,7 @@ class Logbook:
         shown = [logged for logged in steps if logged.key.logger and logged.loader == self.collector.loader]
         return to_numbers({logged.step_name: logged.last for logged in shown if logged.last is not None})
 
-    def end_loader(self, module: Module) -> None:
-        """Compute and reset the Metric objects of the loader that ends. Collective: call it while `collector.loader` is set."""
-        assert self.collector is not None
-        self._keep_steps()
-        end_loader(self.collector, module)
-
-    def reduce(self, module: Module) -> None:
+    def reduce(self) -> None:
         """Reduce the epoch's values so far, so that the hooks of its end can read them. Collective.
 
         Values that those hooks log are reduced by `finish`, in a second gather.
@@ -146,9 +143,7 @@ class Logbook:
         assert collector is not None
         self._keep_steps()
         self.reductions += 1
-        reduced = reduce_epoch(collector, module, collector.reduced)
-        collector.reduced.update(reduced)
-        for key, number in reduced.items():
+        for key, number in collector.reduce().items():
             self._show(key, key.epoch_name, number)
             # A score belongs to the weights of this step; after the next one it is outdated.
             is_score = collector is not self.training_collector
@@ -156,15 +151,15 @@ class Logbook:
             if not key.rank_zero_only:
                 dates[key.base_name] = dates[key.epoch_name] = date
 
-    def finish(self, module: Module, num_loaders: int = 1) -> list[dict[str, float]]:
+    def finish(self, num_loaders: int = 1) -> list[dict[str, float]]:
         """Reduce the epoch's values over the ranks, write them as a row and return them by loader. Collective.
 
         A value without a loader is in the dict of every loader. A value of rank 0 only is not returned.
         """
         assert self.collector is not None
         if self.training_collector not in (None, self.collector):
-            self._refuse_shared(self.collector.metrics() | self.training_collector.metrics(), module)
-        self.reduce(module)  # without the values that are reduced already
+            self._refuse_shared(self.collector.metrics() | self.training_collector.metrics())
+        self.reduce()  # without the values that are reduced already
         reduced = dict(self.collector.reduced)
         self.collector.clear()
         if self.collector is self.training_collector:
@@ -179,9 +174,9 @@ class Logbook:
             for index in range(num_loaders)
         ]
 
-    def _refuse_shared(self, paths: set[str], module: Module) -> None:
+    def _refuse_shared(self, paths: set[str]) -> None:
         """Reject a Metric that training has updated and the running evaluation too (ValueError)."""
-        now = metrics_in_use(module)
+        now = self.collector.in_use() if self.collector is not None else {}
         for path, updates in (self._not_of_evaluation or {}).items():
             if path in paths and now.get(path) != updates:
                 name = path.rpartition(".")[2]
@@ -199,9 +194,7 @@ class Logbook:
         self._keep_steps()
         return {
             **{name: to_numbers(values) for name, values in self._latest.items()},
-            "evaluation_batches": dict(self._evaluation_batches),
-            "scored_at": dict(self._scored_at),
-            "epoch_of": dict(self._epoch_of),
+            **{name: dict(counts) for name, counts in self._counts.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any], unfinished: dict[str, Any] | None = None) -> None:
@@ -213,9 +206,8 @@ class Logbook:
             self.unfinished = unfinished
         for name, values in self._latest.items():
             values.update(state.get(name, {}))
-        self._evaluation_batches.update(state.get("evaluation_batches", {}))
-        self._scored_at.update(state.get("scored_at", {}))
-        self._epoch_of.update(state.get("epoch_of", {}))
+        for name, counts in self._counts.items():
+            counts.update(state.get(name, {}))
 
     def logger_states(self) -> list[dict[str, Any]]:
         """Return the loggers' positions for a checkpoint, after a flush. Empty on ranks other than 0."""
@@ -240,14 +232,10 @@ class Logbook:
 
     def drop_evaluation(self, latest: dict[str, Any]) -> None:
         """Restore the latest values from before an evaluation that the run leaves."""
-        stores: list[dict[Any, Any]] = [
-            *self._latest.values(),
-            self._scored_at,
-            self._epoch_of,
-            self._evaluation_batches,
-        ]
-        for store in stores:
-            store.clear()
+        for counts in self._counts.values():
+            counts.clear()
+        for values in self._latest.values():
+            values.clear()
         self.load_state_dict(latest)
         self._held_rows.clear()
 

@@ -66,12 +66,6 @@ def reset_metrics(module: nn.Module, keys: Iterable[Key]) -> None:
         (parent if is_collection(parent) else getattr(parent, name)).reset()
 
 
-def metrics_in_use(module: nn.Module) -> dict[str, int]:
-    """Return how often each of the module's Metric objects was updated since its reset, by path, without zeros."""
-    metrics = {path: child for path, child in module.named_modules() if is_metric(child)}
-    return {path: metric.update_count for path, metric in metrics.items() if metric.update_count}
-
-
 def states_of_metrics(module: nn.Module, paths: Iterable[str]) -> dict[str, Any]:
     """Return the states of Metric objects by path, as plain data and tensors, not copied."""
     states: dict[str, Any] = {}

@@ -68,9 +68,7 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
     After a dummy batch, restore the state that it has changed.
     """
     plan, loss = run.plan, outputs if type(outputs) is Tensor else read_loss(outputs, run.engine.world_size)
-    if loss is None:
-        run.count_empty()
-    elif run.optimizer is not None:
+    if loss is not None and run.optimizer is not None:
         if loss.numel() != 1 or not loss.requires_grad:
             refuse_loss(loss)
         scaled = loss

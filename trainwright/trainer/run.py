@@ -86,15 +86,8 @@ class Outcome:
             if self.error is None:
                 self.error = error
                 raise
-            say(f"trainwright: {_name_of(call)} failed too: {type(error).__name__}: {error}")
-
-
-def _name_of(call: Callable[..., Any]) -> str:
-    """Return a function's name, for a method with the class of its object."""
-    function = getattr(call, "func", call)
-    owner = getattr(function, "__self__", None)
-    name = getattr(function, "__qualname__", repr(function))
-    return name if owner is None else f"{type(owner).__name__}.{function.__name__}"
+            name = getattr(getattr(call, "func", call), "__qualname__", repr(call))
+            say(f"trainwright: {name} failed too: {type(error).__name__}: {error}")
 
 
 class Run:
@@ -124,7 +117,8 @@ class Run:
             self.state = state or Position()
             rerunnable = choice.is_rerunnable
             self.stop = Stop(self.engine, self.settings, self.state, self.trainer, is_rerunnable=rerunnable)
-            self.trained = Trained(self.settings.accumulate_grad_batches)
+            source = None if choice.checkpoint is None else choice.path
+            self.trained = Trained(self.settings.accumulate_grad_batches, source)
         else:
             self.state, self.stop, self.trained = previous.state, previous.stop, previous.trained
         self.saver = Saver(self.state)
@@ -293,16 +287,21 @@ class Run:
                 engine.finish_save()
             except BaseException as error:
                 outcome.error = error
-                if self.is_prepared:
-                    self.state.progress.fail(self.obstacle(error))
-                self.stop.note_end(error)
-                # A save in flight can commit while every rank lives, whatever they raise, but not if a rank is gone.
-                outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
-                for hook in self.hooks["on_exception"]:
-                    outcome.after(hook, error)
-                if datamodule is not None:
-                    outcome.after(hook_of(datamodule, "on_exception", DataModule), error)
+                self._fail(error, outcome)
                 raise
+
+    def _fail(self, error: BaseException, outcome: Outcome) -> None:
+        """Record the error that ends the run, and call on_exception."""
+        engine = self.engine
+        if self.is_prepared:
+            self.state.progress.fail(self.obstacle(error))
+        self.stop.note_end(error)
+        # A save in flight can commit while every rank lives, whatever they raise, but not if a rank is gone.
+        outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
+        for hook in self.hooks["on_exception"]:
+            outcome.after(hook, error)
+        if self.datamodule is not None:
+            outcome.after(hook_of(self.datamodule, "on_exception", DataModule), error)
 
     def _position(self) -> tuple[tuple[int, ...], str]:
         """Return how far the run is, in counts that are the same on every rank, and in words. Another thread calls it."""

@@ -65,7 +65,7 @@ def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
         return state
     epoch = run.state.open_epoch
     copied = None if epoch is None else epoch.callbacks
-    own = callback_states(run.trainer.callbacks if copied is None else run.checkpoint_callbacks)
+    own = callback_states(run.trainer.callbacks if copied is None else run.trainer.checkpoint_callbacks)
     return {
         **state,
         "position": {**run.state.state_dict(), "places": data["places"]},
@@ -92,7 +92,7 @@ def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
 def check_state(run: TrainingRun) -> None:
     """Refuse, before anything is trained, state that checkpoints cannot hold (CheckpointError on every rank). Collective."""
     engine = run.engine
-    if run.settings.fast_dev_run or not any(each.keeps_any for each in run.checkpoint_callbacks):
+    if run.settings.fast_dev_run or not any(each.keeps_any for each in run.trainer.checkpoint_callbacks):
         return
 
     def look() -> None:
@@ -164,8 +164,10 @@ def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
 def open_epoch(run: Run) -> OpenEpoch:
     """Return the state after the latest batch, for checkpoints of a run that stops within the epoch."""
     logbook, callbacks = run.logbook, None
-    if any(each.keeps_any for each in run.checkpoint_callbacks):  # whose states can be stored, so they can be copied
-        states = callback_states(each for each in run.trainer.callbacks if each not in run.checkpoint_callbacks)
+    if any(
+        each.keeps_any for each in run.trainer.checkpoint_callbacks
+    ):  # whose states can be stored, so they can be copied
+        states = callback_states(each for each in run.trainer.callbacks if each not in run.trainer.checkpoint_callbacks)
         callbacks = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
     return OpenEpoch(logbook.state_dict(), logbook.epoch_state(), logbook.logger_states(), callbacks)
 

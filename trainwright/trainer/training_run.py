@@ -36,7 +36,7 @@ from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.oversights import LONG_EPOCH, warn_of_evaluation_mode, watching
 from trainwright.trainer.run import Parts, Run
-from trainwright.trainer.run_position import Phase
+from trainwright.trainer.run_position import AFTER_EPOCH_START, Phase
 from trainwright.trainer.sources import (
     BatchTransfer,
     LoaderSource,
@@ -141,7 +141,7 @@ class TrainingRun(Run):
         """The current batch."""
         self.uneven_round: UnevenRound | None = None
         """The current batch, if it is one of an uneven round."""
-        self.num_empty = 0
+        self._num_empty = 0
         """Batches of this run for which training_step returned None."""
         self.step_results: list[StepResult] = []
         """Results of the steps that the module's running optimizer_step has made."""
@@ -150,7 +150,7 @@ class TrainingRun(Run):
         self.close_at_end(self._drop_batch)
 
     def prepare(self) -> None:
-        """Wrap the module, make its optimizers and choose the branches of the loop. Collective.
+        """Wrap the module, make its optimizers, choose the branches of the loop and call on_fit_start. Collective.
 
         Raises:
             ValueError: settings that the module's optimization rules out.
@@ -204,6 +204,9 @@ class TrainingRun(Run):
             after_backward=self.hooks["on_after_backward"],
             before_step=self.hooks["on_before_optimizer_step"],
         )
+        self.hooks.call("on_fit_start")
+        self.log_hyper_parameters()  # after a search's callback has set the value that the saved run has found
+        self._replace_schedulers()  # a callback's scheduler has state, which a checkpoint restores
 
     def _prepare_data(self) -> None:
         """Make the training data and the validation, and load loaders that the call was given. Collective."""
@@ -314,7 +317,7 @@ class TrainingRun(Run):
         self.update_trained(schedulers=schedulers)
         self.engine.script.note_schedulers([config.scheduler for config in schedulers])
 
-    def replace_schedulers(self) -> None:
+    def _replace_schedulers(self) -> None:
         """Replace the schedulers by a callback's scheduler, if a callback has one."""
         if self.optimizer is None:
             return
@@ -329,8 +332,12 @@ class TrainingRun(Run):
     def begin_batches(self) -> EpochBatches:
         """Begin an epoch's windows, and return its batches from the state's position on.
 
-        Called after the hooks of the epoch's start, which may freeze layers or change the windows' length.
+        Called after the hooks of the epoch's start, which may freeze layers or change the windows' length. A run that resumes
+        within the epoch continues here with the RNG state and the metrics of the checkpoint.
         """
+        self._replace_schedulers()
+        self.state.restore_rng(AFTER_EPOCH_START)
+        self.logbook.resume_epoch()
         self.accumulate = self.trained.accumulate_grad_batches
         if not self.plan.is_manual:  # otherwise gradients that on_train_epoch_start has sent backward wait for a step
             self.window.drop()
@@ -384,6 +391,8 @@ class TrainingRun(Run):
     def end_batch(self, batch: Batch, outputs: Any) -> None:
         """Call the hooks of a counted batch's end, and write the row and the checkpoints that are due. Collective."""
         state, log_every = self.state, self.plan.log_every
+        if outputs is None and not self.plan.is_manual:
+            self._count_empty()
         if state.progress.has_stepped and log_every and state.batches_that_stepped % log_every == 0:
             self.logbook.mark_row_due()
         if self.uneven_round is not None:
@@ -424,10 +433,10 @@ class TrainingRun(Run):
         collector.begin_loader(None)
         self.state.progress.end_batches()
         self._drop_batch()
-        is_empty = self.num_empty and self.num_empty == self.state.total_batches and self.optimizer is not None
+        is_empty = self._num_empty and self._num_empty == self.state.total_batches and self.optimizer is not None
         if is_empty and not self.stop.number:
             raise RuntimeError(
-                f"training_step returned None for all {self.num_empty} batches of the first epoch, so nothing was trained; "
+                f"training_step returned None for all {self._num_empty} batches of the first epoch, so nothing was trained; "
                 "return the loss (did you forget the return statement?), or set automatic_optimization = False and step "
                 "yourself."
             )
@@ -436,12 +445,12 @@ class TrainingRun(Run):
         """Free the objects that hold a batch: the Trainer keeps this run until its next one."""
         self.batch = self.uneven_round = None
 
-    def count_empty(self) -> None:
+    def _count_empty(self) -> None:
         """Count a batch for which training_step returned None, and warn if the run has begun with nothing else."""
-        self.num_empty += 1
-        if self.num_empty == TOO_MANY_EMPTY == self.state.total_batches + 1:
+        self._num_empty += 1
+        if self._num_empty == TOO_MANY_EMPTY == self.state.total_batches:
             rank_zero_warn(
-                f"training_step returned None for the first {self.num_empty} batches, which skips them: nothing has been "
+                f"training_step returned None for the first {self._num_empty} batches, which skips them: nothing has been "
                 "trained. Did you forget the return statement?",
                 stacklevel=4,
             )
