@@ -95,18 +95,9 @@ class CheckpointSearch:
             CheckpointError: there is none, or it is damaged.
         """
         check_verify(self.verify)
-        if ckpt_path is not None and not isinstance(ckpt_path, (str, os.PathLike)):
-            raise TypeError(
-                f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}. Expected a path, 'best', 'last' or 'auto'."
-            )
-        name = None if ckpt_path is None else str(ckpt_path)
+        name = _checked(ckpt_path)
         if name is None or (name == "auto" and self.is_trial):
             return Choice()
-        if not name:
-            raise ValueError(
-                "ckpt_path='' is an empty path. Pass a checkpoint's path, 'best', 'last' or 'auto', or None. (A "
-                "best_model_path is empty as long as nothing was saved.)"
-            )
         if name in NAMES and not self.callbacks:
             raise ValueError(
                 f"ckpt_path={name!r} needs a ModelCheckpoint, but this trainer has none. Pass a path, or leave "
@@ -203,6 +194,20 @@ class CheckpointSearch:
                 return [f"{logger.log_dir}/{CHECKPOINTS}"]
         of_services = (_runs_of(logger, self.root) for logger in self.loggers if isinstance(logger, RemoteLogger))
         return [f"{folder}/{CHECKPOINTS}" for folder in next(of_services, [self.root])]
+
+
+def _checked(ckpt_path: Any) -> str | None:
+    """Return the text of ckpt_path, which may be None (TypeError, ValueError)."""
+    if ckpt_path is not None and not isinstance(ckpt_path, (str, os.PathLike)):
+        raise TypeError(
+            f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}. Expected a path, 'best', 'last' or 'auto'."
+        )
+    if ckpt_path == "":
+        raise ValueError(
+            "ckpt_path='' is an empty path. Pass a checkpoint's path, 'best', 'last' or 'auto', or None. (A best_model_path is "
+            "empty as long as nothing was saved.)"
+        )
+    return None if ckpt_path is None else str(ckpt_path)
 
 
 def _runs_of(logger: RemoteLogger, root: str) -> list[str]:

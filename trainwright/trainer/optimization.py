@@ -110,7 +110,7 @@ def refuse_loss(loss: Tensor) -> NoReturn:
 def keep_unstepped_gradients(run: TrainingRun) -> None:
     """Store gradients of manual optimization that wait for a step over an epoch's end, where a strategy can checkpoint them."""
     if run.window.is_open and run.engine.strategy.capabilities.gradients_are_parameters:
-        run.state.keep_gradients()
+        run.state.keep_gradients(run.window)
     run.window.drop()
 
 

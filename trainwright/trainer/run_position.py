@@ -418,9 +418,10 @@ class Position:
         waited, self.schedulers_wait = self.schedulers_wait, False
         return waited
 
-    def keep_gradients(self) -> None:
-        """Store gradients that wait over an epoch's end for a step of manual optimization."""
+    def keep_gradients(self, window: AccumulationWindow) -> None:
+        """Store gradients that wait over an epoch's end for a step of manual optimization, and begin another window."""
         self.holds_gradients = True
+        window.drop()
 
     @contextmanager
     def ending_epoch(self, is_complete: bool) -> Iterator[None]:
