@@ -320,7 +320,7 @@ def test_a_due_validation_runs_after_a_resume(tmp_path: Path, kind: type[Falling
         assert trainer.global_step == 8 if kind is Steps else trainer.global_step > 8
 
 
-# -- what hooks draw -----------------------------------------------------------------------------------------------------
+# -- random numbers of hooks ---------------------------------------------------------------------------------------------
 
 
 class Draws(Falling):

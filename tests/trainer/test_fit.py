@@ -350,7 +350,7 @@ def test_steps_can_take_several_batches_from_an_iterator() -> None:
         trainer.validate(Pulling(), make_loader(10))
 
 
-# -- what surrounds it ---------------------------------------------------------------------------------------------------
+# -- settings around the loop --------------------------------------------------------------------------------------------
 
 
 def test_deterministic_enables_the_algorithms_of_torch() -> None:

@@ -16,7 +16,7 @@ import trainwright as tw
 
 
 class Plain(Classifier):
-    """SGD without a scheduler; `own` is a function of the module in any form of configure_optimizers."""
+    """SGD without a scheduler, or the result of a function of the module."""
 
     def __init__(self, own: Callable[[Any], Any] | None = None, lr: float = 0.1) -> None:
         super().__init__(lr=lr)
@@ -52,7 +52,7 @@ def sgd(parameters: Any) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-# -- what configure_optimizers may return --------------------------------------------------------------------------------
+# -- results of configure_optimizers -------------------------------------------------------------------------------------
 
 
 def halving(optimizer: Any) -> StepLR:

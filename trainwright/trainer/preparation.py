@@ -15,8 +15,7 @@ from trainwright.errors import a_type_of
 from trainwright.module import Module, is_overridden
 from trainwright.overrides import overridden
 from trainwright.tensor_names import is_compiled
-from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
-from trainwright.trainer.run import Parts, Run
+from trainwright.trainer.run import Run
 from trainwright.trainer.sources import LoaderSource, find_source, read_datamodule
 
 
@@ -102,18 +101,3 @@ def read_evaluation(
             datamodule = latest.datamodule
     needed = [] if stage == "predict" else [f"{stage}_step"]
     return read_call(call, stage, model, needed, loaders, datamodule, "dataloaders", ckpt_path, verify)
-
-
-def choose_checkpoint(parts: Parts, callbacks: list[Any], request: Request) -> Choice:
-    """Return the verified checkpoint that ckpt_path means. Collective."""
-    search = CheckpointSearch(
-        parts.engine,
-        callbacks,
-        parts.loggers,
-        parts.root,
-        request.call,
-        request.verify,
-        is_trial=request.call == "fit" and bool(parts.settings.fast_dev_run),
-        say=parts.trainer.print,
-    )
-    return search.choose(request.ckpt_path)

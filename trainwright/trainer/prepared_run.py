@@ -251,11 +251,6 @@ class PreparedRun(Run):
         self.update_trained(optimizers=wrapped, prepared_optimizers=prepared)
         if wrapped and not is_manual:
             self.optimizer = wrapped[0]
-        if is_manual and not wrapped:
-            rank_zero_warn(
-                "automatic_optimization is False and configure_optimizers returned no optimizer: nothing is trained.",
-                stacklevel=2,
-            )
         return optimizers[0] if optimizers and not is_manual else None
 
     def _with_log_context(self, name: str) -> Callable[..., Any]:
