@@ -137,6 +137,7 @@ FLOORS = [
     "hooks training_data",
     "epoch_batches run",
     "evaluate remote_call status",
+    "prepared_run",
     "training_run",
     "saving",
     "optimization",
