@@ -70,7 +70,6 @@ TORCH = (
     ),
     Use("torch.nn.Module", "_forward_pre_hooks", "put hooks in order: the engines' before the user's, and each once"),
     Use("torch.nn.Module", "_state_dict_hooks", "warn once of a state_dict of shards (strategies/zero/strategy.py)"),
-    Use("torch.nn.Module", "_metadata", "keep the versions of modules that a state_dict carries"),
     Use("torch.nn.modules.module", "_extra_state", "store what a module keeps beside tensors (checkpoint/contents.py)"),
     Use("torch.nn.MultiheadAttention", "_reset_parameters", "initialize layers that were built on the meta device"),
     Use(
@@ -221,24 +220,23 @@ TORCH = (
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
         "_start_workers _stop_workers _restart_workers _monitor_workers _exit_barrier _construct_event _worker_group "
         "_remaining_restarts _pcontext _rendezvous",
-        "start, watch and end the ranks of a job in our order (launch/agent.py)",
+        "start, watch and end the ranks of a job in our order (launch/vendor.py)",
     ),
     Use(
         "torch.distributed.elastic.multiprocessing.api.PContext",
         "_close",
-        "end ranks in less than the fixed 30 seconds (launch/agent.py)",
+        "end ranks in less than the fixed 30 seconds (launch/vendor.py)",
     ),
     Use(
         "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
         "_stdout _stderr",
-        "close the files of the ranks' output that the launcher holds (launch/agent.py)",
+        "close the files of the ranks' output that the launcher holds (launch/vendor.py)",
     ),
 )
 
 TORCHMETRICS = (
     Use("torchmetrics.Metric", "_update_count _computed", "restore the state of a metric"),
-    Use("torchmetrics.Metric", "_copy_state_dict", "run a batch whose results are dropped (trainer/uneven_round.py)"),
-    Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/metric_objects.py)"),
+    Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/vendor.py)"),
 )
 
 FAIRSCALE = (
@@ -430,15 +428,6 @@ DEEPSPEED = (
     ),
 )
 
-PYTHON = (
-    Use(
-        "subprocess",
-        "_args_from_interpreter_flags",
-        "start a notebook's processes with this one's flags (launch/notebook.py)",
-    ),
-    Use("argparse.ArgumentParser", "_actions", "list the options of the launcher's help (launch/cli.py)"),
-)
-
 OTHERS = (
     Use(
         "transformers.modeling_utils.PreTrainedModel",
@@ -453,4 +442,4 @@ OTHERS = (
     Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
 )
 
-USES = (*TORCH, *TORCHMETRICS, *FAIRSCALE, *DEEPSPEED, *PYTHON, *OTHERS)
+USES = (*TORCH, *TORCHMETRICS, *FAIRSCALE, *DEEPSPEED, *OTHERS)
