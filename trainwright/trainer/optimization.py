@@ -20,7 +20,7 @@ from trainwright.trainer.uneven_round import discarded
 
 
 def run_training_step(run: TrainingRun, batch: Batch) -> Any:
-    """Return the outputs of training_step on a batch; None for a batch that is None, which is skipped."""
+    """Return the outputs of training_step on a batch, or None for a batch that is None, which is skipped."""
     if not batch.arguments:
         return skip_none(run.engine.world_size)
     outputs = run.engine.run(run.module, "training_step", *batch.arguments)
@@ -30,7 +30,7 @@ def run_training_step(run: TrainingRun, batch: Batch) -> Any:
 
 
 def read_loss(outputs: Any, world_size: int) -> Tensor | None:
-    """Return the loss in training_step's outputs; None to skip the batch."""
+    """Return the loss in training_step's outputs, or None to skip the batch."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
@@ -237,7 +237,7 @@ def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: boo
 
 
 def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
-    """Return rank 0's value of the metric that a scheduler follows; None, with a warning, if it is optional and missing.
+    """Return rank 0's value of the metric that a scheduler follows, or None, with a warning, if it is optional and missing.
 
     Collective: call on every rank, whatever it has logged itself.
     """

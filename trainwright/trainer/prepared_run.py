@@ -336,7 +336,7 @@ def _closure_is_wanted(accumulate: int, engine: Any, optimizer: Optimizer) -> bo
     can_be_given = accumulate == 1 and engine.precision.takes_closure and engine.strategy.capabilities.takes_closure
     if needs_closure(optimizer) and not can_be_given:
         raise ValueError(
-            f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times; that "
+            f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times. That "
             f"cannot be done with accumulate_grad_batches={accumulate}, precision={engine.precision.name!r} and "
             f"strategy={engine.strategy.name!r}. Use accumulate_grad_batches=1, a precision without a loss scale, and one "
             "device or ddp, or choose another optimizer."
