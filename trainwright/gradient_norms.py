@@ -36,8 +36,9 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         return {}
     total = torch.linalg.vector_norm(torch.stack(list(norms.values())), p)
     values = torch.stack([*norms.values(), total]).tolist()  # one wait for the device
-    names = [f"grad_{p}_norm{group_separator}{name}" for name in norms]
-    return dict(zip([*names, f"grad_{p}_norm_total"], values, strict=True))
+    stem = "_".join(["grad", str(p), "norm"])
+    names = [f"{stem}{group_separator}{name}" for name in norms]
+    return dict(zip([*names, "_".join([stem, "total"])], values, strict=True))
 
 
 def _norm(gradient: Tensor, p: float) -> Tensor:
