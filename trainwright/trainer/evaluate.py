@@ -153,7 +153,7 @@ def evaluate(
         run.state.progress.during(phase),
         evaluation_mode(module, stage),
         # Tensors made under inference_mode would break a training that follows.
-        torch.inference_mode() if run.uses_inference_mode else torch.no_grad(),
+        torch.inference_mode() if run.settings.inference_mode and run.call != "fit" else torch.no_grad(),
     ):
         collector = logbook.start(module, stage)
         hooks.call(f"on_{stage}_start")
@@ -310,7 +310,9 @@ def sanity_check(evaluation: Evaluation) -> None:
             run.hooks.call("on_sanity_check_end")
             return
         most = int(steps) if isfinite(steps) else None
-        run.stages.sanity_check.note(None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders])
+        evaluation.run.stages.sanity_check.note(
+            None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders]
+        )
         try:
             evaluate(evaluation, Phase.SANITY_CHECK, most=most)
             run.hooks.call("on_sanity_check_end")
@@ -359,18 +361,12 @@ def predict(evaluation: Evaluation, return_predictions: bool, *, own_only: bool 
     evaluate(evaluation, keep=keep if return_predictions else None)
     if not return_predictions:
         return None
-    found = [kept.get(loader, {}) for loader in range(len(evaluation.loaders))]
-    gathered = [gather_outputs(each) if gathers else each for each in found]
-    predictions = [[outputs[number] for number in sorted(outputs)] for outputs in gathered]
+    ranks = [decode(*nest) for nest in gather_nests(*encoded(kept))] if gathers else [kept]
+    predictions = []
+    for loader in range(len(evaluation.loaders)):
+        outputs_of = {number: outputs for rank in ranks for number, outputs in rank.get(loader, {}).items()}
+        predictions.append([outputs_of[number] for number in sorted(outputs_of)])
     return predictions[0] if len(predictions) == 1 else predictions
-
-
-def gather_outputs(own: dict[int, Any]) -> dict[int, Any]:
-    """Return the outputs of all ranks by the number of their batch. Collective: call on every rank."""
-    gathered: dict[int, Any] = {}
-    for plain, tensors in gather_nests(*encoded(own)):
-        gathered.update(decode(plain, tensors))
-    return gathered
 
 
 def encoded(outputs: dict[int, Any]) -> tuple[Any, dict[str, Tensor]]:
