@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def evaluate(
         run.state.progress.during(phase),
         evaluation_mode(module, stage),
         # Tensors made under inference_mode would break a training that follows.
-        torch.inference_mode() if run.uses_inference_mode else torch.no_grad(),
+        torch.inference_mode() if run.settings.inference_mode and run.call != "fit" else torch.no_grad(),
     ):
         collector = logbook.start(module, stage)
         hooks.call(f"on_{stage}_start")
@@ -308,8 +309,10 @@ def sanity_check(evaluation: Evaluation) -> None:
             rank_zero_info("the sanity check is left out: the validation data can be read only once.")
             run.hooks.call("on_sanity_check_end")
             return
-        most = None if steps == -1 else steps
-        run.stages.sanity_check.note(None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders])
+        most = int(steps) if isfinite(steps) else None
+        evaluation.run.stages.sanity_check.note(
+            None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders]
+        )
         try:
             evaluate(evaluation, Phase.SANITY_CHECK, most=most)
             run.hooks.call("on_sanity_check_end")
