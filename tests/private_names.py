@@ -51,7 +51,6 @@ TORCH = (
         "_unsafe_preserve_version_counter",
         "pass a module its own tensors without marking them as written (engine/module_state.py)",
     ),
-    Use("torch.autograd.Variable", "_execution_engine", "call back at a backward's end (strategies/oss/vendor.py)"),
     Use("torch.Tensor", "_make_subclass", "move a parameter to the meta device in its class (raw_loop/bare_models.py)"),
     Use("torch.Tensor", "_version", "see that a step wrote to a parameter or a buffer in place"),
     Use(
@@ -270,43 +269,6 @@ FAIRSCALE = (
         "_broadcast_params",
         "send this rank's parameters after a load (strategies/oss/vendor.py)",
     ),
-    Use("fairscale.optim.OSS", "_param_to_rank", "know which rank steps a parameter (strategies/oss/vendor.py)"),
-    Use(
-        "fairscale.optim.OSS",
-        "_partition_parameters",
-        "deal the largest parameters out first (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_should_bucket_grad _trainable_params _bucket_list _grad_accs _trainable_param_to_rank _rank",
-        "average what each backward adds, and drop the gradients of one of several optimizers (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_detect_train_change _reference_trainable_mask _all_params _grad_to_be_reduced",
-        "follow a change of what is trained, once (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_should_accumulate_grads",
-        "accumulate gradients without a context (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_grad_hooks",
-        "take FairScale off a module (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_setup_bucket_strategy _setup_backward_hooks _flush_reduce_calls _clear_counters",
-        "average what each backward adds, once (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_get_reduce_fn _bucket_flush_callback_set",
-        "send in one order on all ranks (strategies/oss/vendor.py)",
-    ),
-    Use("fairscale.nn.misc.GradBucket", "_params", "find a parameter's bucket (strategies/oss/vendor.py)"),
 )
 
 ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"

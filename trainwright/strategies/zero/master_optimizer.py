@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.contents import placed
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.strategies.base import by_parameter, new_state, state_location
-from trainwright.strategies.divided_optimizers import DIVISIONS, Division, GroupView, UsedParameters, divided
+from trainwright.strategies.divided_optimizers import DIVIDED, GroupView, UsedParameters
 
 
 class Shard(NamedTuple):
@@ -78,7 +78,6 @@ class MasterOptimizer(Optimizer):
         """The factor for gradients in the next step."""
         self.largest: float | None = None
         self._of: dict[Tensor, list[MasterView]] = {}
-        self._ranges: dict[Tensor, tuple[int, int]] = {}
         self._is_divided = False
         self._used = UsedParameters()
 
@@ -90,11 +89,7 @@ class MasterOptimizer(Optimizer):
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel).requires_grad_()
                 self.views[shard.parameter] = MasterView(shard, part)
                 self._of.setdefault(shard.flat, []).append(self.views[shard.parameter])
-            self._ranges[shard.parameter] = (shard.start, shard.numel)
             self._is_divided |= shard.numel != math.prod(shard.shape)
-        left = DIVISIONS.get(self.own)
-        if left is not None and left.ranges != self._ranges:
-            raise divided(self.own, left.strategy, "other parameters are trained now, so the parts differ")
         for group, given in zip(self.own.param_groups, self.given, strict=True):
             before = {p: self.own.state.pop(p) for p in given if p in self.own.state}
             mine = [self.views[p] for p in given if p in self.views]
@@ -104,19 +99,14 @@ class MasterOptimizer(Optimizer):
                     self.own.state[view.tensor] = self._cut(view, before[view.shard.parameter], group)
 
     def release(self, strategy: str) -> None:
-        """Restore the parameters of the user's optimizer, with the state that this rank has of them."""
+        """Restore the parameters of the user's optimizer."""
+        if self._is_divided:
+            DIVIDED[self.own] = strategy
         for group, given in zip(self.own.param_groups, self.given, strict=True):
             group["params"] = list(given)
         for parameter, view in self.views.items():
             if view.tensor in self.own.state:
-                state = self.own.state.pop(view.tensor)
-                is_whole = view.shard.numel == math.prod(view.shard.shape)
-                self.own.state[parameter] = {
-                    key: value.reshape(view.shard.shape) if is_whole and view.is_part(key, value) else value
-                    for key, value in state.items()
-                }
-        if self._is_divided:
-            DIVISIONS[self.own] = Division(strategy, self._ranges)
+                self.own.state[parameter] = self.own.state.pop(view.tensor)
 
     def _cut(self, view: MasterView, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's shard of a whole parameter's state."""
