@@ -108,7 +108,7 @@ class ShardedOptimizer(OptimizerProxy):
                 self._buckets.append(bucket)
             bucket.append(p)
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrive) for p in trained]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrive) for p in trained]  # type: ignore[no-untyped-call]
 
     def begin_backward(self, sends: bool) -> None:
         """Record whether the coming backward sends buckets. It adds to averages, so undo the mean of averaged gradients."""
@@ -148,7 +148,7 @@ class ShardedOptimizer(OptimizerProxy):
             self._send_next()
         for bucket, (flat, is_used, work) in zip(self._buckets, self._sent, strict=True):
             work.wait()
-            parts = flat.split([p.numel() for p in bucket]) if self._owners[bucket[0]] == dist.get_rank() else ()
+            parts = torch.split(flat, [p.numel() for p in bucket]) if self._owners[bucket[0]] == dist.get_rank() else ()
             for p, part, was_used in zip(bucket, parts, is_used, strict=False):
                 if was_used or bool(part.any()):  # otherwise no rank has used it
                     p.grad = part.view_as(p).to(p.dtype)
