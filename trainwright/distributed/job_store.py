@@ -43,9 +43,7 @@ def open_store(environment: Environment, timeout: timedelta, is_joined: bool) ->
     global _hosted_store
     limit = min(timeout, timedelta(seconds=300))
     if is_joined and not environment.has_agent_store:
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        return cast(Store, _get_default_store()), 0
+        return cast(Store, stores().group.WORLD.get_group_store()), 0
     address, port = environment.main_address, environment.main_port
     assert address is not None
     assert port is not None

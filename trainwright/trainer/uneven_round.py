@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from trainwright.data.transfer import map_leaves
 from trainwright.distributed import collectives
+from trainwright.distributed.vendor import count_issued
 from trainwright.module import Module
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.stage import Shard
@@ -108,7 +109,7 @@ class Communication:
 
     def look(self) -> None:
         """Count the collectives issued so far. Called four times in the first batch, the last time after its last hooks."""
-        self.counts.append(collectives.count_issued())
+        self.counts.append(count_issued())
         if len(self.counts) == 4:
             self.learn(self.counts, self.forward_is_collective)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.strategies.base import StepForward
-from trainwright.strategies.fsdp2.vendor import WriteCheck
+from trainwright.strategies.fsdp2.vendor import WriteCheck, without_view
 from trainwright.strategies.fsdp2.wrap_policy import ROOT
 from trainwright.strategies.used_parameters import failed_before
 
@@ -45,7 +45,7 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """Clone views among a group's outputs: an in-place write would detach FSDP's hook, and lose gradients."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return output
-    return tree_map_only(Tensor, lambda each: each.clone() if each._is_view() else each, output)
+    return tree_map_only(Tensor, without_view, output)
 
 
 def refuse_second_order(name: str, group: nn.Module, args: Any, output: Any) -> None:

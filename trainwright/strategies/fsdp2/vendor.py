@@ -20,6 +20,11 @@ def first_row(shard: DTensor) -> int:
     return offsets[0]
 
 
+def without_view(tensor: Tensor) -> Tensor:
+    """Return a tensor that is no view of another."""
+    return tensor.clone() if tensor._is_view() else tensor
+
+
 def gather_for_backward(root: Any, loss: Tensor) -> None:
     """Let the backward of a loss that was computed within the root's forward gather and reduce the root's group."""
     root._get_fsdp_state()._register_pre_backward_hook(loss)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainwright.precision.base import Precision, Sender
 from trainwright.strategies.divided_optimizers import OptimizerProxy, parameters_of
 from trainwright.strategies.zero import vendor
-from trainwright.strategies.zero.master_optimizer import MasterOptimizer, StateByParameter
+from trainwright.strategies.zero.master_optimizer import MasterOptimizer
 from trainwright.strategies.zero.zero_order import ReductionOrder
 
 
@@ -80,7 +80,9 @@ class ZeroOptimizer(OptimizerProxy):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return StateByParameter(self.master)
+        """Return the state by the module's parameters. It is empty for parameters without a shard on this rank."""
+        views = self.master.views
+        return {p: self.own.state.get(views[p].tensor, {}) if p in views else {} for p in parameters_of(self)}
 
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._write_back()
