@@ -15,11 +15,19 @@ Occurrences = dict[Tensor, list[tuple[dict[str, Any], str]]]
 
 
 def move(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool] | None = None) -> None:
-    """Move a module to a device in place, except tensors that `stays` selects."""
+    """Move a module to a device in place, except tensors that `stays` selects. Tied weights stay tied."""
+    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for _, name, tensor in _own_tensors(owner):
+            places.setdefault(tensor, []).append((owner, name))
     if stays is None:
         module.to(device)
     else:
         module._apply(lambda tensor: tensor if stays(tensor) else tensor.to(device))  # type: ignore[no-untyped-call]
+    for (first, key), *others in places.values():  # some backends make a tensor for every place
+        for owner, name in others:
+            if getattr(owner, name) is not getattr(first, key):
+                setattr(owner, name, getattr(first, key))
 
 
 def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> bool:

@@ -192,7 +192,7 @@ class FSDPStrategy(Strategy):
         to_checkpoint = recomputed(module, self.activation_checkpointing_policy, groups)
         low = self.mixed_precision or self._policy()
         root = Root(module, low.param_dtype, groups)
-        self._float32 = Float32()
+        chosen, self._float32 = set(groups), Float32()
         if self.mixed_precision is None and low.param_dtype is not None:
             self._float32 = find_float32(module)
         elif low.param_dtype is not None:
@@ -204,7 +204,7 @@ class FSDPStrategy(Strategy):
         # Innermost first, the order in which constructors draw the values of meta modules.
         for each in innermost_first(module):
             constructed.append(each)
-            is_chosen = each in root.groups
+            is_chosen = each in chosen
             if each is module or not (is_chosen or each in self._float32.groups):
                 continue
             if is_meta:
