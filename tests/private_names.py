@@ -344,6 +344,11 @@ DEEPSPEED = (
         "know the engine's attributes of a module (trainer/remote_call.py)",
     ),
     Use(
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator",
+        "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
+    ),
+    Use(
         "deepspeed.runtime.zero.parameter_offload",
         "FWD_MODULE_STACK",
         "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",

@@ -88,7 +88,11 @@ def gather_uneven(tensor: Tensor, structure: int = 0) -> list[Tensor]:
         return [tensor]
     shapes = _gather_shapes(tensor, "gather", structure)
     if len({shape[1:] for shape in shapes}) > 1:
-        raise _unlike_rows(shapes)
+        raise ValueError(
+            f"gather got tensors whose shapes differ beyond the first dimension ({listed(shapes)}). Pad them with "
+            "pad_across_processes(tensor, dim=1), or reshape them to the same number of dimensions. For "
+            "objects of different shapes in a list call gather_for_metrics(objects, use_gather_object=True)."
+        )
     longest = max(shape[0] for shape in shapes)
     if longest * math.prod(tensor.shape[1:]) == 0:
         return [tensor.new_empty(shape) for shape in shapes]
@@ -107,19 +111,6 @@ def gather_uneven(tensor: Tensor, structure: int = 0) -> list[Tensor]:
 def shapes_of(tensor: Tensor, call: str) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors of all ranks, by rank (TypeError on every rank if the dtypes differ). Collective."""
     return [tuple(tensor.shape)] if world_size() == 1 else _gather_shapes(tensor, call)
-
-
-def _unlike_rows(shapes: list[tuple[int, ...]]) -> ValueError:
-    remedy = "reshape them to the same number of dimensions first"
-    if len({len(shape) for shape in shapes}) == 1:
-        lengths = list(zip(*shapes, strict=True))
-        dims = [dim for dim in range(1, len(lengths)) if len(set(lengths[dim])) > 1]
-        remedy = f"pad them first with pad_across_processes(tensor, dim={dims[0]})"
-        remedy += f", and so for dimension(s) {', '.join(map(str, dims[1:]))}" if dims[1:] else ""
-    return ValueError(
-        f"gather got tensors whose shapes differ beyond the first dimension ({listed(shapes)}); {remedy}. To get objects of "
-        "different shapes in a list, call gather_for_metrics(objects, use_gather_object=True)."
-    )
 
 
 def gather_object(obj: object) -> list[Any]:

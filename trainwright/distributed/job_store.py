@@ -79,9 +79,5 @@ def _host_store(address: str, port: int, timeout: timedelta, num_nodes: int) -> 
     """Host the job's store in this process. It listens only on the loopback interface if the job has one node."""
     host = LOOPBACK if num_nodes == 1 else address
     listener = listen_at(host, port, else_everywhere=num_nodes > 1)
-    options = {
-        "timeout": timeout,
-        "wait_for_workers": False,
-        "master_listen_fd": listener.detach(),
-    }  # the store owns it now
+    options = {"timeout": timeout, "wait_for_workers": False, "master_listen_fd": listener.detach()}
     return cast(Store, stores().TCPStore(host, port, None, True, **options))

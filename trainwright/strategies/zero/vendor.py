@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -295,11 +296,16 @@ def clip_gradients(zero: Any, clipping: Clipping, device: torch.device) -> Tenso
 
 
 def release_module(module: nn.Module) -> None:
-    """Remove a module tree from stage 3's process-wide stack of running forwards, which would keep it in memory."""
+    """Remove a module tree from stage 3's process-wide stack of running forwards and caches, which would keep it in memory."""
     from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     own, stack = set(module.modules()), parameter_offload.FWD_MODULE_STACK
     stack[:] = [each for each in stack if each not in own]
+    for method in filter(inspect.isfunction, vars(PartitionedParameterCoordinator).values()):
+        for wrapped in inspect.getclosurevars(method).nonlocals.values():
+            if hasattr(wrapped, "cache_clear"):
+                wrapped.cache_clear()
 
 
 def end_training(engines: Iterable[Any]) -> None:
