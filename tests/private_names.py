@@ -23,7 +23,6 @@ class Use(NamedTuple):
 
 
 TORCH = (
-    Use("torch", "_foreach_norm", "check all gradients for NaN and infinity in one call (engine/finiteness.py)"),
     Use("torch._C", "_get_privateuse1_backend_name", "name the out-of-tree backend that `accelerator=` accepts"),
     Use(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
@@ -36,12 +35,6 @@ TORCH = (
         "_profiler_enabled",
         "leave torch's profiler whole when a recording fails (profilers/pytorch.py)",
     ),
-    Use(
-        "torch.autograd",
-        "_unsafe_preserve_version_counter",
-        "pass a module its own tensors without marking them as written (engine/module_state.py)",
-    ),
-    Use("torch.Tensor", "_make_subclass", "move a parameter to the meta device in its class (raw_loop/bare_models.py)"),
     Use("torch.Tensor", "_version", "see that a step wrote to a parameter or a buffer in place"),
     Use(
         "torch.Tensor",
@@ -64,11 +57,6 @@ TORCH = (
         "_call_impl _compiled_call_impl",
         "compile submodules in place, so that a state_dict keeps its names (engine/compilation.py)",
     ),
-    Use(
-        "torch.nn.Module",
-        "_load_from_state_dict _load_state_dict_pre_hooks _load_state_dict_post_hooks",
-        "tell modules that load themselves from those that are filled in place (engine/module_state.py)",
-    ),
     Use("torch.nn.Module", "_metadata", "keep the versions of modules that a state_dict carries"),
     Use("torch.nn.modules.module", "_extra_state", "store what a module keeps beside tensors (checkpoint/contents.py)"),
     Use("torch.nn.MultiheadAttention", "_reset_parameters", "initialize layers that were built on the meta device"),
@@ -76,11 +64,6 @@ TORCH = (
         "torch.nn.modules.batchnorm",
         "_BatchNorm",
         "keep normalizations in float32 under fsdp (strategies/fsdp2/vendor.py)",
-    ),
-    Use(
-        "torch.nn.modules.batchnorm",
-        "_NormBase",
-        "leave running statistics out of a check for NaN (engine/finiteness.py)",
     ),
     Use(
         "torch.nn.parallel.distributed",
@@ -154,8 +137,8 @@ TORCH = (
     Use("torch.amp.GradScaler", "_growth_tracker", "carry a loss scale from DeepSpeed to others, and back"),
     Use(
         "torch.optim.Optimizer",
-        "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
-        "watch a fused step once, know optimizers that step by themselves, and join groups before a step's hooks see them",
+        "_optimizer_step_post_hooks",
+        "know optimizers that step by themselves, and join groups before a step's hooks see them",
     ),
     Use("torch.optim.Adam", "_init_group", "know a subclass that steps as torch's own class does"),
     Use("torch.optim.lr_scheduler", "_opt_called", "resume a scheduler without torch's warning of its first step"),
@@ -166,23 +149,18 @@ TORCH = (
     ),
     Use(
         "torch.utils.data.DataLoader",
-        "_iterator _get_iterator _auto_collation _index_sampler",
-        "start a loader's workers anew, know them, and know who iterates as torch does (data/loaders.py)",
+        "_iterator _get_iterator",
+        "start a loader's workers anew, know them, and know who iterates as torch does (data/vendor.py)",
     ),
     Use(
         "torch.autograd.profiler",
         "_is_profiler_enabled",
-        "open a profiler's region only while one records (data/loaders.py)",
+        "step as torch does while a profiler records (engine/optimizers.py)",
     ),
     Use(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
         "_shutdown_workers",
-        "end the workers of an epoch that was left (data/workers.py)",
-    ),
-    Use(
-        "torch.utils.data._utils.worker",
-        "_worker_loop",
-        "find the `done_event` by which a loader tells a worker to end (data/workers.py)",
+        "end the workers of an epoch that was left (data/vendor.py)",
     ),
     Use(
         "torch.utils.tensorboard.SummaryWriter",
@@ -208,10 +186,9 @@ TORCH = (
 )
 
 TORCHMETRICS = (
-    Use("torchmetrics.Metric", "_update_count _computed _defaults", "save, restore and merge the state of a metric"),
+    Use("torchmetrics.Metric", "_update_count _computed", "restore the state of a metric"),
     Use("torchmetrics.Metric", "_copy_state_dict", "run a batch whose results are dropped (trainer/uneven_round.py)"),
     Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/metric_objects.py)"),
-    Use("torchmetrics.Metric", "_reductions", "merge what ranks have counted (trainer/metric_objects.py)"),
 )
 
 FAIRSCALE = (
@@ -361,43 +338,19 @@ PYTHON = (
         "_args_from_interpreter_flags",
         "start a notebook's processes with this one's flags (launch/notebook.py)",
     ),
-    Use(
-        "multiprocessing.queues.Queue",
-        "_on_queue_feeder_error",
-        "send why a batch cannot be sent (data/worker_process.py)",
-    ),
-    Use(
-        "multiprocessing.util",
-        "_exit_function",
-        "remove a worker's temporary folder when a signal ends it (data/workers.py)",
-    ),
-    Use(
-        "multiprocessing.synchronize.Event",
-        "_flag",
-        "see without a lock whether a worker was told to end (data/workers.py)",
-    ),
-    Use(
-        "multiprocessing.context.ForkServerProcess",
-        "_start_method",
-        "know a worker whose parent is the fork server (data/workers.py)",
-    ),
     Use("argparse.ArgumentParser", "_actions", "list the options of the launcher's help (launch/cli.py)"),
 )
 
 OTHERS = (
-    Use("tqdm.std.tqdm", "_instances", "see whether a bar is drawn (rank_zero.py)"),
     Use(
         "transformers.modeling_utils.PreTrainedModel",
         "_gradient_checkpointing_func",
         "reject reentrant recomputation on several ranks (strategies/ddp/vendor.py)",
     ),
     Use(
-        "omegaconf.base.Node", "_get_parent", "know a part of a configuration that refers to the rest (plain_forms.py)"
-    ),
-    Use(
         "datasets.IterableDataset",
         "_ex_iterable",
-        "know a stream that is split after a shuffle (data/workers.py)",
+        "know a stream that is split after a shuffle (data/vendor.py)",
     ),
     Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
 )

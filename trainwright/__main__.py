@@ -49,7 +49,14 @@ LOST_READER = 141
 
 def _run(where: str, arguments: Sequence[str], check: Any) -> int:
     module, name = where.split(":")
-    code: int = getattr(importlib.import_module(module), name)(arguments, check)
+    try:
+        code: int = getattr(importlib.import_module(module), name)(arguments, check)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the output's reader has gone, as after `| head`
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the interpreter flushes it once more at its end
+        return LOST_READER
     return code
 
 
@@ -58,35 +65,9 @@ def main() -> int:
     from trainwright.launch.cli import main as run
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # as stderr: a terminal's encoding may lack a letter of a path
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal's encoding may lack a letter of a path
     others = {name: (partial(_run, where), about) for name, (where, about) in COMMANDS.items()}
-    try:
-        try:
-            return run(sys.argv[1:], check_names, others)
-        finally:
-            _flush()
-    except BrokenPipeError:
-        if not _has_lost_reader():
-            raise
-        return LOST_READER
-
-
-def _flush() -> None:
-    if sys.stdout is not None and not sys.stdout.closed:
-        sys.stdout.flush()
-
-
-def _has_lost_reader() -> bool:
-    """Return whether this command's output has lost its reader, as after `| head`; if so, drop the rest of it."""
-    try:
-        _flush()
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes it once more when it ends
-        return True
-    return False
+    return run(sys.argv[1:], check_names, others)
 
 
 if __name__ == "__main__":

@@ -45,15 +45,6 @@ def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def refuse_by_position(owner: str, given: Sequence[Any], example: str) -> None:
-    """Raise TypeError for arguments that were passed by position."""
-    if given:
-        raise TypeError(
-            f"{owner} was given {', '.join(map(repr, given))} by position. It takes its arguments by name, such as "
-            f"{owner}({example})."
-        )
-
-
 def check_flags(**given: Any) -> None:
     """Raise TypeError for an argument that is neither True nor False."""
     for name, value in given.items():

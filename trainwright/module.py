@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,7 +37,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     Override `training_step` and `configure_optimizers`, and any other method as needed. A step is called with the batch on its
     device, the batch's index within the epoch, and with several loaders the loader's index. It may take only the first, or the
-    first two. A step with an argument named `dataloader_iter` gets an iterator of (batch, batch_idx, dataloader_idx) instead.
+    first two. If training_step has an argument `dataloader_iter`, it gets an iterator of (batch, batch_idx, dataloader_idx).
 
     >>> class Classifier(tw.Module):
     ...     def __init__(self):
@@ -183,7 +182,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         collector = trainer.run.logbook.collector
         if collector is None:
             raise RuntimeError(
-                f"self.log({name!r}, ...) was called {_calling_hook()}where nothing is collected. Log in a step, or in a hook "
+                f"self.log({name!r}, ...) was called where nothing is collected. Log in a step, or in a hook "
                 "from the start of an epoch to its end."
             )
         collector.log(name, value, settings, batch_size)
@@ -192,8 +191,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         """Log the values of a flat dict, or the metrics of a MetricCollection. `log` describes the other arguments."""
         if is_metric(dictionary):
             raise TypeError(
-                f"log_dict was given {a_type_of(dictionary)}, which is one Metric. Log it with self.log(name, metric): "
-                "the items that it computes are then logged as name_key."
+                f"log_dict was given {a_type_of(dictionary)}, which is one Metric. Log it with self.log(name, metric), "
+                "or the items of its compute() in the hook of the epoch's end."
             )
         items: Callable[..., Any] = dictionary.items
         for name, value in items(keep_base=False, copy_state=False) if is_collection(dictionary) else items():
@@ -205,8 +204,10 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         They step through the strategy and the precision. With use_pl_optimizer=False the original ones are returned.
         """
         trainer = self.trainer
-        found: list[Any] = list(trainer.run.trained.prepared_optimizers if use_pl_optimizer else trainer.optimizers)
-        return found[0] if len(found) == 1 else found
+        optimizers: list[Any] = list(
+            trainer.run.trained.prepared_optimizers if use_pl_optimizer else trainer.optimizers
+        )
+        return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, or a list of several, for manual optimization, or None if there is none."""
@@ -325,9 +326,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         Args:
             checkpoint_path: a checkpoint of a Trainer, of any strategy and number of processes, a Lightning `.ckpt` file,
                 a file with a state_dict, or a safetensors file.
-            map_location: the device to put the module on, or as in torch.load a dict of devices or a function of a storage and
-                its location. The stored tensors are on the CPU, which is the default.
-            hparams_file: a JSON, YAML or CSV file with hyper-parameters, to use instead of those in the checkpoint.
+            map_location: the device to put the module on, by default the CPU, or as in torch.load a function of a storage and
+                its location, which is on the CPU.
+            hparams_file: a JSON or YAML file with hyper-parameters, to use instead of those in the checkpoint.
             strict: refuse a checkpoint that lacks tensors, or has others, by default the module's strict_loading.
             weights_only: has no effect: only plain data and tensors are ever read.
             verify: how a checkpoint of a Trainer is verified first: "full" (every digest), "size", or "off".
@@ -474,29 +475,11 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
 def _device_of(location: Any) -> torch.device:
     """Return the device that `map_location` means for tensors that are on the CPU."""
+    if callable(location):
+        location = location(torch.empty(0).untyped_storage(), "cpu").device
     if isinstance(location, Mapping):
-        targets = {str(each) for each in location.values()}
-        if "cpu" not in location and len(targets) > 1:
-            raise ValueError(
-                f"map_location={location!r} names several devices, and a checkpoint's tensors are all on the CPU. Pass one "
-                "device, or a dict with 'cpu'."
-            )
-        location = location.get("cpu", next(iter(targets), "cpu"))
-    elif callable(location):
-        storage = location(torch.empty(0).untyped_storage(), "cpu")
-        location = "cpu" if storage is None else storage.device
+        raise TypeError(f"map_location={location!r} is not accepted. Pass one device.")
     return torch.device(location)
-
-
-def _calling_hook() -> str:
-    """Return "in <hook>, " for the hook of the module that the caller runs in, or an empty text."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        name = frame.f_code.co_name
-        if name in ("setup", "teardown", "prepare_data") or name.startswith(("on_", "configure_")):
-            return f"in {name}, "
-    return ""
 
 
 def trainer_of(module: Module) -> AnyTrainer:
@@ -514,8 +497,3 @@ def hook_of(owner: object, method: str, base: type) -> Callable[..., Any]:
     """Return a hook of the owner, or the base class's if the owner has set it to None."""
     hook: Callable[..., Any] = getattr(owner, method)
     return hook if hook is not None else getattr(base, method).__get__(owner)
-
-
-def replace_hook(module: Module, name: str, function: Callable[..., Any]) -> None:
-    """Let a function be a hook of this module, instead of the method of its class."""
-    vars(module)[name] = function

@@ -50,11 +50,8 @@ class ModuleHooks:
     def configure_model(self) -> None:
         """Called after setup, before the module moves to its device and the optimizers are made. Make large layers here.
 
-        It is called at the start of every run, so do nothing if the layers exist already. By default it calls
-        configure_sharded_model, its name in earlier trainers, if the module defines that.
+        It is called at the start of every run, so do nothing if the layers exist already.
         """
-        if callable(earlier := getattr(self, "configure_sharded_model", None)):
-            earlier()
 
     def train_dataloader(self) -> Any:
         """Return the training loader, or several. It is used if none is passed to fit."""

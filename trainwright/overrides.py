@@ -190,7 +190,11 @@ def overridden(
             if given in OPEN if is_open is None else is_open:
                 return override.value
             if not is_like(given, override.value):
-                _warn_of_flag(override, given)
+                names = "precision= or mixed_precision" if argument == "precision" else argument
+                rank_zero_warn(
+                    f"the command line or its config says {override.source}, and the script {argument}={given!r}; the "
+                    f"script's is used. Leave {names}= out of the script to leave it open."
+                )
     return given
 
 
@@ -210,15 +214,6 @@ def _flags(owner: str) -> Iterator[Override]:
         Override("Accelerator", "gradient_accumulation_steps", steps, accumulation, wins=False),
     )
     yield from (each for each in overrides if each.owner == owner and each.value is not None)
-
-
-def _warn_of_flag(override: Override, given: Any) -> None:
-    name = override.argument
-    rank_zero_warn(
-        f"the command line or its config says {override.source}, and the script {name}={given!r}; the script's is used. Leave "
-        f"{'precision= or mixed_precision' if name == 'precision' else name}= out of the script to leave it open.",
-        stacklevel=3,
-    )
 
 
 def overridable(owner: str) -> Callable[[Callable[P, None]], Callable[P, None]]:

@@ -221,7 +221,6 @@ def test_schedulers_set_the_rates_of_new_groups(tmp_path: Path, make: Any, rates
             ),
             "CyclicLR",
         ),
-        (lambda each: schedulers.ReduceLROnPlateau(each, min_lr=[0.0]), "ReduceLROnPlateau with a list as min_lr"),
     ],
 )
 def test_schedulers_with_plans_for_each_group_are_refused(make: Any, name: str) -> None:

@@ -124,17 +124,6 @@ def test_a_moved_folder_keeps_what_it_kept(tmp_path: Path, move: Any, weights_on
     assert (tmp_path / "first" / "best-epoch=1.ckpt").exists() == (move is shutil.copytree)
 
 
-def test_a_folder_of_another_run_is_no_moved_one(tmp_path: Path) -> None:
-    run(tmp_path / "first", [1.0, 3.0], save_top_k=2)
-    run(tmp_path / "second", [9.0], save_top_k=2)
-    shutil.move(tmp_path / "first" / "epoch=1-step=22.ckpt", tmp_path / "second")
-    source = str(tmp_path / "second" / "epoch=1-step=22.ckpt")
-    callback = run(tmp_path / "second", [1.0, 3.0, 2.0], ckpt_path=source, save_top_k=2)
-    kept = {str(Path(path).relative_to(tmp_path)): score for path, score in callback.best_k_models.items()}
-    # The best one of the resumed run still ranks, and the other run's of the same name does not.
-    assert kept == {"first/epoch=0-step=11.ckpt": 1.0, "second/epoch=2-step=33.ckpt": 2.0}
-
-
 def test_taken_names_get_versions(tmp_path: Path) -> None:
     kwargs = {"filename": "{epoch}-{val/score:.2f}", "save_top_k": -1}
     run(tmp_path, [0.5], **kwargs)

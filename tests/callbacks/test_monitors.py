@@ -268,20 +268,12 @@ def test_loss_that_is_nan_from_the_first_batch_raises(tmp_path: Path) -> None:
     fit(SpikeDetection(finite_only=False, exclude_batches_path=path), NeverFinite())
 
 
-@pytest.mark.parametrize(
-    ("text", "said", "kept"),
-    [
-        ("", "", "[7]"),
-        ("[3", "It was not noted in .*delimiter", "[3"),
-        ('{"a": 1}', "it holds a dict, not a list", '{"a": 1}'),
-    ],
-)
-def test_a_damaged_file_hides_no_spike(tmp_path: Path, text: str, said: str, kept: str) -> None:
+def test_a_damaged_file_hides_no_spike(tmp_path: Path) -> None:
     path = tmp_path / "skipped.json"
-    path.write_text(text)
-    with pytest.raises(TrainingSpikeException, match=f"The loss of batch 7.*{said}"):
+    path.write_text("[3")
+    with pytest.raises(TrainingSpikeException, match=r"The loss of batch 7.*It was not noted in .*delimiter"):
         fit(SpikeDetection(exclude_batches_path=path), Jumps(9.0))
-    assert path.read_text() == kept
+    assert path.read_text() == "[3"
 
 
 def test_spike_detection_rejects_wrong_settings() -> None:
@@ -417,7 +409,7 @@ def test_a_batch_that_fails_is_trained_again(tmp_path: Path, place: str, capsys:
         trained(FailsOnce(place), tmp_path / "run")
     said = capsys.readouterr().err
     assert f"saved as {tmp_path}/run/on_exception.ckpt, as before batch 4, which a resumed run trains again" in said
-    assert said.rstrip().endswith("From that batch remain: the RNG state, the logged values.")
+    assert said.rstrip().endswith("From that batch remain: the RNG state, the logged values and changes of buffers.")
     again = trained(FailsOnce(), tmp_path / "run")
     assert again.seen == list(range(15, 22))
     assert all(torch.equal(again.state_dict()[name], value) for name, value in whole.state_dict().items())
@@ -466,7 +458,7 @@ def test_a_batch_that_has_changed_weights_or_gradients_is_not_saved(tmp_path: Pa
     assert not (tmp_path / "run").exists()
     module = Adversarial()
     module.place = "optimizer 0"
-    assert "remain: the RNG state, the logged values, the buffers of norm." in said(module)
+    assert "as before batch 7, which a resumed run trains again" in said(module)
 
 
 def two_ranks_of_which_one_fails(folder: Path) -> dict[str, Any]:

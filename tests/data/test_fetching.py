@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from torch.utils.data.datapipes.map import SequenceWrapper
 
 import trainwright as tw
-from trainwright.data.loaders import REGION, ShardedLoader, fetched, is_fetched_here
+from trainwright.data.loaders import ShardedLoader, fetched, is_fetched_here
 
 
 class Items(Dataset[Any]):
@@ -136,24 +136,6 @@ def test_a_stop_iteration_of_the_dataset_ends_the_pass_and_cuts_no_batch(size: i
     assert plain(fetched(DataLoader(Reads(), batch_size=size))) == plain(DataLoader(Reads(), batch_size=size))
     with pytest.raises(RuntimeError, match="the training loader yielded 1 batches, but its length is 3"):
         trainer().fit(Net(), DataLoader(Reads(), batch_size=3, collate_fn=lambda items: torch.ones(len(items), 3)))
-
-
-def test_a_loader_may_choose_its_indices() -> None:
-    class Own(DataLoader[Any]):
-        @property
-        def _index_sampler(self) -> Any:
-            return [[0, 2], [4]]
-
-    assert plain(fetched(Own(Items(), batch_size=3))) == plain(Own(Items(), batch_size=3))
-
-
-def test_a_profile_shows_the_fetch_under_torchs_name() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
-    batches = fetched(loader)
-    next(batches)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorder:
-        list(batches)
-    assert {each.key: each.count for each in recorder.key_averages()}[REGION] == 2  # type: ignore[no-untyped-call]
 
 
 class Drawing(Dataset[Tensor]):

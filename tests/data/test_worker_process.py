@@ -96,36 +96,6 @@ def test_a_worker_that_dies_at_once_is_the_loaders_to_report() -> None:
     assert not process.is_alive()
 
 
-class Unsendable(Dataset[Any]):
-    """Its items, or its exceptions, cannot be pickled."""
-
-    def __init__(self, raises: bool) -> None:
-        self.raises = raises
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        class Local(Exception):
-            pass
-
-        if self.raises:
-            raise Local("row 3 is bad")
-        return Local
-
-
-@pytest.mark.parametrize(
-    ("raises", "text"), [(True, "Local: row 3 is bad"), (False, "a batch cannot be pickled: .*Local")], ids=str
-)
-def test_a_worker_that_cannot_send_a_batch_ends_the_loader_with_the_users_error(raises: bool, text: str) -> None:
-    loader = DataLoader(Unsendable(raises), 2, num_workers=1, collate_fn=list)
-    share = ShardedLoader(loader, rank=0, world_size=1, mode="train")
-    share.set_epoch(0, 0)
-    with pytest.raises(RuntimeError, match=text):
-        next(iter(share))
-    share.close()
-
-
 class OwnProcess(ForkProcess):
     """A user's process."""
 

@@ -136,9 +136,6 @@ def job(folder: Path) -> dict[str, Any]:
     found["sent"] = engine.broadcast(SENT if rank == 0 else None)
     last = accelerator.num_processes - 1
     found["sent by the last"] = accelerator.broadcast({"from": rank, "tensor": torch.tensor([rank])}, from_process=last)
-    if accelerator.num_processes > 1:
-        with pytest.raises(TypeError, match="broadcast from rank 0: obj"):
-            engine.broadcast(object() if rank == 0 else None)
     with pytest.raises(ValueError, match="src=7 is not a rank; choose from 0 to"):
         engine.broadcast(1, src=7)
     for name, context in (

@@ -142,7 +142,7 @@ def test_misspelt_and_positional_arguments_are_rejected() -> None:
         tw.PartialState(timeout=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"reduce has no argument reducton= .* Did you mean reduction="):
         accelerator.reduce(1, reducton="sum")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"given True, 'bf16' by position. It takes its arguments by name, such as Acc"):
+    with pytest.raises(TypeError, match="takes 1 positional argument but 3 were given"):
         tw.Accelerator(True, "bf16")
     with pytest.raises(TypeError, match=r"save_state has no max_shard_size= .*: a checkpoint has one layout"):
         accelerator.save_state("a", max_shard_size="1GB")

@@ -142,7 +142,7 @@ def test_uses_of_missing_names_are_listed() -> None:
     assert [remark.advice for remark in remarks] == [
         "use pl.rank_zero_only",
         "use trainwright.gradient_norms.grad_norm",
-        "for your own loop use tw.Accelerator",
+        "for your own loop use pl.Accelerator",
         "use accelerate.set_seed",
     ]
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import run_job
 from small import QUIET, Classifier, make_data, make_loader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,26 +14,18 @@ import trainwright as tw
 
 
 class Stream(IterableDataset[Any]):
-    """Has no length. It is empty from the pass `ends_at` on."""
+    """Has no length."""
 
-    def __init__(self, samples: int, ends_at: int = 100) -> None:
-        self.samples, self.ends_at, self.passes = samples, ends_at, 0
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
 
     def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        yield from (
-            make_data(self.samples)[index] for index in range(self.samples if self.passes < self.ends_at else 0)
-        )
+        yield from make_data(self.samples)
 
 
 class Evaluated(Classifier):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch[0])
-
-
-class Pulling(tw.Module):
-    def test_step(self, dataloader_iter: Any) -> None:
-        next(dataloader_iter)
 
 
 def run(call: str, loaders: Any, module: tw.Module | None = None, **settings: Any) -> Any:
@@ -70,17 +60,6 @@ def test_a_stream_that_yields_nothing_is_refused(call: str, stage: str) -> None:
     run(call, {"a": stream(8), "b": stream(0)}, **{f"limit_{limit}_batches": 0})
 
 
-def test_a_validation_of_a_later_epoch_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"validation loader yielded no batches .*__iter__ does not start again"):
-        run("fit", DataLoader(Stream(8, ends_at=2), batch_size=4), max_epochs=3, num_sanity_val_steps=0)
-
-
-def test_a_step_that_pulls_from_an_empty_loader_is_rejected() -> None:
-    with pytest.raises(RuntimeError, match="the test loader yielded no batches"):
-        run("test", stream(0), Pulling())
-    run("test", stream(4), Pulling())
-
-
 def test_a_hook_may_return_an_empty_one() -> None:
     class Empty(Evaluated):
         def val_dataloader(self) -> Any:
@@ -92,35 +71,3 @@ def test_a_hook_may_return_an_empty_one() -> None:
     for call in ("validate", "test"):
         assert run(call, None, Empty()) == [{}]
     assert run("predict", None, Empty()) == []
-
-
-def two_ranks(folder: Path) -> list[str]:
-    """Return the errors of the evaluations on this rank."""
-    rank, raised = int(tw.Trainer(devices="auto", **QUIET).global_rank), []
-    shared = [stream(0), stream(1), stream(3, drop_last=True)]
-    # The ranks have separate loaders; only the second kind knows its length
-    own = [
-        (stream(0), stream(0)),
-        (stream(8), stream(0)),
-        (make_loader(0), make_loader(0)),
-        (make_loader(8), make_loader(0)),
-    ]
-    cases: list[tuple[Any, dict[str, Any]]] = [(each, {}) for each in shared]
-    cases += [(pair[rank], {"use_distributed_sampler": False}) for pair in own]
-    for call in ("fit", "test", "predict"):
-        for loader, settings in cases:
-            try:
-                run(call, loader, **settings)
-                raised.append("")
-            except RuntimeError as error:
-                raised.append(str(error).partition(" (")[0])
-    return raised
-
-
-def test_ranks_agree(tmp_path: Path) -> None:
-    """If the ranks have separate loaders and only one has batches, nothing is rejected."""
-    expected = []
-    for stage in ("validation", "test", "predict"):
-        refused = f"the {stage} loader yielded no batches"
-        expected += [refused, "", refused, refused, "", refused, ""]
-    assert run_job(two_ranks, 2, tmp_path) == [expected, expected]

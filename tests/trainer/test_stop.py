@@ -112,12 +112,10 @@ PLACES = {
     "at the second epoch's start": ("on_train_epoch_start", 2, "epoch=0-step=4"),
     "in the sanity check": ("on_validation_batch_start", 1, "stop-step=0"),
     "in a validation": ("on_validation_batch_start", 5, "stop-step=4"),
-    "at a validation's start": ("on_validation_start", 3, "stop-step=8"),
     "in the setup": ("on_fit_start", 1, "stop-step=0"),
     "before training": ("on_train_start", 1, "stop-step=0"),
     "at an epoch's end": ("on_train_epoch_end", 1, "epoch=0-step=4"),
     "in a save": ("on_save_checkpoint", 1, "epoch=0-step=4"),
-    "in an asynchronous save": ("on_save_checkpoint", 1, "epoch=0-step=4"),
     "at the last epoch's end": ("on_train_epoch_end", 3, "stop-step=12"),
 }
 
@@ -130,8 +128,7 @@ OF_THE_HOST = [pytest.param(each, marks=pytest.mark.host if "last epoch's end" i
 def test_a_stop_is_saved_once_and_resumes_bitwise(place: str, tmp_path: Path, whole: Any, capfd: Any) -> None:
     hook, call, name = PLACES[place]
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-    keep = {"async_save": "asynchronous" in place}
-    _, trainer, first, code = fit(tmp_path, Sender(hook, call, signal.SIGTERM, signal.SIGTERM), keep=keep)
+    _, trainer, first, code = fit(tmp_path, Sender(hook, call, signal.SIGTERM, signal.SIGTERM))
     assert code == 75
     assert trainer.received_sigterm
     assert trainer.interrupted
@@ -212,12 +209,6 @@ def test_a_handler_of_the_users_own_is_called_too(tmp_path: Path) -> None:
     assert heard == [signal.SIGUSR1, signal.SIGUSR1]
 
 
-def test_after_the_last_boundary_a_signal_does_what_it_does_by_itself(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, Sender("on_train_end", 1, signal.SIGINT))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_an_error_puts_the_handlers_back(tmp_path: Path) -> None:
     class Failing(tw.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -229,21 +220,6 @@ def test_an_error_puts_the_handlers_back(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == wakeup == -1
     assert not [thread for thread in threading.enumerate() if thread.name == "trainwright-signals"]
-
-
-def test_in_another_thread_nothing_is_installed(tmp_path: Path) -> None:
-    before, during = signal.getsignal(signal.SIGTERM), []
-
-    class Look(tw.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            during.append(signal.getsignal(signal.SIGTERM))
-
-    done: list[Any] = []
-    thread = threading.Thread(target=lambda: done.append(fit(tmp_path, Look(), max_epochs=1)))
-    thread.start()
-    thread.join()
-    assert done
-    assert set(during) == {before}
 
 
 @pytest.mark.parametrize("array", [False, True])
@@ -269,75 +245,3 @@ def test_sigusr1_requeues_a_slurm_job(
         assert f"SLURM's job {job} was requeued." in said
     assert fit(tmp_path / "other", Sender("on_train_batch_end", 2, signal.SIGTERM))[3] == 75
     assert (tmp_path / "asked").read_text() == f"requeue {job}\n"  # scancel means it
-
-
-def test_a_wakeup_of_somebody_elses_goes_on_to_be_heard(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer)
-    try:
-        assert fit(tmp_path, Sender("on_train_batch_end", 2, signal.SIGTERM))[3] == 75
-        assert signal.set_wakeup_fd(writer) == writer
-        assert os.read(reader, 8) == bytes([signal.SIGTERM])
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(reader)
-        os.close(writer)
-
-
-class Gathers(Net):
-    """Steps every third batch under manual optimization, and not at an epoch's end."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(super().training_step(batch, batch_idx))
-        if batch_idx % 3 == 2:
-            optimizer = self.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
-        if batch_idx == 10:
-            self.optimizers().zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("call", [4, 5, 6, 7, 11])
-def test_gathered_gradients_are_stepped_before_a_save(call: int, tmp_path: Path) -> None:
-    """A checkpoint holds no gradients: under manual optimization too a stop and a save wait for the step."""
-
-    def run(folder: Path, *extra: tw.Callback) -> tuple[Gathers, tw.Trainer, int | str | None]:
-        torch.manual_seed(5)
-        module, code = Gathers(dropout=0.3), None
-        saver = tw.ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
-        trainer = tw.Trainer(callbacks=[saver, *extra], max_epochs=2, **{**QUIET, "enable_checkpointing": True})
-        try:
-            trainer.fit(module, make_loader(shuffle=True), make_loader(20), ckpt_path="auto")
-        except RunStopped as stopped:
-            code = stopped.code
-        return module, trainer, code
-
-    whole, _, code = run(tmp_path / "whole")
-    assert code is None
-    _, trainer, code = run(tmp_path / "stopped", Sender("on_train_batch_start", call, signal.SIGTERM))
-    assert code == 75
-    assert trainer.state.batch in (3, 6, 9, 11)
-    again, _, code = run(tmp_path / "stopped")
-    assert code is None
-    assert_equal(weights(again), weights(whole))
-    names = [Path(each.path).name for each in find_checkpoints(str(tmp_path / "whole"))]
-    assert [name for name in names if not name.startswith("end")] == [
-        f"epoch={epoch}-step={step}.ckpt" for epoch, step in ((0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6))
-    ]
-
-
-def test_the_first_saving_callback_writes_the_stop(tmp_path: Path) -> None:
-    keeping = tw.ModelCheckpoint(tmp_path / "kept")
-    callbacks = [tw.ModelCheckpoint(tmp_path / "none", save_top_k=0), keeping]
-    trainer = tw.Trainer(callbacks=callbacks, **{**QUIET, "enable_checkpointing": True, "max_steps": 3})
-    trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
-    assert find_checkpoints(str(tmp_path / "kept"))[-1].step == 3
-    assert trainer.test(None, make_loader(), ckpt_path="best", verbose=False)

@@ -258,7 +258,6 @@ class Averaging(Callback):
     """A callback that averages weights: the base of WeightAveraging and StochasticWeightAveraging."""
 
     reads_outputs = False
-    counts_rounds = True
     _is_model = True
     """Whether the averages are the model of a checkpoint. Otherwise they are stored beside it."""
 

@@ -44,9 +44,6 @@ class Callback:
     reads_outputs = True
     """False: on_train_batch_end ignores the outputs, so they are not prepared for it."""
 
-    counts_rounds = False
-    """True: its state counts steps, not samples, and is kept when its rank has no sample in a round."""
-
     @property
     def state_key(self) -> str:
         """Return the key of this callback's state in a checkpoint. It differs for different settings."""

@@ -44,7 +44,6 @@ class LearningRateMonitor(Callback):
     """
 
     reads_outputs = False
-    counts_rounds = True
 
     @refuses_unknown
     def __init__(
@@ -69,19 +68,6 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values: dict[str, float] = {}
         self._pending: dict[str, float] = {}
         self._pending_at = -1
-        self._epoch_begun = -1
-        """The latest epoch whose first row is written."""
-
-    @property
-    def state_key(self) -> str:
-        settings = f"{self.logging_interval!r}, {self.log_momentum}, {self.log_weight_decay}"
-        return f"{type(self).__qualname__}({settings})"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch_begun": self._epoch_begun}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._epoch_begun = int(state["epoch_begun"])
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
@@ -93,13 +79,8 @@ class LearningRateMonitor(Callback):
             )
         self._begin()
 
-    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self.lrs |= {name: [] for _, names, _ in self._named(trainer) for name in names if name not in self.lrs}
-
     def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
-        is_new = trainer.state.batch == 0 and trainer.current_epoch != self._epoch_begun  # otherwise its row is written
-        self._epoch_begun = trainer.current_epoch
-        if self.logging_interval != "step" and is_new:
+        if self.logging_interval != "step" and trainer.state.batch == 0:  # otherwise its row is written
             self._write(trainer, self._values(trainer, "epoch"), trainer.state.batches_that_stepped)
 
     def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
@@ -131,7 +112,7 @@ class LearningRateMonitor(Callback):
             if self.logging_interval is None and own_interval not in (None, interval):
                 continue
             for group, name in zip(optimizer.param_groups, names, strict=True):
-                self.lrs.setdefault(name, [])  # a group that was added during the run
+                self.lrs.setdefault(name, [])
                 values[name] = float(group["lr"])
                 if self.log_momentum:
                     momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)

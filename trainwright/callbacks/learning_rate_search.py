@@ -195,6 +195,12 @@ class Sweep(Callback):
         self._step, self._count, self._mean, self._best = -1, 0, 0.0, math.inf
         self._losses: list[float] = []
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"results": self.search.results}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.search.results.update(state["results"])  # of a trial in processes that were started for it
+
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         if len(trainer.optimizers) != 1:
             raise ValueError(

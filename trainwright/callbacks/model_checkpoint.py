@@ -19,18 +19,18 @@ from torch import Tensor
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Checkpoint
 from trainwright.callbacks.checkpoint_files import (
-    FailedRun,
     PendingSave,
     choose_paths,
     default_folder,
-    follow_move,
     free_link,
     is_taken,
     kept_again,
     link_newest,
     loaded,
+    moved,
     path_of_stop,
     remove_replaced,
+    save_failed_run,
     tell_loggers,
 )
 from trainwright.callbacks.checkpoint_policy import (
@@ -48,6 +48,7 @@ from trainwright.callbacks.checkpoint_policy import (
     name_values,
     scalar,
 )
+from trainwright.checkpoint.discovery import same_path
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
@@ -118,7 +119,7 @@ class ModelCheckpoint(Checkpoint):
     FILE_EXTENSION = ".ckpt"
 
     priority = -20  # its checkpoints contain the states of the other callbacks
-    reads_outputs, counts_rounds = False, True
+    reads_outputs = False
 
     @refuses_unknown
     def __init__(
@@ -165,8 +166,6 @@ class ModelCheckpoint(Checkpoint):
         self._loaded: dict[str, Any] | None = None
         self._has_validated = self._is_validated = self._awaits_score = self._is_deferred = self._is_due = False
         self._step, self._latest = -1, LatestSave()
-        self._failed: FailedRun | None = None
-        """The callback that saves the run if it fails, set with save_on_exception once the run has begun."""
         self._sync_point: Any = None
         self._pending: PendingSave | None = None
         """The save that may not have committed yet, or has not been concluded."""
@@ -229,7 +228,7 @@ class ModelCheckpoint(Checkpoint):
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to this process's run.
-        return {**super().__getstate__(), "_sync_point": None, "_pending": None, "_failed": None}
+        return {**super().__getstate__(), "_sync_point": None, "_pending": None}
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit" and not trainer.fast_dev_run
@@ -253,10 +252,9 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._saved_at = time.monotonic()
-        if self.save_on_exception and self._is_fitting:
-            self._failed = FailedRun("save_on_exception", trainer, module)
-        load = partial(ModelCheckpoint.load_state_dict, self)
-        follow_move(self._loaded, self.state_key, self.dirpath or "", load, trainer)
+        source, folder = trainer.resume_source or "", self.dirpath or ""
+        if self._loaded is not None and same_path(source.rpartition("/")[0], folder):
+            ModelCheckpoint.load_state_dict(self, moved(self._loaded, folder))
         self._step = trainer.global_step
         self._keep(kept_again(self._kept, self._unrenamed, self._latest.steps, trainer))
         if self.train_time_interval is not None and self._is_fitting:
@@ -324,9 +322,6 @@ class ModelCheckpoint(Checkpoint):
         self._conclude(trainer)
         if self.save_last and trainer.state.total_batches and not self._latest.is_current(trainer):
             self.save_stop(trainer, "end", self.save_weights_only)
-
-    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
-        self._sync_point = self._failed = None
 
     def _save(self, trainer: TrainerProtocol, is_left: bool = False) -> None:
         """Save if rank 0 finds it worthwhile. Collective.
@@ -453,9 +448,9 @@ class ModelCheckpoint(Checkpoint):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude_alone(trainer)
-        if self._failed is not None:
+        if self.save_on_exception and self._is_fitting and self._step >= 0:  # its training has begun
             stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
-            self._failed.save(stem, self.FILE_EXTENSION, self.save_weights_only)
+            save_failed_run("save_on_exception", trainer, stem, self.FILE_EXTENSION, self.save_weights_only)
 
     def file_exists(self, filepath: str, trainer: TrainerProtocol) -> bool:
         """Return whether a checkpoint, or anything else, is at this path. Called on rank 0."""

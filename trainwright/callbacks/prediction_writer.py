@@ -85,7 +85,7 @@ class BasePredictionWriter(Callback):
         """Called after every batch on its rank. If it communicates, also on a rank without batches, with a dummy batch.
 
         `batch_indices` are the dataset indices of the samples, or None if the loader has none: an iterable dataset, a list
-        of batches, several loaders combined, a step that takes dataloader_iter.
+        of batches, several loaders combined.
         """
         raise NotImplementedError(f"{type(self).__name__} has no write_on_batch_end, but write_interval needs it.")
 

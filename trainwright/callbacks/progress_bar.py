@@ -28,7 +28,6 @@ class ProgressBar(Callback):
     """
 
     priority = -10  # the reduced metrics of an epoch are shown at its end
-    counts_rounds = True
 
     sanity_check_description = "Sanity check"
     train_description = "Epoch"

@@ -41,7 +41,6 @@ class Timer(Callback):
     """
 
     reads_outputs = False
-    counts_rounds = True
 
     @refuses_unknown
     def __init__(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import suppress
 from typing import Any
 
 from tqdm import std
@@ -13,11 +11,6 @@ from tqdm.auto import tqdm
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.live_progress_bar import LiveProgressBar, LoopDisplay, refuse_negative
 from trainwright.callbacks.progress_bar import rounded
-
-BAR_WIDTH = 10
-"""The columns that the metrics leave to the bar."""
-NARROW = f"{{l_bar}}{{bar:{BAR_WIDTH}}}| {{n_fmt}}/{{total_fmt}} [{{remaining}}, {{rate_fmt}}{{postfix}}]"
-"""The format of a line whose metrics would leave less."""
 
 
 class TQDMProgressBar(LiveProgressBar):
@@ -43,7 +36,7 @@ class TQDMProgressBar(LiveProgressBar):
     """
 
     BAR_FORMAT: str | None = None
-    """The format of the bars, as tqdm takes it, or None for tqdm's default, which keeps the width of a long line's bar."""
+    """The format of the bars, as tqdm takes it, or None for tqdm's default."""
 
     @refuses_unknown
     def __init__(
@@ -62,8 +55,6 @@ class TQDMProgressBar(LiveProgressBar):
         """The arguments of the next bar."""
         self._tqdms: dict[str, std.tqdm[Any]] = {}
         """The latest bar of every loop, by the first word of its property."""
-        self._unshown: dict[str, dict[str, Any]] = {}
-        """The arguments of the bars that are not shown."""
 
     @property
     def train_progress_bar(self) -> std.tqdm[Any]:
@@ -86,8 +77,6 @@ class TQDMProgressBar(LiveProgressBar):
         return self._tqdm_of("predict")
 
     def _tqdm_of(self, loop: str) -> std.tqdm[Any]:
-        if loop not in self._tqdms and loop in self._unshown:
-            self._tqdms[loop] = UnshownTqdm(**self._unshown[loop])
         if loop not in self._tqdms:
             raise TypeError(
                 f"{type(self).__name__}.{loop}_progress_bar was read before it exists; read it in a hook of its loop, from "
@@ -100,11 +89,9 @@ class TQDMProgressBar(LiveProgressBar):
     ) -> None:
         super()._begin(progress, title, total, count, leave=leave, below=below)
         if progress.bar is None:
-            self._tqdms.pop(self._loop, None)
-            self._unshown[self._loop] = {"desc": title, "total": total, "initial": count}
+            self._tqdms[self._loop] = UnshownTqdm(desc=title, total=total, initial=count)
         if self._stage == "sanity":
-            self._tqdms.pop("train", None)
-            self._unshown["train"] = {"desc": self.train_description}
+            self._tqdms["train"] = UnshownTqdm(desc=self.train_description)
 
     @property
     def _loop(self) -> str:
@@ -141,7 +128,7 @@ class TQDMProgressBar(LiveProgressBar):
             "initial": count,
             "leave": leave,
             "position": 2 * self.process_position + below,
-            **_size(sys.stderr),
+            "dynamic_ncols": True,
             "mininterval": 0.0,  # the callback decides when an update is due
             "miniters": 1,
             "unit": "it",
@@ -154,16 +141,11 @@ class TQDMProgressBar(LiveProgressBar):
             "test": self.init_test_tqdm,
             "predict": self.init_predict_tqdm,
         }[self._stage]
-        bar = make()
-        if not isinstance(bar, std.tqdm):
-            raise TypeError(
-                f"{type(self).__name__}.{make.__name__} returned {bar!r}; return a tqdm, disable=True for none."
-            )
-        self._tqdms[self._loop] = bar
+        bar = self._tqdms[self._loop] = make()
         return TQDMBar(bar, title, total, count)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_tqdms": {}, "_unshown": {}}
+        return {**super().__getstate__(), "_tqdms": {}}
 
 
 class UnshownTqdm(std.tqdm):  # type: ignore[type-arg]  # the class takes no parameter at run time
@@ -181,8 +163,6 @@ class TQDMBar:
 
     def __init__(self, bar: tqdm[Any], title: str, total: int | None, count: int) -> None:
         self._bar: Any = bar
-        self._has_format = getattr(bar, "bar_format", None) is not None
-        """Whether its format is a subclass's, and stays as it is."""
         if getattr(bar, "desc", None) != title:
             self.restart(title, total, count)
 
@@ -194,13 +174,7 @@ class TQDMBar:
         bar.n = bar.initial = bar.last_print_n = count
 
     def show(self, metrics: dict[str, Any]) -> None:
-        """Show the metrics next to the bar, which keeps a minimum width: a line that is too long is cut off."""
         self._bar.set_postfix(rounded(metrics, digits=3), refresh=False)
-        if sys.stderr.isatty() and not self._has_format:  # a notebook has its own
-            self._bar.bar_format = None
-            parts = str(self._bar).split("|")
-            if len(parts) > 2 and len(parts[1]) < BAR_WIDTH:
-                self._bar.bar_format = NARROW
 
     def move_to(self, batches: int) -> None:
         self._bar.update(batches - self._bar.n)
@@ -217,11 +191,3 @@ def _in_notebook() -> bool:
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
     return getattr(shell, "kernel", None) is not None
-
-
-def _size(stream: Any) -> dict[str, Any]:
-    """Return the size of the bars: the terminal's, or 80 columns if it reports none."""
-    with suppress(AttributeError, OSError, ValueError):
-        if 0 in os.get_terminal_size(stream.fileno()):  # a pseudo-terminal without a size
-            return {"ncols": 80, "nrows": 24}
-    return {"dynamic_ncols": True}

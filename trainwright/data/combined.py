@@ -135,7 +135,7 @@ class ShardedCombination(StatefulLoader):
             had = begun[index + 1] - begun[index]
             size, order = shard.item_size, shard.order
             # A complete pass, so that a run that resumes here does not begin this loader again.
-            return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order, "digest": 0}
+            return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order}
         if index < len(begun) and begun[index] <= batch:  # otherwise the loader was only read ahead
             return shard.position(batch - begun[index])
         return shard.position(shard.start_batch)

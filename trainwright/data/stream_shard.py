@@ -41,8 +41,6 @@ class StreamPosition(TypedDict):
     """Samples in an item, or 0 if the number varies."""
     order: str
     """A description of the sampler, or empty if unknown. Missing in older checkpoints."""
-    digest: int
-    """A digest of the consumed items of the pass (fingerprint.py), or 0 if unknown. Missing in older checkpoints."""
 
 
 class StreamShard:
@@ -149,12 +147,7 @@ class StreamShard:
             "items": items,
             "size": self.item_size,
             "order": self.order,
-            "digest": self.digest(passes, items),
         }
-
-    def digest(self, passes: int, items: int) -> int:
-        """Return the digest of the first items of a pass, or 0 if it is unknown."""
-        return 0
 
     @property
     def _base(self) -> int:

@@ -74,11 +74,8 @@ def listed(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
 
 
-def gather_uneven(tensor: Tensor, structure: int = 0) -> list[Tensor]:
-    """Return the tensors of all ranks, by rank. The first dimension may differ. Collective: call on every rank.
-
-    `structure` is a number that has to be the same on every rank, such as a digest of the structure around the tensor.
-    """
+def gather_uneven(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks, by rank. The first dimension may differ. Collective: call on every rank."""
     if not 0 < tensor.dim() <= _MAX_DIMS:
         raise ValueError(
             f"gather_uneven got a tensor of {tensor.dim()} dimensions; 1 to {_MAX_DIMS} are accepted. "
@@ -86,7 +83,7 @@ def gather_uneven(tensor: Tensor, structure: int = 0) -> list[Tensor]:
         )
     if world_size() == 1:
         return [tensor]
-    shapes = _gather_shapes(tensor, "gather", structure)
+    shapes = _gather_shapes(tensor, "gather")
     if len({shape[1:] for shape in shapes}) > 1:
         raise ValueError(
             f"gather got tensors whose shapes differ beyond the first dimension ({listed(shapes)}). Pad them with "
@@ -272,15 +269,11 @@ def _to_group(tensor: Tensor) -> Tensor:
     return tensor.to(torch.device(first, torch.get_device_module(first).current_device())).contiguous()
 
 
-def _gather_shapes(tensor: Tensor, name: str, structure: int = 0) -> list[tuple[int, ...]]:
+def _gather_shapes(tensor: Tensor, name: str) -> list[tuple[int, ...]]:
     # The dtype is sent as a checksum of its name: a collective of different dtypes would read wrong bytes, or hang.
     numbers = [tensor.dim(), *tensor.shape] + [-1] * (_MAX_DIMS - tensor.dim())
-    packed = torch.tensor([*numbers, structure, zlib.crc32(str(tensor.dtype).encode())])
+    packed = torch.tensor([*numbers, zlib.crc32(str(tensor.dtype).encode())])
     rows = [row.tolist() for row in all_gather(packed)]
-    if others := [rank for rank, row in enumerate(rows) if row[-2] != rows[0][-2]]:
-        raise ValueError(
-            f"{name} got a structure with other tensors on rank(s) {others} than on rank 0; pass the same on every rank."
-        )
     if others := [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]:
         raise TypeError(
             f"{name} got a different dtype on rank(s) {others} than on rank 0 (here {tensor.dtype}); all must be "

@@ -24,11 +24,10 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine_checkpoints import EngineCheckpoints
 from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.job import join_job
-from trainwright.engine.named_state import model_pieces
+from trainwright.engine.named_state import model_pieces, refuse_unlike_models
 from trainwright.engine.nests import broadcast, gather_tensor
 from trainwright.engine.optimizer_state import ReplacedParameters
-from trainwright.engine.replicas import refuse_groups, refuse_unlike_models, refuse_unlike_optimizers
-from trainwright.engine.script_settings import ScriptSettings
+from trainwright.engine.script_settings import ScriptSettings, refuse_unlike_optimizers
 from trainwright.precision import Precision
 from trainwright.precision.base import Closure, Sender
 from trainwright.strategies import Strategy
@@ -115,11 +114,9 @@ class Engine(EngineCheckpoints):
         `optimization` describes the training, or is None if the module will only be evaluated.
 
         Raises:
-            TypeError: parameters() of the module does not return tensors.
             ValueError: on every rank, if the ranks have different models.
         """
         use(self.device)  # a setting of the thread, which another engine may have changed since
-        refuse_groups(module)
         refuse_unlike_models(module, self.ranks)  # before the strategy sends weights
         if optimization is not None:
             self.optimization = optimization
@@ -181,9 +178,8 @@ class Engine(EngineCheckpoints):
 
     def take_seed(self, seed: int | None = None) -> None:
         """Seed the data's order with rank 0's seed, by default its current torch seed. Collective: call on every rank."""
-        self.seed = self.ranks.broadcast(
-            (torch.initial_seed() if seed is None else seed) % 2**63, "the choice of a seed"
-        )
+        local = torch.initial_seed() if seed is None else seed
+        self.seed = self.ranks.broadcast(local % 2**63, "the choice of a seed")
 
     def run(self, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a named step of a prepared module, or its "forward", in the precision's context."""

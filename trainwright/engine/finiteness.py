@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from trainwright.checkpoint.discovery import is_checkpoint
 from trainwright.checkpoint.store import SAVE
@@ -18,7 +16,7 @@ from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.tensor_names import named_tensors
 
-DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64})
+DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -80,32 +78,27 @@ class Finiteness:
 
 def _trained(modules: Iterable[nn.Module]) -> set[str]:
     """Return the names, in a checkpoint, of the tensors to check."""
-    names = set()
-    for number, module in enumerate(modules):
-        norms = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
-        statistics = {getattr(layer, leaf) for layer in norms for leaf in STATISTICS}
-        named = named_tensors(module)
-        names |= {prefix_of(number) + name for name, tensor in named if tensor.requires_grad or tensor in statistics}
-    return names
+    return {
+        prefix_of(number) + name
+        for number, module in enumerate(modules)
+        for name, tensor in named_tensors(module)
+        if tensor.requires_grad or name.rpartition(".")[2] in STATISTICS
+    }
 
 
+@torch.no_grad()
 def _found(names: set[str], pieces: Iterable[Piece]) -> list[str]:
-    """Return the names of the pieces that are not finite, with one read from the device per device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+    """Return the names of the pieces that are not finite, with one read from each device."""
+    checks: dict[torch.device, dict[str, Tensor]] = {}
     for piece in pieces:
-        tensor = piece.tensor
+        tensor = piece.tensor.detach()
         if piece.name in names and tensor.numel() > 0 and tensor.dtype in DTYPES and not tensor.is_meta:
-            groups.setdefault((tensor.device, tensor.dtype), []).append((piece.name, tensor.detach()))
-    with torch.no_grad():  # a save may be called within a step
-        return [name for (device, _), group in groups.items() for name in _not_finite(device.type, group)]
-
-
-def _not_finite(device_type: str, group: Sequence[tuple[str, Tensor]]) -> list[str]:
-    tensors = [torch.view_as_real(value.resolve_conj()) if value.is_complex() else value for _, value in group]
-    if device_type == "cpu":
-        # Ten times as fast as a norm there.
-        extremes = torch.stack([torch.stack(torch.aminmax(value)) for value in tensors])
-    else:
-        extremes = torch.stack(torch._foreach_norm(tensors, math.inf))[:, None]
-    are_finite = extremes.isfinite().all(dim=1).tolist()  # an extreme is NaN where any element is
-    return [name for (name, _), is_finite in zip(group, are_finite, strict=True) if not is_finite]
+            # On the CPU ten times as fast as a norm. An extreme is NaN where any element is.
+            extremes = torch.stack(torch.aminmax(tensor))
+            checks.setdefault(tensor.device, {})[piece.name] = extremes.isfinite().all()
+    return [
+        name
+        for found in checks.values()
+        for name, is_finite in zip(found, torch.stack([*found.values()]).tolist(), strict=True)
+        if not is_finite
+    ]

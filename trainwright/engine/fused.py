@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from trainwright.devices.abilities import fuses
 
 CLASSES = (Adam, SGD, Adagrad)  # AdamW is an Adam
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_watched: WeakSet[Optimizer] = WeakSet()
+"""The optimizers whose steps begin with `_add_momentum`."""
 
 
 def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
@@ -39,26 +42,22 @@ def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
                 if "step" in (state := optimizer.state.get(parameter, {})):
                     state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    if is_fused and kind is not Adam and not any(isinstance(hook, _Watch) for hook in hooks):
-        optimizer.register_step_pre_hook(_Watch())
+    if is_fused and kind is SGD and optimizer not in _watched:
+        _watched.add(optimizer)
+        optimizer.register_step_pre_hook(_add_momentum)
     return is_fused
 
 
 def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
     """Return whether an optimizer is of a class, or of a subclass that does not change the step."""
-    # Compares the inner functions, because torch wraps these methods when it makes the first instance of a class, and when its
-    # compiler is loaded.
-    return isinstance(optimizer, kind) and all(
-        inspect.unwrap(getattr(type(optimizer), name)) is inspect.unwrap(getattr(kind, name))
-        for name in ("step", "_init_group")
-    )
+    # Compares the inner functions, because torch wraps the method when it makes the first instance of a class.
+    return isinstance(optimizer, kind) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
 
 
 def _can_be_fused(group: dict[str, Any], kind: type[Optimizer], sparse: set[int]) -> bool:
     if group.get("fused", False) is not None or group.get("foreach", False) is not None:
         return False
-    if group.get("capturable") or group.get("differentiable") or group.get("dampening"):  # see _Watch
+    if group.get("capturable") or group.get("differentiable") or group.get("dampening"):  # see _add_momentum
         return False
     if any(isinstance(value, Tensor) for value in (group["lr"], *group.get("betas", ()))):
         return False  # a kernel would round a tensor of float64
@@ -77,32 +76,16 @@ def _is_fit(parameter: Tensor, kind: type[Optimizer]) -> bool:
     return fuses(parameter.device.type, kind.__name__, parameter.dtype)
 
 
-class _Watch:
-    """Runs before fused steps of SGD and Adagrad, for abilities of the unfused steps that the kernels lack.
+def _add_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Give a momentum buffer of zeros to parameters that lack one before a fused step of SGD.
 
-    SGD's kernel takes all momentum buffers or none, but a parameter may get its first gradient late, when it is unfrozen. It
-    then gets a buffer of zeros, from which it would start without dampening. A group whose gradients turn out to be sparse in
-    the first step is unfused.
+    Its kernel takes all momentum buffers or none, but a parameter may get its first gradient late, when it is unfrozen.
     """
-
-    def __init__(self) -> None:
-        self._is_first = True
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        groups = optimizer.param_groups
-        if self._is_first:
-            self._is_first = False
-            for group in groups:
-                if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in group["params"]):
-                    group["fused"] = False
-        state = optimizer.state
-        for group in groups:
-            if not (group["fused"] and group.get("momentum")):
-                continue
-            if len(state) >= sum(len(other["params"]) for other in groups):  # the usual step
-                return
-            if not any(state.get(parameter) for parameter in group["params"]):
-                continue
+    groups, state = optimizer.param_groups, optimizer.state
+    if len(state) >= sum(len(group["params"]) for group in groups):  # the usual step
+        return
+    for group in groups:
+        if group["fused"] and group["momentum"] and any(state.get(parameter) for parameter in group["params"]):
             for parameter in group["params"]:
                 if parameter.requires_grad and not state.get(parameter):
                     state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -4,20 +4,52 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
-from trainwright.tensor_names import names_of, state_entries
+from trainwright.tensor_names import clean_name, names_of, state_entries
 
 STRAY = "parameter"
 """The name of a parameter in no module. The optimizer's number and the parameter's index there follow."""
 Named = list[tuple[Optimizer, dict[Tensor, str]]]
 """The optimizers, with the names of all parameters."""
+
+
+def refuse_unlike_models(module: nn.Module, ranks: Ranks) -> None:
+    """Raise ValueError on every rank for a model that differs between ranks. Collective.
+
+    It comes before the first collective on weights, which would hang or mix up tensors that differ.
+    """
+    layouts: list[list[str]] = [] if ranks.world_size == 1 else ranks.differing(_layout(module), "comparing the models")
+    for rank, layout in enumerate(layouts):
+        if layout != layouts[0]:
+            pairs = zip_longest(layouts[0], layout, fillvalue="nothing more")
+            here, there = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(
+                f"rank {rank} built a different {type(module).__name__} than rank 0: rank 0 has {here} where rank {rank} has "
+                f"{there}. Build the same model on every rank (the weights may differ): do not branch on the rank, and freeze "
+                "the same parameters everywhere."
+            )
+
+
+def _layout(module: nn.Module) -> list[str]:
+    """Return a description of every parameter, then of every buffer, in the module's order."""
+
+    def described(name: str, tensor: Tensor, kind: str) -> str:
+        shape = "of a shape not known yet" if is_lazy(tensor) else f"of shape {tuple(tensor.shape)}"
+        frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
+        return f"{clean_name(name)!r}, a {kind} {shape} and {tensor.dtype}{frozen}"
+
+    rows = [described(name, tensor, "parameter") for name, tensor in module.named_parameters()]
+    return rows + [described(name, tensor, "buffer") for name, tensor in module.named_buffers()]
 
 
 def model_pieces(strategy: Strategy, modules: Sequence[nn.Module]) -> list[Piece]:

@@ -18,7 +18,7 @@ from trainwright.data.transfer import map_tensors
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import clear_gradients
 from trainwright.engine.prepared_loader import PreparedLoader
-from trainwright.engine.window import AccumulationWindows, ModelWindow
+from trainwright.engine.window import AccumulationWindows
 from trainwright.precision.base import Closure
 from trainwright.strategies.base import Clipping, StepResult, release
 
@@ -63,12 +63,8 @@ class PreparedOptimizer(Optimizer):
         self._clip_norm, self._admit, self._has_loss = clip_norm, admit, has_loss
         self._is_done = False
         """Whether a step has used the current gradients."""
-        self._began = windows.backwards if windows is not None else 0
-        """The number of backwards when the gradients were last cleared."""
         self._cleared_at: int | None = None
         """The number of backwards at a deferred `zero_grad`, or None."""
-        self._stepped_in: tuple[ModelWindow, int] | None = None
-        """The window of the latest step and its number of batches then, or None once a later window has begun."""
 
     def __getattr__(self, name: str) -> Any:  # param_groups, state and the other attributes
         if name == "optimizer":  # a copy that has no attributes yet
@@ -106,7 +102,7 @@ class PreparedOptimizer(Optimizer):
         self.steps_called += 1
         if windows is not None:
             if not windows.current.is_at_end:
-                self._is_done, self._stepped_in = False, None  # a later zero_grad keeps this window's gradients
+                self._is_done = False  # a later zero_grad keeps this window's gradients
                 return None
             if self._cleared_at == windows.backwards:
                 self._drop_waiting()  # cleared after the last backward, so there are no gradients
@@ -122,7 +118,6 @@ class PreparedOptimizer(Optimizer):
         self._is_done = True
         if windows is not None:
             windows.clear()
-            self._stepped_in = windows.current, windows.current.batches
         if self._after_step is not None:
             self._after_step(result)
         return result
@@ -175,29 +170,18 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless their accumulation window has not ended."""
         windows = self._windows
-        is_plain = (
-            windows is None or (windows.usual_length == 1 and windows.current.is_at_end) or not windows.is_counting
-        )
-        is_clipped = self.optimizer in self._engine.strategy.finalized
         # Loops call this in every batch, before the backward or after the step. It must not lose a window's gradients.
         if (
             windows is None
-            or is_plain
-            or is_clipped
+            or not windows.is_counting
+            or (windows.usual_length == 1 and windows.current.is_at_end)
             or self._is_done
-            or windows.backwards == self._began
-            or self._is_between(windows)
+            or self.optimizer in self._engine.strategy.finalized
         ):
             self.drop_gradients(set_to_none)
         elif windows.current.is_at_end:  # before the last backward, or instead of a step
             self._cleared_at = windows.backwards
             windows.current.put_off(self._drop_waiting)
-
-    def _is_between(self, windows: AccumulationWindows) -> bool:
-        """Return whether its window has ended with a step, and the current window belongs to other models."""
-        if self._stepped_in is None or windows.current is self._stepped_in[0]:
-            return False
-        return windows.is_over(*self._stepped_in) and windows.current.has_none_of(stepped_by(self))
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also if they wait for the end of a window."""
@@ -206,8 +190,6 @@ class PreparedOptimizer(Optimizer):
             clear_gradients(self.optimizer)
         else:
             self.optimizer.zero_grad(set_to_none)
-        if self._windows is not None:
-            self._began = self._windows.backwards
         if self.optimizer in self._engine.strategy.finalized:  # by a clip without a step
             release(self._engine.strategy, self.optimizer)
 
@@ -256,13 +238,12 @@ class PreparedModule(nn.Module):
         self.register_load_state_dict_pre_hook(_inner_names)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
-        if name in (modules := self.__dict__.get("_modules", {})):
-            return modules[name]
-        if "module" not in modules:  # a copy that has no attributes yet
-            raise AttributeError(name)
-        value = getattr(modules["module"], name)
-        context = self._engine.precision.forward_context()
-        if context is None or not (inspect.ismethod(value) and value.__self__ is modules["module"]):
+        if name == "module":
+            return super().__getattr__(name)
+        module = self.module
+        value = getattr(module, name)
+        is_own = inspect.ismethod(value) and value.__self__ is module
+        if not is_own or self._engine.precision.forward_context() is None:
             return value
 
         @wraps(value)
@@ -274,9 +255,8 @@ class PreparedModule(nn.Module):
         return in_context
 
     def __setattr__(self, name: str, value: Any) -> None:
-        inner = self.__dict__.get("_modules", {}).get("module")
-        is_inners = inner is not None and name not in self.__dict__ and name != "module" and hasattr(inner, name)
-        if is_inners:
+        inner = None if name == "module" or name in self.__dict__ else getattr(self, "module", None)
+        if inner is not None and hasattr(inner, name):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
@@ -301,11 +281,6 @@ class PreparedModule(nn.Module):
 
     def get_submodule(self, target: str) -> nn.Module:
         return self.module.get_submodule(target)
-
-    def __copy__(self) -> PreparedModule:
-        copied = self.__class__.__new__(self.__class__)
-        copied.__dict__.update(self.__dict__)
-        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedModule:
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
@@ -441,7 +416,6 @@ def _itself(module: nn.Module) -> nn.Module:
 def _own_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Rename a state_dict's entries to the names in the user's module."""
     _rename(state, f"{prefix}module.", prefix)
-    _rename(getattr(state, "_metadata", {}), f"{prefix}module.", prefix, end=".")
 
 
 def _inner_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -449,7 +423,6 @@ def _inner_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: An
     _rename(state, prefix, f"{prefix}module.")
 
 
-def _rename(names: dict[str, Any], old: str, new: str, end: str = "") -> None:
-    moved = {name: names.pop(name) for name in list(names) if (name + end).startswith(old)}
-    for name, value in moved.items():
-        names[(new + (name + end).removeprefix(old)).removesuffix(end)] = value
+def _rename(state: dict[str, Any], old: str, new: str) -> None:
+    moved = {name: state.pop(name) for name in list(state) if name.startswith(old)}
+    state.update((new + name.removeprefix(old), value) for name, value in moved.items())

@@ -120,16 +120,13 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
         self._windows, self._models = windows, models
         self._iteration: Iteration | None = None
         """The pass over a loader that it began in."""
-        self.batches = 0
-        """How many batches it has had so far, those of earlier windows too."""
         self._corrected: set[int] = set()
         self._put_off: list[Callable[[], None]] = []
-        """What clears gradients once the next window begins, as `zero_grad` came at this one's end, before the step."""
+        """Called when the next window begins, to clear gradients: `zero_grad` was called at this window's end before a step."""
 
     def __enter__(self) -> None:
         windows = self._windows
         windows.current = self
-        self.batches += 1
         if self._put_off and self._position == 0:
             waiting, self._put_off = self._put_off, []
             for clear in waiting:
@@ -140,7 +137,7 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
             return
         iteration, is_certain = windows.iterations.current()
         loader = None if iteration is None else iteration.loader
-        self.drop_if_left(warns=True)
+        self.drop_if_left()
         if self._position == 0:
             self._iteration = iteration
             self._corrected.clear()
@@ -154,24 +151,12 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         return None
 
-    def drop_if_left(self, *, warns: bool = False) -> bool:
-        """Drop the gradients of an open window whose pass over a loader the loop has left; return whether it was one.
-
-        With `warns`, warn if there were any.
-        """
-        if not self._position or self._iteration is None or not self._iteration.is_left:
-            return False
-        batches = self._position
-        self.drop()
-        if self._windows.drop_gradients(self._models) and warns:
-            self._windows.warn_of_drop(batches, self.length)
-        return True
-
-    def has_none_of(self, parameters: set[Tensor]) -> bool:
-        """Return whether it is that of other models than these parameters'."""
-        return bool(self._models) and not any(
-            each in parameters for model in self._models for each in model.parameters()
-        )
+    def drop_if_left(self) -> None:
+        """Drop the gradients of an open window whose pass over a loader the loop has left, with a warning."""
+        if self._position and self._iteration is not None and self._iteration.is_left:
+            self._windows.warn_of_drop(self._position, self.length)
+            self.drop()
+            self._windows.drop_gradients(self._models)
 
     def put_off(self, clear: Callable[[], None]) -> None:
         """Call this when the next window of these models begins."""
@@ -179,12 +164,8 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
 
     def correct(self, optimizer: Optimizer) -> float:
         """Return the factor that an optimizer's gradients still need in this window; 1 from the second call on."""
-        if self._divisor is None and self._count == self.length:
-            return 1.0  # nothing was divided
         correction = self.correction
-        if (
-            correction == 1.0 or id(optimizer) in self._corrected
-        ):  # its gradients were multiplied when they were clipped
+        if correction == 1.0 or id(optimizer) in self._corrected:  # a clip has multiplied the gradients
             return 1.0
         self._corrected.add(id(optimizer))
         return correction
@@ -193,9 +174,8 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
 class AccumulationWindows:
     """The windows of a raw loop, one for each set of models passed to `of`.
 
-    `drop_gradients` clears a set's gradients, and returns whether there were any.
-    With `ends_with_loader` False the next pass fills a window that the end of a loader has cut; with `syncs_each_batch` every
-    backward averages gradients over the ranks.
+    `drop_gradients` clears a set's gradients. With `ends_with_loader` False the next pass fills a window that the end of a
+    loader has cut. With `syncs_each_batch` every backward averages gradients over the ranks.
     """
 
     def __init__(
@@ -203,7 +183,7 @@ class AccumulationWindows:
         engine: Engine,
         usual_length: int,
         iterations: Iterations,
-        drop_gradients: Callable[[tuple[nn.Module, ...]], bool],
+        drop_gradients: Callable[[tuple[nn.Module, ...]], None],
         *,
         ends_with_loader: bool = True,
         syncs_each_batch: bool = False,
@@ -222,29 +202,22 @@ class AccumulationWindows:
         self.current = ModelWindow(self)
         """The window that was entered last."""
         self._has_gradients = False
-
-    @property
-    def has_gradients(self) -> bool:
-        """Return whether a loss was sent backward since the latest step or drop."""
-        return self._has_gradients
+        """Whether a loss was sent backward since the latest step or drop."""
 
     @property
     def is_open(self) -> bool:
         """Return whether gradients wait, or a window has begun and not ended."""
-        return self._has_gradients or any(each.is_open for each in self._windows.values())
+        return self._has_gradients or any(window.is_open for window in self._windows.values())
 
     @property
     def is_counting(self) -> bool:
         """Return whether the loop uses `accumulate`, and does not count its batches by itself."""
         return bool(self._windows)
 
-    def is_over(self, window: ModelWindow, batches: int) -> bool:
-        """Return whether one of these windows has had no batch since it had had that many."""
-        return window.batches == batches and window in self._windows.values()
-
-    def drop_left(self) -> bool:
-        """Drop the open windows that the loop has left by leaving its loader; return whether there were any."""
-        return sum(each.drop_if_left() for each in self._windows.values()) > 0
+    def drop_left(self) -> None:
+        """Drop the open windows that the loop has left by leaving its loader."""
+        for window in self._windows.values():
+            window.drop_if_left()
 
     def warn_of_drop(self, batches: int, length: int) -> None:
         """Warn once of a window that the loop has left after some of its batches."""
@@ -267,7 +240,7 @@ class AccumulationWindows:
     def set_length(self, length: int) -> None:
         """Set the usual length of the windows that begin from now on."""
         self.usual_length = length
-        if length == 1 and not any(each.is_open for each in self._windows.values()):
+        if length == 1 and not any(window.is_open for window in self._windows.values()):
             self.engine.sync_gradients(True)  # which a window of length 1 does not set again in each batch
 
     def scale_loss(self, loss: Tensor, *, weighs_round: bool) -> Tensor:

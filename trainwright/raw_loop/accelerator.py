@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.profiler import profile
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.arguments import check_flags, refuse_by_position, refuse_unknown, refuses_unknown
+from trainwright.arguments import check_flags, refuse_unknown, refuses_unknown
 from trainwright.checkpoint.reader import Verify
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler
@@ -97,7 +97,7 @@ class Accelerator(Collectives):
 
     def __init__(
         self,
-        *by_position: Any,
+        *,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
@@ -123,8 +123,7 @@ class Accelerator(Collectives):
         project_config: ProjectConfiguration | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_by_position("Accelerator", by_position, "mixed_precision='bf16'")
-        refuse_unknown("Accelerator", unknown, [*inspect.signature(Accelerator).parameters][1:-1], REPLACED)
+        refuse_unknown("Accelerator", unknown, [*inspect.signature(Accelerator).parameters][:-1], REPLACED)
         check_flags(
             cpu=cpu,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,

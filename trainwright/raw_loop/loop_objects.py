@@ -19,7 +19,6 @@ from trainwright.engine.prepared import (
     stepped_by,
 )
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
-from trainwright.engine.replicas import refuse_unlike_arguments
 from trainwright.engine.window import AccumulationWindows
 from trainwright.errors import a_type_of
 from trainwright.overrides import active_observer
@@ -72,9 +71,6 @@ class Preparation(Preparations):
             syncs_each_batch=accumulation.sync_each_batch,
         )
         self._engine, self._optimization, self._options = engine, optimization, options
-        shared = {"split_batches": options.loaders.configuration.split_batches, "precision": engine.precision.name}
-        shared["gradient_accumulation_steps"] = optimization.accumulate
-        refuse_unlike_arguments(shared, "Accelerator", engine.ranks)
         self._has_warned_of_norm = False
         self._trained: list[nn.Module] = []
         """Models that the first loss trained."""
@@ -231,17 +227,13 @@ class Preparation(Preparations):
         if self._observer is not None:
             self._observer.note_step(self.step_count)
 
-    def _drop_gradients(self, models: tuple[nn.Module, ...]) -> bool:
-        """Clear the gradients of these models, of all if none is given. Return whether there were any."""
+    def _drop_gradients(self, models: tuple[nn.Module, ...]) -> None:
+        """Clear the gradients of these models, or of all if there are none."""
         own = {parameter for model in models for parameter in model.parameters()}
-        # An engine that keeps gradients by itself shows none in the parameters.
-        had_any = not self._engine.strategy.capabilities.holds_modules and self.windows.has_gradients
-        for each in self.optimizers:
-            if not models or not own.isdisjoint(stepped_by(each)):
-                had_any = had_any or any(parameter.grad is not None for parameter in stepped_by(each))
-                each.drop_gradients()
+        for optimizer in self.optimizers:
+            if not models or not own.isdisjoint(stepped_by(optimizer)):
+                optimizer.drop_gradients()
         self.windows.clear()
-        return had_any
 
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
         """Refuse parameters of a module that is not prepared (ValueError), since its replicas would drift apart."""

@@ -128,11 +128,7 @@ class SavedStates:
 
     def _check_training(self, preparation: Preparation) -> None:
         """Refuse a save within a window (RuntimeError), and warn of state that a checkpoint cannot hold."""
-        if preparation.windows.drop_left():
-            rank_zero_warn(
-                "the loop left its loader within an accumulation window, whose gradients are dropped: checkpoints hold none.",
-                stacklevel=4,
-            )
+        preparation.windows.drop_left()
         alone = preparation.trained_without_optimizer()
         if preparation.windows.is_open and preparation.windows.usual_length > 1:
             if alone:

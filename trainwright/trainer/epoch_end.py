@@ -32,9 +32,9 @@ def close_epoch(run: TrainingRun, is_complete: bool) -> None:
     if is_complete and validation_is_due(run, at_end=True):
         validate(run, within=False)
     if "on_train_epoch_end" in hooks.reduced_early:
-        logbook.reduce(run.module)  # so that they see the epoch's values
+        logbook.reduce()  # so that they see the epoch's values
     hooks.call("on_train_epoch_end")
-    logbook.finish(run.module)
+    logbook.finish()
     if is_complete:
         # After the reduction that gives the metrics which these follow.
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
@@ -92,14 +92,14 @@ def abandonable(run: TrainingRun) -> Iterator[None]:
     """
     stop, logbook, state = run.stop, run.logbook, run.state
     state.mark_rng(VALIDATION)
-    latest = logbook.state_dict() if stop.may_abandon(run.window.is_open) else None
+    latest = logbook.state_dict() if stop.may_abandon else None
     try:
         yield
     except EvaluationAbandoned:
         assert latest is not None
         logbook.drop_evaluation(latest)
         state.progress.end_batches(is_stopped=True)  # the state says whether the epoch-wise schedulers have stepped
-        stop.commit(state.rng[VALIDATION])
+        stop.save(state.rng[VALIDATION])
         logbook.end_evaluation()
         raise
     except BaseException:
@@ -151,13 +151,13 @@ def pass_over(run: TrainingRun) -> bool:
                 is_dummy = loader.real_length is not None and index >= loader.real_length
                 # A dummy batch runs for the other ranks' collectives, and must not count in batch-norm statistics.
                 buffers = [(each, each.clone()) for each in module.buffers()] if is_dummy else []
-                collector.begin_batch(batch, index=index)
+                collector.begin_batch(batch)
                 if run.plan.transfer is not None:
                     batch = run.plan.transfer(batch)
                 engine.run(module, "training_step", *run.plan.arguments.of(batch, index, 0))
                 for buffer, kept in buffers:
                     buffer.copy_(kept)
-            collector.end_batches()
+            collector.begin_loader(None)
         finally:
             loader.close()
     return True

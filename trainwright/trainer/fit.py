@@ -1,7 +1,6 @@
 """Fit: the training loop, top to bottom.
 
-    fit:         check a few validation batches, unless the run resumes
-                 for each epoch: fit_epoch
+    fit:         for each epoch: fit_epoch
     fit_epoch:   for each batch of this rank's shard, in the order of (seed, epoch):
                      train_batch; log every n steps
                      validate, if an interval within the epoch has passed and no window is open
@@ -14,8 +13,8 @@
                  step the step-wise schedulers, unless the step was skipped
 
 A window is the batches of one optimizer step (`accumulate_grad_batches`); the last one of an epoch may be shorter. Under
-manual optimization training_step does all of train_batch itself. hooks.py has the order of the hooks, epoch_batches.py the
-batches, engine/window.py the scale of a loss, optimization.py the steps.
+manual optimization training_step does all of train_batch itself. resume.py has the steps before the loop, hooks.py the order
+of the hooks, epoch_batches.py the batches, engine/window.py the scale of a loss, optimization.py the steps.
 """
 
 from __future__ import annotations
@@ -34,50 +33,23 @@ from trainwright.trainer.epoch_end import (
     validate_within,
     validation_is_due,
 )
-from trainwright.trainer.evaluate import sanity_check
 from trainwright.trainer.optimization import (
     clear_with_hooks,
+    keep_unstepped_gradients,
     read_outputs,
     run_training_step,
     send_backward,
     step,
-    warn_of_unstepped_gradients,
 )
-from trainwright.trainer.oversights import warn_of_open_end
-from trainwright.trainer.resume import Resumption
-from trainwright.trainer.run_position import AFTER_EPOCH_START, VALIDATION_LOADERS
-from trainwright.trainer.saving import check_state, open_epoch, save_waiting
+from trainwright.trainer.run_position import AFTER_EPOCH_START
+from trainwright.trainer.saving import open_epoch
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_run import TrainingRun
 
 
-def fit(run: TrainingRun, resumption: Resumption | None) -> None:
-    """Train until the run's limits are reached; `run.state` says where to begin. Collective.
-
-    `resumption` is None in a fresh run.
-    """
-    state, hooks, stop, logbook = run.state, run.hooks, run.stop, run.logbook
-    if run.validation is not None:
-        state.mark_rng(VALIDATION_LOADERS)
-        if resumption is None:
-            sanity_check(run.validation)
-    run.data.load()
-    if run.settings.limit_train_batches == 0:
-        return
-    run.data.seek(run.trained.resume_source)
-    if resumption is not None:
-        run.data.warn_of_iterators()
-        resumption.begin()
-    if stop.number:  # a signal came in the sanity check
-        stop.commit()
-        return
-    warn_of_open_end(run.settings, run.callbacks)
-    logbook.start(run.module)
-    hooks.call("on_train_start")  # before the RNG is restored: it used random numbers in the original run too
-    if resumption is not None:
-        resumption.restore_rng()
-    check_state(run)
-    stop.agree()
+def fit(run: TrainingRun) -> None:
+    """Train from the run's position until its limits are reached. Collective."""
+    state, stop = run.state, run.stop
     # A validation that was abandoned has saved the run, so only the fit's end is left.
     with suppress(EvaluationAbandoned):
         while not run.is_done:
@@ -90,9 +62,9 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
     state.restore_rng(AFTER_EPOCH_START)  # nothing was left to train
     stop.finish()
     if not stop.number:
-        hooks.call("on_before_train_end", partial(pass_over, run))
-    logbook.stop_collecting()
-    hooks.call("on_train_end")
+        run.hooks.call("on_before_train_end", partial(pass_over, run))
+    run.logbook.stop_collecting()
+    run.hooks.call("on_train_end")
 
 
 def fit_epoch(run: TrainingRun) -> None:
@@ -106,7 +78,7 @@ def fit_epoch(run: TrainingRun) -> None:
         end_batch(run, batch, train(run, batch))
         if validates_within:
             validate_within(run, batch)
-        if run.stop.is_due_after(run.state.progress.has_stepped or run.plan.is_manual, run.window.is_open):
+        if run.stop.is_due_after(run.state.progress.has_stepped or run.plan.is_manual):
             break
     end_epoch(run, batches.is_complete)
 
@@ -169,8 +141,8 @@ def end_batch(run: TrainingRun, batch: Batch, outputs: Any) -> None:
         run.end_uneven_round()
     if logbook.is_row_due:
         logbook.log_step()
-    if run.waiting_saves:
-        save_waiting(run)
+    if run.saver.waiting:
+        run.saver.save_waiting()
 
 
 def end_epoch(run: TrainingRun, is_complete: bool) -> None:
@@ -181,7 +153,7 @@ def end_epoch(run: TrainingRun, is_complete: bool) -> None:
         return
     run.refuse_empty_epoch()
     if run.plan.is_manual:
-        warn_of_unstepped_gradients(run)
+        keep_unstepped_gradients(run)
     if not is_complete:
         leave_epoch(run)
     with state.ending_epoch(is_complete):
@@ -189,7 +161,7 @@ def end_epoch(run: TrainingRun, is_complete: bool) -> None:
     hooks.call_late()
     if is_complete:
         hooks.call("on_save_point")
-    save_waiting(run)  # after EarlyStopping, whose state belongs into the checkpoint
+    run.saver.save_waiting()  # after EarlyStopping, whose state belongs into the checkpoint
     run.stop.agree()
     run.logbook.flush()
 
@@ -201,7 +173,7 @@ def leave_epoch(run: TrainingRun) -> None:
     on_train_epoch_end again, so nothing that this hook changes may be in the checkpoint.
     """
     run.state.stop_within_epoch(open_epoch(run))
-    run.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
+    run.logbook.reduce()  # the score of a checkpoint may be a metric of this epoch
     run.hooks.call("on_train_epoch_stop")
     run.hooks.call("on_save_point")
     if run.choice.is_rerunnable:

@@ -45,25 +45,11 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
             f"training_step returned None on one of {world_size} ranks, which skips the batch only there. Return a loss on "
             "every rank (0.0 * the loss, to let it count for nothing)."
         )
-    given = a_type_of(outputs)
-    if isinstance(outputs, dict):
-        given = f"a dict with the keys {', '.join(map(repr, outputs)) or 'none'}"
-        if "loss" in outputs:
-            given = f"a dict whose 'loss' is {a_type_of(outputs['loss'])}"
+    types = {name: type(value).__name__ for name, value in outputs.items()} if isinstance(outputs, dict) else {}
     raise TypeError(
-        f"training_step returned {given}. Expected a loss tensor, a dict with one under 'loss', or None to "
-        "skip the batch."
+        f"training_step returned {f'a dict of {types}' if types else a_type_of(outputs)}. Expected a loss tensor, a dict with "
+        "one under 'loss', or None to skip the batch."
     )
-
-
-def explain_second_backward(error: RuntimeError) -> None:
-    """Raise torch's error of a second backward through a graph with the likely causes; leave other errors alone."""
-    if "backward through the graph a second time" in str(error):
-        raise RuntimeError(
-            "the loss that training_step returned leads to a graph that a backward has already freed. If training_step calls "
-            "loss.backward() itself, leave that out, or set automatic_optimization = False and step there too; if it keeps a "
-            "tensor from an earlier batch (a hidden state), detach it."
-        ) from error
 
 
 def read_outputs(outputs: Any) -> dict[str, Any]:
@@ -108,7 +94,11 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
         try:
             run.engine.backward(scaled, plan.overrides.get("backward"))
         except RuntimeError as error:
-            explain_second_backward(error)
+            if "backward through the graph a second time" in str(error):
+                error.add_note(
+                    "If training_step calls loss.backward() itself, leave that out. If it keeps a tensor of an earlier batch "
+                    "(a hidden state), detach it."
+                )
             raise
         if plan.after_backward:
             run.hooks.call("on_after_backward")
@@ -130,16 +120,9 @@ def refuse_loss(loss: Tensor) -> NoReturn:
     )
 
 
-def warn_of_unstepped_gradients(run: TrainingRun) -> None:
-    """Store gradients of manual optimization that wait for a step over an epoch's end, or warn that no checkpoint does."""
-    if run.window.is_open and not run.engine.strategy.capabilities.gradients_are_parameters:
-        rank_zero_warn(
-            f"Epoch {run.state.epoch} ended with gradients that no optimizer has stepped, and "
-            f"strategy={run.engine.strategy.name!r} cannot checkpoint them, so a resumed run loses them. Step before the epoch "
-            "ends (trainer.is_last_batch).",
-            stacklevel=2,
-        )
-    elif run.window.is_open:
+def keep_unstepped_gradients(run: TrainingRun) -> None:
+    """Store gradients of manual optimization that wait for a step over an epoch's end, where a strategy can checkpoint them."""
+    if run.window.is_open and run.engine.strategy.capabilities.gradients_are_parameters:
         run.state.keep_gradients()
     run.window.drop()
 

@@ -33,7 +33,7 @@ from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import Choice, FolderLocks
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.run_position import Position
+from trainwright.trainer.run_position import Position, Saver
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Stages
 from trainwright.trainer.stop import Stop
@@ -122,10 +122,11 @@ class Run:
         self.stages: Stages = Stages() if previous is None else previous.stages
         if previous is None or call == "fit":
             self.state = state or Position()
-            self.stop = self._make_stop()
+            self.stop = Stop(self.engine, self.settings, self.state, self.trainer)
             self.trained = Trained(self.settings.accumulate_grad_batches)
         else:
             self.state, self.stop, self.trained = previous.state, previous.stop, previous.trained
+        self.saver = Saver(self.state)
         self.logbook = Logbook(self.loggers, self.engine, self.state)
         profiler = self.profiler if is_measuring(self.profiler) else None
         if module is not None:  # None until the first call
@@ -139,17 +140,6 @@ class Run:
         self.is_prepared = False
         """Whether the loop may run, or has begun."""
         self._closing: list[Callable[[], None]] = []
-
-    def _make_stop(self) -> Stop:
-        trainer, saving = self.trainer, [each for each in self.checkpoint_callbacks if each.keeps_any]
-        return Stop(
-            self.engine,
-            self.settings,
-            self.state,
-            # The first one alone: others would save the same state again.
-            save=lambda name: "".join(each.save_stop(trainer, name) for each in saving[:1]),
-            keeps_any=bool(saving),
-        )
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -239,7 +229,7 @@ class Run:
         return {
             "state": self.state.plain(),
             "batches": self.stages.counts(),
-            "metrics": self.logbook.latest(),
+            "metrics": self.logbook.state_dict(),
             "should_stop": self.stop.requested,
             "accumulate_grad_batches": self.trained.accumulate_grad_batches,
             "ckpt_path": self.ckpt_path,
@@ -249,7 +239,11 @@ class Run:
     def load_changes(self, changed: dict[str, Any]) -> None:
         """Load the results that `changes` returned in another process."""
         self.state, self.choice = Position.of_plain(changed["state"]), Choice(changed["ckpt_path"])
-        self.stop, self.stages = self._make_stop(), Stages.of_counts(changed["batches"])
+        self.saver = Saver(self.state)
+        self.stop, self.stages = (
+            Stop(self.engine, self.settings, self.state, self.trainer),
+            Stages.of_counts(changed["batches"]),
+        )
         self.stop.request(changed["should_stop"])
         self.trained = Trained(changed["accumulate_grad_batches"], changed["resume_source"])
         self.logbook = Logbook(self.loggers, self.engine, self.state)
@@ -304,8 +298,6 @@ class Run:
                 engine.finish_save()
             except BaseException as error:
                 outcome.error = error
-                if self.logbook.collector is not None:
-                    self.logbook.collector.annotate(error)
                 if self.is_prepared:
                     self.state.progress.fail(self.obstacle(error))
                 self.stop.note_end(error)

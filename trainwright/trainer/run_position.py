@@ -1,9 +1,9 @@
-"""Position: the counters, the phase and the RNG states of a run, in one object that a checkpoint stores."""
+"""Position: the counters, the phase and the RNG states of a run, which a checkpoint stores. Saver: when it is written."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum, StrEnum, auto
@@ -106,6 +106,7 @@ class Progress:
         self.status = TrainerStatus.INITIALIZING
         self.obstacle = ""
         """Why a failed run cannot be resumed exactly from here; "" if it can."""
+        self.has_failed = False
         self._window: AccumulationWindow | None = None
         self.is_last_batch = False
         """Whether the current training batch is the epoch's last."""
@@ -121,7 +122,7 @@ class Progress:
     def begin(self, call: str, window: AccumulationWindow | None) -> None:
         """Begin a call of the Trainer. `window` is the accumulation window of a fit."""
         self.phase, self.fn, self.status = Phase.OUTSIDE, TrainerFn(call), TrainerStatus.RUNNING
-        self._window = window
+        self._window, self.has_failed = window, False
 
     def end(self, has_failed: bool) -> None:
         """End the call."""
@@ -163,7 +164,7 @@ class Progress:
 
     def fail(self, obstacle: str) -> None:
         """Record that the run has failed, and why it cannot be saved here, "" if it can."""
-        self.obstacle = obstacle
+        self.obstacle, self.has_failed = obstacle, True
         # In EPOCH_LEFT a save would wait for an end of the epoch that does not come.
         if not obstacle and self.phase is Phase.EPOCH_LEFT:
             self.phase = Phase.STOPPED
@@ -443,3 +444,39 @@ class Position:
         self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False
         self.unchecked_batches = 0
         self.rng.pop(EPOCH_START, None)
+
+
+class Saver:
+    """Decides when a requested checkpoint is written: at once, or at the end of the batch, its window or the epoch."""
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+        self.waiting: list[tuple[bool, Callable[[], None]]] = []
+        """The requests that wait, in order: whether the checkpoint has weights only, and the function that writes it."""
+
+    def save(self, weights_only: bool, write: Callable[[], None]) -> bool:
+        """Call `write`, or queue it if no checkpoint may be written now; return whether it was called. Collective."""
+        if not self._may_save(weights_only):
+            self.waiting.append((weights_only, write))
+            return False
+        write()
+        return True
+
+    def save_waiting(self) -> None:
+        """Write the checkpoints of the queue that may be written now. Collective."""
+        if not self._position.progress.is_within_window:
+            waiting, self.waiting = self.waiting, []
+            for request in waiting:
+                self.save(*request)
+
+    def _may_save(self, weights_only: bool) -> bool:
+        """Return whether a run could resume from a checkpoint that is written now.
+
+        A checkpoint within an epoch has no gradients that wait for a step. A batch that is not counted would be trained
+        twice. No run resumes within an epoch's end.
+        """
+        position, progress = self._position, self._position.progress
+        is_counted = position.total_batches != progress.batches_before
+        # In a batch that has failed, a save would wait for an end that does not come.
+        is_within_batch = progress.is_in_batch and not is_counted and not progress.has_failed
+        return not progress.is_within_window and (weights_only or not (is_within_batch or progress.phase in ENDING))

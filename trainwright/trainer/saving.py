@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from trainwright.strategies.divided_optimizers import parameters_of, unwrap_opti
 from trainwright.strategies.module_checks import sparse_weights
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import CHECKPOINT, EPOCH_LEFT, EPOCH_START, OpenEpoch
-from trainwright.trainer.training_run import TrainingRun
+from trainwright.value_kinds import is_dtensor
 
 SAVE_HOOK = "on_save_checkpoint"
 
@@ -156,7 +157,7 @@ def _check_first_step(optimizer: Optimizer) -> None:
         handle.remove()
         for state in stepped.state.values():
             for key, value in state.items() if isinstance(state, dict) else ():
-                local = getattr(value, "_local_tensor", value)  # the part of a DTensor
+                local = value.to_local() if is_dtensor(value) else value
                 if isinstance(local, Tensor):
                     _check_dense(stepped, key, local)
                     check_storable(f"{key} of {type(stepped).__name__}", local)
@@ -167,9 +168,11 @@ def _check_first_step(optimizer: Optimizer) -> None:
 def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
     """Write a checkpoint as Trainer.save_checkpoint does. Return False if it waits until the run may be saved. Collective."""
     weights_only = check_save(run, weights_only)
-    if isinstance(run, TrainingRun) and not run.may_save(weights_only):
-        run.waiting_saves.append((path, weights_only, blocking, overwrite))
-        return False
+    return run.saver.save(weights_only, partial(_write, run, path, weights_only, blocking, overwrite))
+
+
+def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:
+    """Write a checkpoint of the run's present state. Collective."""
     if run.logbook.is_row_due:
         run.logbook.log_step()  # no resumed run would write it
     number = run.state.count_save()  # before the state is read, because the checkpoint contains its number
@@ -187,15 +190,6 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
         overwrite=overwrite,
         parts=sharded_state(run),
     )
-    return True
-
-
-def save_waiting(run: TrainingRun) -> None:
-    """Write the checkpoints that waited for the end of the batch, its window or the epoch. Collective."""
-    if run.window.is_open:
-        return
-    for _ in range(len(run.waiting_saves)):  # one that has to wait on is requested again
-        save_checkpoint(run, *run.waiting_saves.pop(0))
 
 
 def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:

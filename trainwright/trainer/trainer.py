@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,44 +19,40 @@ from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Engine
-from trainwright.loggers.base import Logger
+from trainwright.errors import a_type_of
+from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.module import Module, hook_of
 from trainwright.overrides import aside, overridable
+from trainwright.paths import absolute
 from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.strategies import Strategy
 from trainwright.trainer.checkpoint_choice import Choice
-from trainwright.trainer.evaluate import Evaluation, evaluate
+from trainwright.trainer.evaluate import Evaluation, evaluate, predict
 from trainwright.trainer.fit import fit
-from trainwright.trainer.inputs import check_compile, choose_precision, choose_root
 from trainwright.trainer.logbook import format_table
 from trainwright.trainer.parts import (
     PARTS,
+    TRIAL,
     arranged_callbacks,
     arranged_loggers,
+    check_compile,
+    choose_precision,
     copied,
-    making_modules,
     set_switches,
     settings_of,
-    trial_arguments,
     with_the_modules,
 )
-from trainwright.trainer.predict import predict
-from trainwright.trainer.preparation import Request, choose_checkpoint, prepare_fit, read_evaluation, read_fit
-from trainwright.trainer.remote_call import OWN_ARGUMENTS, call_remotely, changes
+from trainwright.trainer.preparation import Request, choose_checkpoint, read_evaluation, read_fit
+from trainwright.trainer.remote_call import call_remotely, changes
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.saving import save_checkpoint
-from trainwright.trainer.settings import REPLACED, Settings, missing
+from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
-
-NOT_COPIED = (
-    "_arguments", "_fresh", "_settings", "_callbacks_of_module", "callbacks", "engine", "_loggers", "profiler", "run",
-)  # fmt: skip
-"""Attributes of a Trainer that its copy makes itself."""
 
 
 class Trainer(Status):
@@ -182,7 +178,9 @@ class Trainer(Status):
         self._fresh = {name: copied(given[name]) for name in PARTS}
         """Copies of parts that were given as objects, for another Trainer."""
         self._settings = settings_of(self._arguments)
-        root = choose_root(default_root_dir)
+        if not isinstance(default_root_dir, (str, os.PathLike, type(None))):
+            raise TypeError(f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}. Expected a path.")
+        root = absolute(default_root_dir or ".")
         self.profiler = resolve_profiler(profiler)
         self._loggers = arranged_loggers(logger, root, self._settings)
         self.callbacks = arranged_callbacks(callbacks, self._settings, self._loggers)
@@ -232,7 +230,7 @@ class Trainer(Status):
         """
         self._refuse_nested("fit")
         path = self._ckpt_path if ckpt_path is None else ckpt_path
-        request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, path, verify, fresh)
+        request = read_fit(model, train_dataloaders, datamodule, path, verify, fresh)
         parts, choice = self._begin(request)
         if self.engine.num_workers:
             options = {"val_dataloaders": val_dataloaders, "verify": verify, "fresh": request.fresh}
@@ -247,17 +245,8 @@ class Trainer(Status):
         # The stop is outermost, because it raises RunStopped once everything else is closed.
         with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
             run.stop.open()
-            resumption = None if choice.checkpoint is None else Resumption(run, choice.checkpoint, request.fresh)
-            if resumption is not None:
-                resumption.parts()
-            prepare_fit(run)
-            run.hooks.call("on_fit_start")
-            run.log_hyper_parameters()  # after a search's callback has set the value that the saved run has found
-            # Before the schedulers' state is loaded, since a callback's scheduler has state as well.
-            run.replace_schedulers()
-            if resumption is not None:
-                resumption.state()
-            fit(run, resumption)
+            if Resumption(run, choice.checkpoint, request.fresh).run():
+                fit(run)
             if choice.is_rerunnable:
                 run.stop.save_end()
             run.hooks.call("on_fit_end")
@@ -270,9 +259,14 @@ class Trainer(Status):
         Args:
             changes: arguments that differ, such as callbacks= and max_steps=.
         """
-        settings = trial_arguments({**self._arguments, **self._fresh}, bool(self.loggers))
+        settings = {**self._arguments, **{name: copied(part) for name, part in self._fresh.items()}, **TRIAL}
+        settings["logger"] = (
+            SilentLogger() if self.loggers else False
+        )  # a step may write to self.logger, if there is one
+        if overfit := settings["overfit_batches"]:  # it would set the validation's batches too
+            settings |= {"overfit_batches": 0.0, "limit_train_batches": overfit}
         with aside():
-            trial = Trainer(**{**settings, **changes})
+            trial = Trainer(**settings | changes)
         shown = replace(trial._settings, max_epochs=self.max_epochs, max_steps=self.max_steps)
         trial._trial_settings, trial._settings = trial._settings, shown
         return trial
@@ -394,9 +388,11 @@ class Trainer(Status):
         """
         self.run.stop.request_soon()
 
-    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
         """Return a context that makes modules in the run's dtype and on its device, without values if `empty_init`."""
-        return making_modules(self.engine, bool(empty_init))
+        with self.engine.precision.init_context(), torch.device("meta") if empty_init else self.engine.device:
+            yield
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only, and flush, so that a file of stdout and stderr has their lines in order."""
@@ -418,33 +414,8 @@ class Trainer(Status):
     def should_stop(self, value: bool) -> None:
         self.run.stop.request(value)
 
-    if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-        def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):  # a property failed, perhaps in the user's code: again, for its own error
-                return object.__getattribute__(self, name)
-            raise missing(name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the Trainer for a copy or a pickle: its arguments, parts, module and counters, not its processes.
-
-        The copy joins or starts its own as a new Trainer does; in a job of several processes, copy it on every rank.
-        """
-        arguments = {**self._arguments, **self._fresh}
-        return {
-            "arguments": {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS},
-            "others": (self.run.module, self._callbacks_of_module, self.run.state.plain()),
-            "parts": (self.callbacks, self.loggers, self.profiler),
-            "run": self.run.changes(),
-            "attributes": {name: each for name, each in vars(self).items() if name not in NOT_COPIED},
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Not type(self): a subclass's constructor may take other arguments.
-        Trainer.__init__(self, **state["arguments"])
-        self._take_parts(state["others"], *state["parts"])
-        self.run.load_changes(state["run"])
-        vars(self).update(state["attributes"])
+    def __reduce__(self) -> Any:
+        raise TypeError("A Trainer cannot be copied or pickled. Make another Trainer with the same arguments.")
 
     def _parts(self, root: str) -> Parts:
         settings = self._trial_settings or self._settings

@@ -12,10 +12,6 @@ from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SPACING
 from trainwright.data.stateful_iterable import ONCE
 from trainwright.engine.engine import Engine
-from trainwright.errors import a_type_of
-from trainwright.rank_zero import rank_zero_warn
-from trainwright.trainer.inputs import iterators_of
-from trainwright.trainer.oversights import warn_of_dropped_samples
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource
@@ -104,7 +100,7 @@ class TrainData:
             ValueError: no batches, different lengths across ranks, or an interval that does not fit.
         """
         settings, engine = self._settings, self._engine
-        self._users = self._source.load(settings.trains_once(self._source.owner is not None))
+        self._users = self._source.load()
         self.close()  # the old workers end before new ones start
         self._loader = loader = shard(
             self._users,
@@ -131,7 +127,6 @@ class TrainData:
                 "too small). Give it data."
             )
         compare_first_draws(loader, engine.ranks, "training")
-        warn_of_dropped_samples(self._users)
         if self._validates:
             self._plan_validation()
         self._measure()
@@ -185,17 +180,6 @@ class TrainData:
             raise ValueError(
                 f"{origin} was saved after batch {state.batch} of its epoch, but the training loader has {whole} batches. "
                 "Resume with the data that it was saved with, or from a checkpoint of an epoch's end."
-            )
-
-    def warn_of_iterators(self) -> None:
-        """Warn of an iterator in a resumed run, since earlier epochs may have read another iterator."""
-        once = iterators_of(self._users) if self._state.epoch else []
-        if once:
-            rank_zero_warn(
-                f"the run continues in epoch {self._state.epoch}, and reads {a_type_of(once[0])} from its start as if "
-                "that were this epoch's: an iterator cannot say what earlier epochs have read. Pass one that begins there, or "
-                "an object whose __iter__ starts again.",
-                stacklevel=2,
             )
 
     def plan_states(self, window: int, callbacks: Iterable[ModelCheckpoint]) -> None:

@@ -7,7 +7,7 @@ unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -28,15 +28,6 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecode
 
 WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 """Module classes, or a function that returns whether a module is a group."""
-
-
-def made_groups(module: nn.Module) -> Sequence[nn.Module] | None:
-    """Return the groups that fsdp has made of a module, or None if it has not sharded the module.
-
-    A policy may ask for classes, which sharding has replaced.
-    """
-    root = module.__dict__.get(ROOT)
-    return None if root is None else root.groups
 
 
 def check_policy(name: str, policy: object) -> None:
