@@ -57,7 +57,6 @@ TORCH = (
         "_call_impl _compiled_call_impl",
         "compile submodules in place, so that a state_dict keeps its names (engine/compilation.py)",
     ),
-    Use("torch.nn.Module", "_metadata", "keep the versions of modules that a state_dict carries"),
     Use("torch.nn.modules.module", "_extra_state", "store what a module keeps beside tensors (checkpoint/contents.py)"),
     Use("torch.nn.MultiheadAttention", "_reset_parameters", "initialize layers that were built on the meta device"),
     Use(
@@ -171,17 +170,17 @@ TORCH = (
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
         "_start_workers _stop_workers _restart_workers _monitor_workers _exit_barrier _construct_event _worker_group "
         "_remaining_restarts _pcontext _rendezvous",
-        "start, watch and end the ranks of a job in our order (launch/agent.py)",
+        "start, watch and end the ranks of a job in our order (launch/vendor.py)",
     ),
     Use(
         "torch.distributed.elastic.multiprocessing.api.PContext",
         "_close",
-        "end ranks in less than the fixed 30 seconds (launch/agent.py)",
+        "end ranks in less than the fixed 30 seconds (launch/vendor.py)",
     ),
     Use(
         "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
         "_stdout _stderr",
-        "close the files of the ranks' output that the launcher holds (launch/agent.py)",
+        "close the files of the ranks' output that the launcher holds (launch/vendor.py)",
     ),
 )
 
@@ -332,15 +331,6 @@ DEEPSPEED = (
     ),
 )
 
-PYTHON = (
-    Use(
-        "subprocess",
-        "_args_from_interpreter_flags",
-        "start a notebook's processes with this one's flags (launch/notebook.py)",
-    ),
-    Use("argparse.ArgumentParser", "_actions", "list the options of the launcher's help (launch/cli.py)"),
-)
-
 OTHERS = (
     Use(
         "transformers.modeling_utils.PreTrainedModel",
@@ -355,4 +345,4 @@ OTHERS = (
     Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
 )
 
-USES = (*TORCH, *TORCHMETRICS, *FAIRSCALE, *DEEPSPEED, *PYTHON, *OTHERS)
+USES = (*TORCH, *TORCHMETRICS, *FAIRSCALE, *DEEPSPEED, *OTHERS)

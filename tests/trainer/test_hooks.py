@@ -320,7 +320,6 @@ def test_a_misspelt_hook_is_warned_of(tmp_path: Path) -> None:
         "Misspelt.on_fit_starts is not a hook, so it is never called; did you mean on_fit_start",
         "MisspeltCallback.on_train_epoch_finish is not a hook, so it is never called; did you mean on_train_epoch_end",
     ]
-    assert nearest_hook("validaton_step", tw.Module) == "validation_step"
     for own in ("save_checkpoint", "train_loader", "prepare_dataset", "shared_step", "configure_loss", "optimizer"):
         assert not nearest_hook(own, tw.Module), own
 

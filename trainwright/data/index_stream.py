@@ -43,11 +43,12 @@ class IndexStream(StreamShard):
         rank: int,
         world_size: int,
         mode: Mode,
+        cycles: bool,
         seed_rank: int,
         same_on_ranks: bool,
         gives_seeds: bool,
     ) -> None:
-        super().__init__(source, rank=rank, world_size=world_size, mode=mode)
+        super().__init__(source, rank=rank, world_size=world_size, mode=mode, cycles=cycles)
         self.batched, self.gives_seeds = batched, gives_seeds
         self.seed_rank, self._same_on_ranks = seed_rank, same_on_ranks
         self._trimmed = 0

@@ -52,6 +52,7 @@ class ShardedLoader(StatefulLoader):
         in_order: disable shuffling. A user's sampler keeps its order, with a warning.
         pin_memory: return batches in pinned memory.
         batch_parts: the number of ranks that share every batch of the loader.
+        cycles: begin another pass whenever the loader ends.
 
     Raises:
         TypeError: the loader is not iterable, or cannot be sharded.
@@ -69,6 +70,7 @@ class ShardedLoader(StatefulLoader):
         in_order: bool = False,
         pin_memory: bool = False,
         batch_parts: int = 1,
+        cycles: bool = False,
     ) -> None:
         if not isinstance(loader, Iterable):
             raise TypeError(
@@ -83,7 +85,7 @@ class ShardedLoader(StatefulLoader):
             _check_shardable(loader, world_size)
         if batch_parts > 1:
             _check_parts(loader, batch_parts)
-        self.batch_parts = batch_parts
+        self.batch_parts, self._cycles = batch_parts, cycles
         self.start_batch = 0
         self._announced_epoch = -1
         self.stream: IndexStream | None = None
@@ -198,8 +200,9 @@ class ShardedLoader(StatefulLoader):
         )
 
     @property
-    def _ranks(self) -> dict[str, int]:
-        return {"rank": self.rank, "world_size": self.world_size} if self.is_sharded else {"rank": 0, "world_size": 1}
+    def _ranks(self) -> dict[str, Any]:
+        ranks = {"rank": self.rank, "world_size": self.world_size} if self.is_sharded else {"rank": 0, "world_size": 1}
+        return {**ranks, "cycles": self._cycles}
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
         self.start_batch = start_batch

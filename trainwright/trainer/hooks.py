@@ -61,12 +61,6 @@ from trainwright.trainer.logbook import Logbook
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 Hooks = tuple[Callable[..., Any], ...]
 MODULE_HOOKS = tuple(name for name in vars(ModuleHooks) if not name.startswith("_"))
-SILENT = (
-    "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_callbacks",
-    "configure_model", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
-    "val_dataloader", "transfer_batch_to_device", "setup", "teardown",
-)  # fmt: skip
-"""Further methods of a module. If one is misspelt, nothing else reports it."""
 EARLIER_HOOKS = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
@@ -212,10 +206,9 @@ def check_hooks(owner: Module | Callback) -> None:
 @cache
 def nearest_hook(name: str, base: type) -> str:
     """Return the hook whose name is almost this one, or ""."""
-    known = HOOKS if base is Callback else (*MODULE_HOOKS, *SILENT)
-    is_on = name.startswith("on")
-    similar = [each for each in known if (is_on if each.startswith("on_") else each in SILENT)]
-    return next(iter(difflib.get_close_matches(name, similar, n=1, cutoff=0.8 if is_on else 0.85)), "")
+    known = HOOKS if base is Callback else MODULE_HOOKS
+    similar = [hook for hook in known if hook.startswith("on_")] if name.startswith("on") else []
+    return next(iter(difflib.get_close_matches(name, similar, n=1, cutoff=0.8)), "")
 
 
 def _with_loader_index(call: Callable[..., Any], without: int) -> Callable[..., Any]:

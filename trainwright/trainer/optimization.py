@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,8 +82,16 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
     if loss is None:
         run.count_empty()
     elif run.optimizer is not None:
-        if loss.numel() != 1 or not loss.requires_grad:
-            refuse_loss(loss)
+        if loss.numel() != 1:
+            raise RuntimeError(
+                f"training_step returned a loss of shape {tuple(loss.shape)}. Expected one element. Reduce it, for example "
+                "with .mean()."
+            )
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "training_step returned a loss that no parameter requiring a gradient led to. Compute it from the module's "
+                "parameters, outside of torch.no_grad and without .detach() or .item()."
+            )
         scaled = loss
         if batch.is_uneven or run.accumulate > 1:
             scaled = run.window.scale(loss, batch.weight)
@@ -105,19 +113,6 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
     if run.uneven_round is not None:
         run.uneven_round.put_back()  # before the step, whose changes stay on a rank without a sample too
     return loss
-
-
-def refuse_loss(loss: Tensor) -> NoReturn:
-    """Raise RuntimeError for a loss that no backward can be run on."""
-    if loss.numel() != 1:
-        raise RuntimeError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}. Expected one element. Reduce it, for example with "
-            ".mean()."
-        )
-    raise RuntimeError(
-        "training_step returned a loss that no parameter requiring a gradient led to. Compute it from the module's parameters, "
-        "outside of torch.no_grad and without .detach() or .item()."
-    )
 
 
 def keep_unstepped_gradients(run: TrainingRun) -> None:
@@ -195,19 +190,17 @@ class StepClosure:
         self._seen = self._fingerprint()
         self._is_first = True
 
-    def _fingerprint(self) -> list[tuple[int, int, int]]:
-        """Return the versions of the parameters and the gradients, and which gradients there are."""
-        return [
-            (each._version, 0 if each.grad is None else id(each.grad), 0 if each.grad is None else each.grad._version)
-            for each in parameters_of(self._optimizer)
-        ]
+    def _fingerprint(self) -> list[tuple[int, int] | None]:
+        """Return the identity and the version of every parameter and gradient."""
+        tensors = [tensor for parameter in parameters_of(self._optimizer) for tensor in (parameter, parameter.grad)]
+        return [None if tensor is None else (id(tensor), tensor._version) for tensor in tensors]
 
     def __call__(self) -> Tensor | None:
-        if self._is_first and self._fingerprint() == self._seen:
-            self._is_first = False
-            return None if self._loss is None else self._mean(self._loss)
+        is_unchanged = self._is_first and self._fingerprint() == self._seen
         self._is_first = False
-        return self._recompute()
+        if not is_unchanged:
+            return self._recompute()
+        return None if self._loss is None else self._mean(self._loss)
 
     def _recompute(self) -> Tensor:
         run = self._run
@@ -263,11 +256,9 @@ def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: boo
     for config in run.trained.schedulers:
         if config.interval != interval or config.is_plateau != plateau or count % config.frequency:
             continue
-        metric = None
-        if plateau:
-            metric = _monitored(run, config)
-            if metric is None:
-                continue
+        metric = _monitored(run, config) if plateau else None
+        if plateau and metric is None:
+            continue
         if "lr_scheduler_step" in overrides:
             overrides["lr_scheduler_step"](config.scheduler, metric)
         elif metric is None:

@@ -22,9 +22,8 @@ from trainwright.overrides import overridden
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.strategies.base import Clipping, Optimization
 from trainwright.tensor_names import is_compiled
-from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
 from trainwright.trainer.optimization import closure_is_wanted
-from trainwright.trainer.run import Parts, Run
+from trainwright.trainer.run import Run
 from trainwright.trainer.sources import LoaderSource, find_source, read_datamodule, read_step
 from trainwright.trainer.training_run import TrainingRun
 
@@ -95,11 +94,6 @@ def prepare_optimizers(run: TrainingRun) -> bool:
         for each in wrapped
     ]
     run.take_optimizers(wrapped, prepared)
-    if is_manual and not wrapped:
-        rank_zero_warn(
-            "automatic_optimization is False and configure_optimizers returned no optimizer: nothing is trained.",
-            stacklevel=2,
-        )
     return not is_manual and bool(optimizers) and closure_is_wanted(run.accumulate, engine, optimizers[0])
 
 
@@ -222,18 +216,3 @@ def read_evaluation(
             datamodule = latest.datamodule
     needed = [] if stage == "predict" else [f"{stage}_step"]
     return read_call(call, stage, model, needed, loaders, datamodule, "dataloaders", ckpt_path, verify)
-
-
-def choose_checkpoint(parts: Parts, callbacks: list[Any], request: Request) -> Choice:
-    """Return the verified checkpoint that ckpt_path means. Collective."""
-    search = CheckpointSearch(
-        parts.engine,
-        callbacks,
-        parts.loggers,
-        parts.root,
-        request.call,
-        request.verify,
-        is_trial=request.call == "fit" and bool(parts.settings.fast_dev_run),
-        say=parts.trainer.print,
-    )
-    return search.choose(request.ckpt_path)

@@ -73,12 +73,7 @@ def find_source(
 
 
 def read_datamodule(loaders: Any, datamodule: Any, argument: str, call: str) -> tuple[Any, DataModule | None]:
-    """Return (loaders, datamodule) of a call. A DataModule may be passed as the loaders too.
-
-    Raises:
-        TypeError: datamodule= is not a DataModule.
-        ValueError: both were passed.
-    """
+    """Return (loaders, datamodule) of a call, where a DataModule may be passed as the loaders too (TypeError, ValueError)."""
     if isinstance(loaders, DataModule):
         loaders, datamodule = None, loaders if datamodule is None else datamodule
     if datamodule is None:

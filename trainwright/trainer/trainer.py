@@ -27,7 +27,7 @@ from trainwright.paths import absolute
 from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.strategies import Strategy
-from trainwright.trainer.checkpoint_choice import Choice
+from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
 from trainwright.trainer.evaluate import Evaluation, evaluate, predict
 from trainwright.trainer.fit import fit
 from trainwright.trainer.logbook import format_table
@@ -43,7 +43,7 @@ from trainwright.trainer.parts import (
     settings_of,
     with_the_modules,
 )
-from trainwright.trainer.preparation import Request, choose_checkpoint, read_evaluation, read_fit
+from trainwright.trainer.preparation import Request, read_evaluation, read_fit
 from trainwright.trainer.remote_call import call_remotely, changes
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
@@ -188,8 +188,6 @@ class Trainer(Status):
         self.engine = Engine(**places, precision=choose_precision(precision, plugins), can_call_workers=True)
         check_compile(self._settings.compile, self.engine.strategy)
         set_switches(self._settings)  # once nothing is left that could be refused
-        self._callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
-        """The callbacks of configure_callbacks, and those of the Trainer's own that they have replaced."""
         self.run = Run(self._parts(root), "fit", None, None, Choice(), None)
         """The present or the latest call; before the first one it has no module."""
 
@@ -260,9 +258,7 @@ class Trainer(Status):
             changes: arguments that differ, such as callbacks= and max_steps=.
         """
         settings = {**self._arguments, **{name: copied(part) for name, part in self._fresh.items()}, **TRIAL}
-        settings["logger"] = (
-            SilentLogger() if self.loggers else False
-        )  # a step may write to self.logger, if there is one
+        settings["logger"] = SilentLogger() if self.loggers else False  # a step may write to self.logger
         if overfit := settings["overfit_batches"]:  # it would set the validation's batches too
             settings |= {"overfit_batches": 0.0, "limit_train_batches": overfit}
         with aside():
@@ -367,10 +363,8 @@ class Trainer(Status):
                 A file, a link, a damaged checkpoint, and on an object store any checkpoint, are rejected. False rejects every
                 path that exists.
 
-        From on_train_batch_start to the schedulers' steps the save waits for the batch's end, or a resumed run would repeat it;
-        within an accumulation window for its end, since a checkpoint within an epoch holds no gradients; between an epoch's
-        last batch and the end of its validation, hooks and schedulers for that. It returns False then. A save of the weights
-        alone waits for a window only.
+        Within a batch, an accumulation window or an epoch's end the save waits for its end, and returns False. A save of the
+        weights waits for a window only.
 
         Raises:
             CheckpointError: on every rank.
@@ -423,23 +417,23 @@ class Trainer(Status):
 
     def _begin(self, request: Request) -> tuple[Parts, Choice]:
         """Return the parts of a call and its checkpoint, once the module has given its callbacks. Collective."""
-        # First: configure_callbacks may return the ModelCheckpoint that ckpt_path='best' or 'last' is about.
-        self.callbacks = self._callbacks_for(request.module, request.call)
-        parts = self._parts(self.run.root)
-        return parts, choose_checkpoint(parts, self.checkpoint_callbacks, request)
-
-    def _callbacks_for(self, module: Module, call: str) -> list[Callback]:
-        """Return the callbacks of a call: the Trainer's own, and this module's in place of an earlier module's."""
-        if call != "fit" and self.run.module is module:
-            return self.callbacks  # those of its fit, with what they have learned there
-        of_module, replaced = self._callbacks_of_module
-        own = [each for each in self.callbacks if each not in of_module] + replaced
-        merged = with_the_modules(own, hook_of(module, "configure_callbacks", Module)())
-        self._callbacks_of_module = (
-            [each for each in merged if each not in own],
-            [each for each in own if each not in merged],
+        # First: configure_callbacks may return the ModelCheckpoint that ckpt_path='best' or 'last' is about. An evaluation of
+        # the latest module keeps the callbacks of its fit, with their state.
+        if request.call == "fit" or self.run.module is not request.module:
+            returned = hook_of(request.module, "configure_callbacks", Module)()
+            self.callbacks = with_the_modules(self.callbacks, returned)
+        parts, callbacks = self._parts(self.run.root), self.checkpoint_callbacks
+        search = CheckpointSearch(
+            self.engine,
+            callbacks,
+            self.loggers,
+            self.run.root,
+            request.call,
+            request.verify,
+            is_trial=request.call == "fit" and bool(self.fast_dev_run),
+            say=self.print,
         )
-        return merged
+        return parts, search.choose(request.ckpt_path)
 
     def _measure(self, call: str, stage: str, given: tuple[Any, ...], verbose: bool) -> list[dict[str, float]]:
         def work(evaluation: Evaluation) -> list[dict[str, float]]:
@@ -495,7 +489,7 @@ class Trainer(Status):
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
         """Make a call in processes started for it; return its result."""
         self.run.stop.note_end(None)
-        others = (run.call, run.ckpt_path, self._callbacks_of_module, self.run.module is run.module, self.state.plain())
+        others = (run.call, run.ckpt_path, self.run.module is run.module, self.state.plain())
         try:
             result = call_remotely(run, call_in_worker, self._arguments, others, options)
         except KeyboardInterrupt as error:
@@ -507,9 +501,8 @@ class Trainer(Status):
     def _take_parts(self, others: tuple[Any, ...], *parts: Any) -> None:
         """Continue the work of a Trainer of another process, with copies of its parts, its module and its counters."""
         self.callbacks, self._loggers, self.profiler = parts
-        module, self._callbacks_of_module, state = others
-        parts_of_run = self._parts(self.run.root)
-        self.run = Run(parts_of_run, "fit", module, None, Choice(), None, Position.of_plain(state))
+        module, state = others
+        self.run = Run(self._parts(self.run.root), "fit", module, None, Choice(), None, Position.of_plain(state))
 
 
 def call_in_worker(
@@ -526,8 +519,8 @@ def call_in_worker(
     """Make a call of a Trainer on a rank of the job that was started for it; return what it has changed. Collective."""
     from trainwright.trainer import trainer as home  # the argument hides the class
 
-    call, path, callbacks_of_module, is_known, state = others
+    call, path, is_known, state = others
     trainer = home.Trainer(**Trainer)
-    trainer._take_parts((model if is_known else None, callbacks_of_module, state), callbacks, loggers, profiler)
+    trainer._take_parts((model if is_known else None, state), callbacks, loggers, profiler)
     result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
     return changes(trainer.run, result, folder)

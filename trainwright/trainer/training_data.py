@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.combined import ShardedCombination, shard
@@ -50,8 +50,6 @@ class TrainData:
         self.most_batches: int | None = None
         self.validate_every: int | None = None
         """Batches between two validations. None to validate at an epoch's end, or by time."""
-        self.uneven: Mapping[int, list[int]] = {}
-        """The loader's uneven rounds (StatefulLoader.uneven)."""
 
     @property
     def loader(self) -> ShardedLoader | ShardedCombination:
@@ -102,15 +100,8 @@ class TrainData:
         settings, engine = self._settings, self._engine
         self._users = self._source.load()
         self.close()  # the old workers end before new ones start
-        self._loader = loader = shard(
-            self._users,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            mode="train",
-            **self._options,
-        )
+        self._loader = loader = self._shard("train")
         loader.load_state_dict(position)
-        self.uneven = loader.uneven
         if self._pulls:
             loader.read_ahead()
         length, limit = limited(loader.length, settings.limit_train_batches), settings.limit_train_batches
@@ -133,17 +124,15 @@ class TrainData:
 
     def again(self) -> ShardedLoader | ShardedCombination:
         """Return another shard of the same loaders, at the start of the next epoch's order, as evaluations shard them."""
-        engine = self._engine
         one_by_one = isinstance(self._loader, ShardedCombination) and self._loader.combination == "sequential"
-        loader = shard(
-            self._users,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            mode="train" if one_by_one else "padded",  # padded does not support loaders that come one after the other
-            **self._options,
-        )
-        loader.set_epoch(engine.seed, self._state.epoch)
+        # "padded" does not support loaders that come one after the other.
+        loader = self._shard("train" if one_by_one else "padded")
+        loader.set_epoch(self._engine.seed, self._state.epoch)
         return loader
+
+    def _shard(self, mode: Any) -> ShardedLoader | ShardedCombination:
+        engine = self._engine
+        return shard(self._users, rank=engine.rank, world_size=engine.world_size, mode=mode, **self._options)
 
     def close(self) -> None:
         if self._loader is not None:
