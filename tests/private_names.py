@@ -186,8 +186,7 @@ TORCH = (
 
 TORCHMETRICS = (
     Use("torchmetrics.Metric", "_update_count _computed", "restore the state of a metric"),
-    Use("torchmetrics.Metric", "_copy_state_dict", "run a batch whose results are dropped (trainer/uneven_round.py)"),
-    Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/metric_objects.py)"),
+    Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/vendor.py)"),
 )
 
 FAIRSCALE = (

@@ -130,7 +130,7 @@ def public_names() -> list[str]:
 FLOORS = [
     "checkpoint_choice run_position settings stage",
     "logged_value oversights parts sources",
-    "loops metric_objects stop",
+    "loops vendor stop",
     "metrics",
     "uneven_round",
     "logbook",

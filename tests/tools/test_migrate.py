@@ -154,7 +154,7 @@ def test_the_command_prints_a_difference_and_writes_nothing(tmp_path: Path, caps
     assert path.read_text() == "import os\nimport lightning as L\nL.Fabric()"
     assert capsys.readouterr().out == (
         f"--- {path}\n+++ {path}\n@@ -1,3 +1,3 @@\n import os\n-import lightning as L\n+import trainwright as L\n L.Fabric()\n"
-        f"\\ No newline at end of file\n{path}:3: L.Fabric: for your own loop use tw.Accelerator\n"
+        f"\\ No newline at end of file\n{path}:3: L.Fabric: for your own loop use L.Accelerator\n"
     )
 
 

@@ -40,21 +40,21 @@ class Logbook:
         self._engine, self._state = engine, state
         self._is_silent = False
         self._warned: set[str] = set()
-        self._evaluation_batches: dict[tuple[str, Loader | None], int] = {}
-        """Batches of all evaluations of the run, by stage and loader."""
         self._callback: dict[str, Tensor | float] = {}
         self._logged: dict[str, Tensor | float] = {}
         self._shown: dict[str, Tensor | float] = {}
-        self._latest = {"callback": self._callback, "logged": self._logged, "shown": self._shown}
         self._scored_at: dict[str, int] = {}
         """By metric of the latest validation, the optimizer step of the scored weights."""
         self._epoch_of: dict[str, int] = {}
         """By metric of the training, the epoch of its value."""
-        self._counts: dict[str, dict[Any, int]] = {
+        self._evaluation_batches: dict[tuple[str, Loader | None], int] = {}
+        """Batches of all evaluations of the run, by stage and loader."""
+        self._stores: dict[str, dict[Any, Any]] = {
+            **{"callback": self._callback, "logged": self._logged, "shown": self._shown},
+            **{"scored_at": self._scored_at, "epoch_of": self._epoch_of},
             "evaluation_batches": self._evaluation_batches,
-            "scored_at": self._scored_at,
-            "epoch_of": self._epoch_of,
         }
+        """What a checkpoint contains, by name."""
         self._held_rows: list[tuple[dict[str, float], int]] = []
         """Rows of a validation within fit, until it ends: a run that abandons the validation writes them when resumed."""
         self._outer: MetricCollector | None = None
@@ -70,8 +70,8 @@ class Logbook:
             yield
         finally:
             self._is_silent = False
-            for values in self._latest.values():
-                values.clear()
+            for store in self._stores.values():
+                store.clear()
 
     def start(self, module: Module, stage: str = "train") -> MetricCollector:
         """Begin a training epoch or an evaluation ("train", "validation" or "test"), for which self.log then collects."""
@@ -192,10 +192,8 @@ class Logbook:
         if self._is_silent:
             return {}
         self._keep_steps()
-        return {
-            **{name: to_numbers(values) for name, values in self._latest.items()},
-            **{name: dict(counts) for name, counts in self._counts.items()},
-        }
+        counts = ("scored_at", "epoch_of", "evaluation_batches")
+        return {name: dict(store) if name in counts else to_numbers(store) for name, store in self._stores.items()}
 
     def load_state_dict(self, state: dict[str, Any], unfinished: dict[str, Any] | None = None) -> None:
         """Load the latest values from a checkpoint, of which an older version may lack some.
@@ -204,10 +202,8 @@ class Logbook:
         """
         if unfinished is not None:
             self.unfinished = unfinished
-        for name, values in self._latest.items():
-            values.update(state.get(name, {}))
-        for name, counts in self._counts.items():
-            counts.update(state.get(name, {}))
+        for name, store in self._stores.items():
+            store.update(state.get(name, {}))
 
     def logger_states(self) -> list[dict[str, Any]]:
         """Return the loggers' positions for a checkpoint, after a flush. Empty on ranks other than 0."""
@@ -232,10 +228,8 @@ class Logbook:
 
     def drop_evaluation(self, latest: dict[str, Any]) -> None:
         """Restore the latest values from before an evaluation that the run leaves."""
-        for counts in self._counts.values():
-            counts.clear()
-        for values in self._latest.values():
-            values.clear()
+        for store in self._stores.values():
+            store.clear()
         self.load_state_dict(latest)
         self._held_rows.clear()
 
@@ -244,14 +238,10 @@ class Logbook:
         self._keep_steps()
         metrics = self._callback  # of which epoch values are not rounded
         if name not in metrics:
-            early = (
-                ""
-                if self._state.validations
-                else f" No validation has run yet: if it logs {name!r}, {AFTER_VALIDATIONS}."
-            )
+            early = f" No validation has run yet: if it logs {name!r}, {AFTER_VALIDATIONS}."
             raise ValueError(
                 f"{asker} follows {name!r}, which was not logged; there are {', '.join(sorted(metrics)) or 'no metrics'}. "
-                f"Log it with self.log, or change monitor.{early}"
+                f"Log it with self.log, or change monitor.{'' if self._state.validations else early}"
             )
         return float(metrics[name])  # NOTE: waits for the device if the value is a step's
 
@@ -326,25 +316,21 @@ class Logbook:
             logger.log_metrics({"epoch": self._state.epoch, **numbers}, step)
 
 
-def format_table(
-    title: str, metrics: Sequence[Mapping[str, float]], loaders: Sequence[str | None] | None = None
-) -> str:
+def format_table(title: str, metrics: Sequence[Mapping[str, float]], loaders: Sequence[str | None] = (None,)) -> str:
     """Return a table with a row for every metric and a column for every loader, without the loaders' suffixes.
 
-    `loaders` are the names of the loaders. None for a loader without a name, or if no loader has a name.
+    `loaders` has the name of every loader, or None.
     """
-    names = [*(loaders or ()), *[None] * len(metrics)][: len(metrics)]
-    suffixes = [f"/dataloader_idx_{index}" for index in range(len(names))]
-    heads = ["value"] if names == [None] else [name or f"loader {index}" for index, name in enumerate(names)]
+    heads = ["value"] if [*loaders] == [None] else [name or f"loader {index}" for index, name in enumerate(loaders)]
     rows: dict[str, list[str]] = {}
-    for index, (values, suffix) in enumerate(zip(metrics, suffixes, strict=True)):
+    for index, values in enumerate(metrics):
         for name, value in values.items():
-            rows.setdefault(name.removesuffix(suffix), [""] * len(metrics))[index] = f"{value:.6g}"
+            base_name = name.removesuffix(f"/dataloader_idx_{index}")
+            rows.setdefault(base_name, [""] * len(metrics))[index] = f"{value:.6g}"
     table = [[title, *heads], *([name, *cells] for name, cells in rows.items())]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  " + "  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)) for line in table]
-    lines = [line.rstrip() for line in lines]
-    rule = "-" * max(len(line) for line in lines)
+    lines = ["  ".join(["", *map(str.ljust, line, widths)]).rstrip() for line in table]
+    rule = "-" * max(map(len, lines))
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
 

@@ -20,7 +20,7 @@ from trainwright.distributed import collectives
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn, warn
 from trainwright.trainer.logged_value import Key, Loader, LoggedValue, LogSettings, read_all
-from trainwright.trainer.metric_objects import (
+from trainwright.trainer.vendor import (
     compute_metrics,
     found_at,
     reset_metrics,
