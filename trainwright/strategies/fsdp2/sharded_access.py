@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from trainwright.checkpoint.vendor import tree_leaves, tree_map_only
 from trainwright.strategies.base import StepForward
@@ -227,3 +228,27 @@ def refuse_sharded_loss(loss: Tensor) -> None:
     """Raise RuntimeError for a loss computed from sharded parameters directly, such as an L2 over parameters()."""
     if isinstance(loss, DTensor):
         raise RuntimeError(USED)
+
+
+OF_PARAMETERS = ("params", "param_names")
+"""Keys of a group that no write of a step changes."""
+
+
+@contextmanager
+def split_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Separate shards from whole parameters while the optimizer steps, because foreach kernels take one kind."""
+    whole = optimizer.param_groups
+    parts = [[{**group, "params": kind} for kind in by_kind(group["params"])] for group in whole]
+    optimizer.param_groups = [part for kinds in parts for part in kinds]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = whole
+        for group, kinds in zip(whole, parts, strict=True):  # a step may write into its groups
+            group.update((key, value) for part in kinds[:1] for key, value in part.items() if key not in OF_PARAMETERS)
+
+
+def by_kind(parameters: list[Any]) -> list[list[Any]]:
+    """Return the lists of shards and of whole parameters that are not empty."""
+    kinds = ([p for p in parameters if isinstance(p, DTensor) == is_sharded] for is_sharded in (True, False))
+    return [kind for kind in kinds if kind]

@@ -6,8 +6,8 @@ Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Para
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -52,6 +52,7 @@ from trainwright.strategies.divided_optimizers import (
 from trainwright.strategies.fsdp2 import vendor
 from trainwright.strategies.fsdp2.sharded_access import (
     Root,
+    by_kind,
     failing,
     note_use_in_hook,
     open_methods,
@@ -59,6 +60,7 @@ from trainwright.strategies.fsdp2.sharded_access import (
     refuse_second_order,
     refuse_sharded_loss,
     reshard_after_call,
+    split_groups,
     unshard_for_call,
     without_views,
 )
@@ -77,9 +79,6 @@ from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.replication import DeferredAllReduce, equalize
 from trainwright.strategies.used_parameters import BackwardGuard, RanksUse
-
-OF_PARAMETERS = ("params", "param_names")
-"""Keys of a group that no write of a step changes."""
 
 
 class FSDPStrategy(Strategy):
@@ -192,11 +191,7 @@ class FSDPStrategy(Strategy):
         to_checkpoint = recomputed(module, self.activation_checkpointing_policy, groups)
         low = self.mixed_precision or self._policy()
         root = Root(module, low.param_dtype, groups)
-        chosen, self._float32 = set(groups), Float32()
-        if self.mixed_precision is None and low.param_dtype is not None:
-            self._float32 = find_float32(module)
-        elif low.param_dtype is not None:
-            self._float32.groups.update(each for each in module.modules() if isinstance(each, vendor.BATCH_NORM))
+        chosen, self._float32 = set(groups), self._find_float32(module, low)
         mesh = make_mesh(self.device.type, self.world_size)
         names = {each: name for name, each in module.named_modules()}
         is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
@@ -226,6 +221,14 @@ class FSDPStrategy(Strategy):
         module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
         module.register_forward_pre_hook(unshard_for_call)
         module.register_forward_hook(reshard_after_call, always_call=True)
+
+    def _find_float32(self, module: nn.Module, low: MixedPrecisionPolicy) -> Float32:
+        """Return the parts of a module that are gathered in float32 although others are in a low dtype."""
+        if low.param_dtype is None:
+            return Float32()
+        if self.mixed_precision is None:
+            return find_float32(module)
+        return Float32(groups={each for each in module.modules() if isinstance(each, vendor.BATCH_NORM)})
 
     def _refuse_other_precision(self, module: nn.Module) -> None:
         """Raise ValueError for a module that an earlier run has sharded for another low precision."""
@@ -440,23 +443,3 @@ class FSDPStrategy(Strategy):
     def _refuse_written(self) -> None:
         for root in self.wrapped.values():
             root.writes.check()
-
-
-@contextmanager
-def split_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Separate shards from whole parameters while the optimizer steps, because foreach kernels take one kind."""
-    whole = optimizer.param_groups
-    parts = [[{**group, "params": kind} for kind in by_kind(group["params"])] for group in whole]
-    optimizer.param_groups = [part for kinds in parts for part in kinds]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = whole
-        for group, kinds in zip(whole, parts, strict=True):  # a step may write into its groups
-            group.update((key, value) for part in kinds[:1] for key, value in part.items() if key not in OF_PARAMETERS)
-
-
-def by_kind(parameters: list[Any]) -> list[list[Any]]:
-    """Return the lists of shards and of whole parameters that are not empty."""
-    kinds = ([p for p in parameters if isinstance(p, DTensor) == is_sharded] for is_sharded in (True, False))
-    return [kind for kind in kinds if kind]

@@ -285,7 +285,7 @@ class DeepSpeedStrategy(Strategy):
         self._guard.refuse_failed()
         for facade in self._engines:
             loss = facade.begin_backward(loss)
-        with self._guard.backward(lambda: any(facade.order.has_ended for facade in self._engines)):
+        with self._guard.backward(lambda: any(facade.has_ended for facade in self._engines)):
             super().backward(loss, send, **options)
         for facade in self._engines:
             facade.end_backward()

@@ -7,7 +7,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,19 +70,6 @@ def keep_to_current_device(accelerator: Any) -> None:
 def _is_relevant(record: logging.LogRecord) -> bool:
     known = ("untested optimizer", "learning rate from scheduler before it has started")
     return not any(text in record.getMessage() for text in known)
-
-
-@contextmanager
-def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Replace attributes of a class or module of DeepSpeed within the context."""
-    theirs = {name: getattr(owner, name) for name in attributes}
-    try:
-        for name, own in attributes.items():
-            setattr(owner, name, own)
-        yield
-    finally:
-        for name, their in theirs.items():
-            setattr(owner, name, their)
 
 
 def make_engine(
@@ -172,27 +159,30 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None
             )
 
 
-def _patched(kind: Any, check: Callable[[Optimizer], None]) -> AbstractContextManager[None]:
+@contextmanager
+def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
     """Patch how engines of this class are created, within the context."""
-    configure_theirs, choose_theirs = kind._configure_basic_optimizer, kind._do_optimizer_sanity_check
+    names = ("_broadcast_model", "_configure_basic_optimizer", "_do_optimizer_sanity_check")
+    theirs = [getattr(kind, name) for name in names]
 
     def configure(engine: Any, parameters: Any) -> MasterOptimizer:
-        optimizer = configure_theirs(engine, parameters)
+        optimizer = theirs[1](engine, parameters)
         check(optimizer)
         return MasterOptimizer(optimizer)
 
     def choose(engine: Any, optimizer: Any) -> Any:
         # For windows summed in float32 DeepSpeed would choose another class in stage 1, with other masters.
-        chosen = choose_theirs(engine, optimizer)
+        chosen = theirs[2](engine, optimizer)
         return "zero_optimization" if engine.zero_optimization() else chosen
 
-    return _replaced(
-        kind,
+    try:
         # DeepSpeed broadcasts parameters as bytes, which fails for 0-dim ones. They are rank 0's already.
-        _broadcast_model=lambda engine: None,
-        _configure_basic_optimizer=configure,
-        _do_optimizer_sanity_check=choose,
-    )
+        for name, own in zip(names, (lambda engine: None, configure, choose), strict=True):
+            setattr(kind, name, own)
+        yield
+    finally:
+        for name, their in zip(names, theirs, strict=True):
+            setattr(kind, name, their)
 
 
 def shards_of(zero: Any, stage: int, rank: int) -> Iterator[Shard]:
@@ -363,11 +353,6 @@ def replace_reduction(zero: Any, reduce: Callable[..., None], finish: Callable[[
     theirs = zero.reduce_independent_p_g_buckets_and_remove_grads, zero.independent_gradient_partition_epilogue
     zero.reduce_independent_p_g_buckets_and_remove_grads, zero.independent_gradient_partition_epilogue = reduce, finish
     return theirs
-
-
-def prepare_buckets(zero: Any) -> None:
-    """Create the buckets of a backward, which its first gradient does otherwise."""
-    zero.setup_buckets()
 
 
 def fill_gradient(zero: Any, parameter: Any) -> None:

@@ -75,6 +75,7 @@ class ZeroOptimizer(OptimizerProxy):
         self.master, self.engine, self.order = master, engine, order
         self._write_back, self._refresh = write_back, refresh
         self._is_in_backward = self._is_due = False
+        self._num_ended = 0
         if order.stage == 2:
             vendor.on_all_gradients(engine.optimizer, self._end_or_note)
 
@@ -90,10 +91,15 @@ class ZeroOptimizer(OptimizerProxy):
         self._refresh()
         return result
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether DeepSpeed has ended the latest backward."""
+        return self.order.num_ended > self._num_ended
+
     def begin_backward(self, loss: Tensor) -> Tensor:
         """Make the engine ready for a backward, and return the loss that it scales."""
         self._is_in_backward, self._is_due = True, False
-        self.order.begin()
+        self._num_ended = self.order.num_ended
         vendor.begin_backward(self.engine)
         # The engine refuses a leaf, such as a plain zero.
         scaled: Tensor = self.engine.scale(loss if loss.grad_fn is not None else loss.view_as(loss))
@@ -111,7 +117,7 @@ class ZeroOptimizer(OptimizerProxy):
     def end_backward(self) -> None:
         """End a backward, even if it has reached this engine on other ranks only. Collective."""
         self._is_in_backward = False
-        if self._is_due or (self.order.stage == 2 and not self.order.has_ended):
+        if self._is_due or (self.order.stage == 2 and not self.has_ended):
             vendor.finish_backward(self.engine)
         vendor.reset_depth(self.engine)
 
