@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.context import ForkContext, ForkProcess
-from typing import Any
 
 import psutil
 import pytest
@@ -87,15 +85,6 @@ def test_a_worker_that_never_runs_raises_an_error(monkeypatch: pytest.MonkeyPatc
     assert not psutil.pid_exists(int(stuck[1]))
 
 
-def test_a_worker_that_dies_at_once_is_the_loaders_to_report() -> None:
-    process = WorkerProcess(target=os._exit, args=(3,))
-    process.daemon = True
-    process.start()
-    process.join()
-    assert process.exitcode == 3
-    assert not process.is_alive()
-
-
 class OwnProcess(ForkProcess):
     """A user's process."""
 
@@ -134,21 +123,3 @@ def test_a_loader_follows_a_start_method_that_is_set_between_epochs() -> None:
     finally:
         multiprocessing.set_start_method(before, force=True)
     assert methods == [WorkerProcess, multiprocessing.Process]
-
-
-def test_a_stuck_worker_is_killed_if_the_wait_for_it_is_interrupted() -> None:
-    """Otherwise the interpreter would wait for the worker at its end."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise TimeoutError("the user's")
-
-    stuck[0] = 1
-    held = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-        with pytest.raises(TimeoutError, match="the user's"):
-            WorkerProcess(target=os._exit, args=(3,)).start()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, held)
-    assert not psutil.pid_exists(int(stuck[1]))
