@@ -120,7 +120,6 @@ TORCH = (
         "compute_local_shape_and_global_offset",
         "find this rank's range of a sharded parameter (strategies/fsdp2/vendor.py)",
     ),
-    Use("torch.distributed.tensor.DTensor", "_local_tensor", "read a shard without a graph of its own"),
     Use("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "reach what fsdp keeps of a group's parameters"),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
@@ -307,16 +306,6 @@ DEEPSPEED = (
         "deepspeed.runtime.zero.partition_parameters",
         "ds_id ds_shape ds_numel ds_tensor ds_status ds_process_group",
         "read what stage 3 has sharded",
-    ),
-    Use(
-        "deepspeed.runtime.zero.partition_parameters",
-        "_external_params",
-        "know the engine's attributes of a module (trainer/remote_call.py)",
-    ),
-    Use(
-        "deepspeed.runtime.zero.parameter_offload",
-        "_original_parameters",
-        "know the engine's attributes of a module (trainer/remote_call.py)",
     ),
     Use(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
