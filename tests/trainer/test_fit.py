@@ -76,7 +76,7 @@ def test_when_it_validates(settings: dict[str, Any], validations: list[tuple[int
 
 def test_validations_follow_an_interval_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("trainwright.trainer.training_run.time", clock)
+    monkeypatch.setattr("trainwright.trainer.prepared_run.time", clock)
     moments: list[float] = []
 
     class Slow(Diary):
