@@ -133,11 +133,6 @@ TORCH = (
         "share found infinities between optimizers and ranks (precision/mixed.py)",
     ),
     Use("torch.amp.GradScaler", "_growth_tracker", "carry a loss scale from DeepSpeed to others, and back"),
-    Use(
-        "torch.optim.Optimizer",
-        "_optimizer_step_post_hooks",
-        "know optimizers that step by themselves, and join groups before a step's hooks see them",
-    ),
     Use("torch.optim.Adam", "_init_group", "know a subclass that steps as torch's own class does"),
     Use("torch.optim.lr_scheduler", "_opt_called", "resume a scheduler without torch's warning of its first step"),
     Use(
