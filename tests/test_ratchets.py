@@ -255,7 +255,6 @@ HOLD_STATE = {
     "data/loader_state.py",
     "data/seeding.py",
     "devices/generators.py",
-    "engine/optimizer_state.py",
     "hyperparameters.py",
     "loggers/position.py",
     "precision/base.py",

@@ -14,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.checkpoint.tensors import TensorEntry
 from trainwright.devices import abilities
-from trainwright.engine.fused import use_fused
-from trainwright.engine.optimizers import may_use_closure, needs_closure
+from trainwright.engine.optimizers import may_use_closure, needs_closure, use_fused
 from trainwright.precision.mixed import MixedPrecision
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Clipping

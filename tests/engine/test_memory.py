@@ -12,7 +12,6 @@ from small import QUIET, Classifier, make_loader
 from torch import nn
 
 import trainwright as tw
-from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.memory_estimate import available_memory
 
 GIB = 2**30
@@ -103,7 +102,6 @@ def test_what_fsdp_has_whole_is_that_of_its_groups() -> None:
         gathered(nn.Sequential(deep(), nn.Linear(2, 3, device="meta")), auto_wrap_policy={nn.Sequential})
         == 3 * one + 36
     )
-    assert gathered(nn.ParameterList([nn.Parameter(torch.empty(9, device="meta"))])) == 0
 
 
 def test_buffers_of_deepspeed_are_no_larger_than_it_makes_them() -> None:
@@ -152,7 +150,7 @@ def test_the_advice_names_a_strategy(devices: int, megabytes: int, advice: str) 
         (
             2,
             14,
-            r"^no strategy fits .* 14.0 MiB, nor does fsdp on more: the parts that it gathers at once take 11.5 MiB\.",
+            r"^no strategy fits .* 14.0 MiB, nor does fsdp on more, since its groups are too large",
         ),
     ],
 )
@@ -218,7 +216,7 @@ def test_buffers_are_not_sharded() -> None:
     assert (estimate.parameters, estimate.unsharded) == (parameters + mask, mask)
     for name in ("fsdp", "deepspeed_stage_3"):
         assert estimate.parts[name].parameters == parameters / 4 + mask
-    assert f"the parts that it gathers at once take {(mask + 2 * parameters) / 1024:.1f} KiB" in estimate.advice
+    assert "nor does fsdp on more" in estimate.advice
 
 
 def test_the_memory_of_this_machine_is_found() -> None:
@@ -242,8 +240,7 @@ class Large(Classifier):
         raise Reached
 
 
-def test_fit_warns_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Finiteness, "begin", lambda self: None)  # it would read the part of memory that nobody touches
+def test_fit_warns_where_it_matters() -> None:
     trainer = tw.Trainer(max_epochs=1, strategy="single_device", **QUIET)
     with pytest.warns(
         UserWarning, match=r"(?s)strategy='single_device' leaves too little .*no strategy fits it on 1 dev"

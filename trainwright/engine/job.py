@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,16 +23,8 @@ NEWEST_TORCH = (2, 15)
 """The newest torch that the tests have passed with."""
 
 
-class JoinedJob(NamedTuple):
-    """The job as an Engine uses it."""
-
-    environment: Environment
-    strategy: Strategy
-    precision: Precision
-    device: torch.device
-    connection: Connection
-    timeout_seconds: float
-    num_workers: int
+JoinedJob = tuple[Environment, Strategy, Precision, torch.device, Connection, float, int]
+"""The job's parts as an Engine uses them, the seconds that ranks wait for each other, and the workers to start for a call."""
 
 
 def join_job(
@@ -86,7 +78,7 @@ def join_job(
     if chosen_seconds is not None or connection.owns_group:
         collectives.set_timeout(seconds)  # the group may have been opened before, with a different timeout
     connection.before_close(chosen.close)
-    return JoinedJob(environment, chosen, chosen_precision, device, connection, seconds, num_workers)
+    return environment, chosen, chosen_precision, device, connection, seconds, num_workers
 
 
 def _start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_call_workers: bool) -> int:
@@ -120,8 +112,6 @@ def device_numbers(devices: Any, device_type: str) -> list[int] | None:
             f"devices={devices!r} names devices of an accelerator, but this run computes on the CPU; pass the number of "
             f"processes, devices={len(devices)}."
         )
-    if len(set(devices)) < len(devices):
-        raise ValueError(f"devices={devices!r} names a device twice; pass a different one for each process.")
     present = count(device_type)
     if absent := [number for number in devices if number >= present]:
         raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.engine.engine import Engine
-from trainwright.engine.fused import use_fused
+from trainwright.engine.optimizers import use_fused
 from trainwright.engine.prepared import (
     Preparations,
     PreparedModule,
@@ -72,8 +72,6 @@ class Preparation(Preparations):
         )
         self._engine, self._optimization, self._options = engine, optimization, options
         self._has_warned_of_norm = False
-        self._trained: list[nn.Module] = []
-        """Models that the first loss trained."""
 
     def prepare(self, given: Sequence[Any], placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
         """Return the prepared objects for those given. See `Accelerator.prepare`. Collective."""
@@ -144,22 +142,6 @@ class Preparation(Preparations):
             "model.parameters() of a model whose only optimizer was prepared."
         )
 
-    def note_trained(self, leaves: set[Tensor]) -> None:
-        """Record which models a loss trains, from the tensors that get gradients (empty if unknown)."""
-        modules = self._engine.modules
-        is_certain = bool(leaves) or len(modules) == 1
-        self._trained = [
-            each
-            for each in modules
-            if is_certain and any(one.requires_grad and (not leaves or one in leaves) for one in each.parameters())
-        ]
-
-    def trained_without_optimizer(self) -> str:
-        """Return the classes of models that were trained though no prepared optimizer steps them."""
-        stepped = stepped_by(*self.optimizers)
-        alone = [each for each in self._trained if stepped.isdisjoint(each.parameters())]
-        return ", ".join(type(each).__name__ for each in alone)
-
     def warn_of_norm(self, norm: float | None) -> None:
         """Warn once, if the loop clips at another norm than the strategy's configuration."""
         used = self._optimization.clip_norm
@@ -183,7 +165,7 @@ class Preparation(Preparations):
                 "gather_for_metrics: this loader was not prepared. Pass one that accelerator.prepare returned."
             )
         if prepared is None:
-            iteration, _ = self.iterations.current()
+            iteration = self.iterations.current()
             prepared = None if iteration is None else iteration.loader
         sizes = None if prepared is None else prepared.last_sizes
         return None if sizes is None else [size > 0 for size in sizes]

@@ -18,7 +18,7 @@ from trainwright.checkpoint.discovery import is_newest
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine.engine import Engine
-from trainwright.engine.script_settings import SCHEDULERS, checked_fresh
+from trainwright.engine.script_settings import checked_fresh
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
@@ -38,7 +38,7 @@ class SavedStates:
         self._objects: list[Any] = []
         self._save_hooks: OrderedDict[int, Hook] = OrderedDict()  # handles refer to them, weakly
         self._load_hooks: OrderedDict[int, Hook] = OrderedDict()
-        self._has_warned = self._has_warned_of_optimizer = False
+        self._has_warned = False
 
     def end(self) -> None:
         """Wait for a save in flight. See `Accelerator.end_training`. Collective."""
@@ -84,7 +84,12 @@ class SavedStates:
         self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
     ) -> str:
         """Write a checkpoint. See `Accelerator.save_state`. Collective."""
-        self._check_training(preparation)
+        preparation.windows.drop_left()
+        if preparation.windows.is_open and preparation.windows.usual_length > 1:
+            raise RuntimeError(
+                "save_state was called within an accumulation window, and checkpoints hold no gradients. Call it when "
+                "accelerator.sync_gradients is True and the optimizer has stepped."
+            )
         is_numbered = output_dir is None or self.numbered.config.automatic_checkpoint_naming
         if is_numbered:
             path, number = self.numbered.next()
@@ -106,7 +111,6 @@ class SavedStates:
             "position": {**position, "step": preparation.step_count},
             "loaders": loaders,
             "lr_schedulers": [scheduler.state_dict() for scheduler in preparation.schedulers],
-            "steps_of_schedulers": [scheduler.steps_since() for scheduler in preparation.schedulers],
             "registered": self._states_of_objects(),
             "loggers": self._trackers.states(),
         }
@@ -125,28 +129,6 @@ class SavedStates:
         if is_numbered:
             self.numbered.note_save(path, number)
         return path
-
-    def _check_training(self, preparation: Preparation) -> None:
-        """Refuse a save within a window (RuntimeError), and warn of state that a checkpoint cannot hold."""
-        preparation.windows.drop_left()
-        alone = preparation.trained_without_optimizer()
-        if preparation.windows.is_open and preparation.windows.usual_length > 1:
-            if alone:
-                raise RuntimeError(
-                    f"save_state was called after a backward through {alone}, whose optimizer was not prepared, so its "
-                    "accumulation windows never end with a step. Pass it to accelerator.prepare, and step what that returns."
-                )
-            raise RuntimeError(
-                "save_state was called within an accumulation window, and checkpoints hold no gradients. Call it when "
-                "accelerator.sync_gradients is True and the optimizer has stepped."
-            )
-        if alone and not self._has_warned_of_optimizer:
-            self._has_warned_of_optimizer = True
-            rank_zero_warn(
-                f"save_state: backward has trained {alone}, and no prepared optimizer steps its parameters. If another one "
-                "does, its state is not in the checkpoint. Pass it to accelerator.prepare, and step what that returns.",
-                stacklevel=4,
-            )
 
     def load(
         self,
@@ -181,9 +163,6 @@ class SavedStates:
         restored = engine.load(opened, strict=strict, check=check, fresh=fresh)
         state = restored.state
         engine.script.resume(state, path, fresh)
-        steps = () if SCHEDULERS in fresh else state.get("steps_of_schedulers", ())
-        for scheduler, since in zip(preparation.schedulers, steps, strict=False):
-            scheduler.take_steps(*since)
         position = state["position"]
         preparation.resume_at(int(position["step"]))
         if position.get("epoch_ended"):  # a Trainer's, saved between two epochs

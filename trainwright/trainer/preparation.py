@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
-from trainwright.engine.fused import use_fused
 from trainwright.engine.memory_estimate import warn_of_memory
-from trainwright.engine.optimizers import read_optimizers
+from trainwright.engine.optimizers import read_optimizers, use_fused
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.script_settings import checked_fresh
 from trainwright.module import Module, is_overridden

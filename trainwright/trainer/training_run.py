@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.distributed.sync_points import SyncPoint
-from trainwright.engine.fused import use_fused
-from trainwright.engine.optimizers import SchedulerConfig
+from trainwright.engine.optimizers import SchedulerConfig, use_fused
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
 from trainwright.module import Module
