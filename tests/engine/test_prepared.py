@@ -64,7 +64,7 @@ def test_any_output_and_keyword_is_accepted() -> None:
     assert isinstance(output, Output)
     assert output["logits"].dtype == output.logits.dtype == torch.float32
     assert output["name"] == ("a", "b")
-    assert tw.Accelerator(cpu=ON_HOST).gather_for_metrics(output).logits.shape == (4, 2)
+    assert tw.Accelerator(cpu=ON_HOST).gather_for_metrics(output["logits"]).shape == (4, 2)
 
 
 def test_predictions_keep_their_type() -> None:

@@ -114,18 +114,6 @@ def test_errors_of_memory_are_recognized(error: Exception) -> None:
     assert tw.find_executable_batch_size(train, 32, lambda: next(halved))() == 4
 
 
-def test_an_error_of_memory_is_found_within_another_one() -> None:
-    def train(batch_size: int) -> int:
-        try:
-            if batch_size > 1:
-                raise MemoryError
-        except MemoryError as error:
-            raise RuntimeError("the loader failed") from error
-        return batch_size
-
-    assert tw.find_executable_batch_size(train, 2)() == 1
-
-
 def test_other_errors_are_raised_at_once() -> None:
     tried: list[int] = []
 

@@ -166,16 +166,6 @@ def test_names_of_loggers_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path:
     accelerator.end_training()
 
 
-def test_init_kwargs_replace_the_projects_folder_and_name(tmp_path: Path) -> None:
-    accelerator = make(log_with=["csv", "tensorboard"], project_dir=tmp_path)
-    options = {"csv": {"save_dir": tmp_path / "mine", "name": "own"}, "tensorboard": {"save_dir": tmp_path / "theirs"}}
-    accelerator.init_trackers("run", init_kwargs=options)
-    accelerator.log({"loss": 0.5}, step=1)
-    accelerator.end_training()
-    assert rows(tmp_path / "mine" / "own" / "version_0") == [{"step": "1", "loss": "0.5"}]
-    assert [each.name for each in (tmp_path / "theirs").iterdir()] == ["run"]
-
-
 def test_wrong_uses_of_trackers_are_rejected(tmp_path: Path) -> None:
     accelerator = make(log_with="csv", project_dir=tmp_path)
     for call in (
