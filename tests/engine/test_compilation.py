@@ -16,7 +16,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchmetrics import MeanMetric
 
-from trainwright.devices.cuda import GraphGradients
 from trainwright.engine.compilation import Compiled
 
 pytestmark = [  # torch's compiler meets these itself, and hides them where they are no errors
@@ -208,19 +207,6 @@ def test_gradients_are_kept_from_cuda_graphs(options: dict[str, Any], are_kept: 
         compiled.gradients.keep()
         assert module.theta.grad is gradient
     compiled.undo()
-
-
-def test_sparse_gradients_are_copied_too() -> None:
-    module = nn.Embedding(4, 2, sparse=True)
-    kept = GraphGradients(module)
-    kept._copies = [(module.weight, 0)]  # as on a GPU
-    module(torch.tensor([1])).sum().backward()
-    gradient = module.weight.grad
-    kept.keep()
-    assert gradient is not None
-    assert module.weight.grad is not None
-    assert module.weight.grad is not gradient
-    assert torch.equal(module.weight.grad.to_dense(), gradient.to_dense())
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_options_reach_their_parts() -> None:
     [
         ({"gradient_acumulation_steps": 2}, "Did you mean gradient_accumulation_steps="),
         ({"tpu": True}, "TPUs are not supported"),
-        ({"kwargs_handlers": tw.AutocastKwargs()}, r"Pass kwargs_handlers=.AutocastKwargs"),
+        ({"kwargs_handlers": tw.AutocastKwargs()}, "is not a list. Expected a list of options"),
         ({"megatron_lm_plugin": 1}, "Megatron-LM is not supported"),
         ({"mixed_precision": "fp8"}, "Choose from no, fp16, bf16"),
         ({"fsdp_plugin": object()}, "fsdp_plugin is an object. Expected a FullyShardedDataParallelPlugin"),

@@ -16,7 +16,6 @@ Others are written anew after public training scripts, and stop within an epoch 
 | kind | script of `wild/` |
 |---|---|
 | diffusers' text-to-image | diffusion |
-| diffusers' dreambooth LoRA | lora |
 | transformers' run_glue_no_trainer | glue |
 | transformers' run_clm_no_trainer | causal_lm |
 | a GAN | gan |
@@ -73,11 +72,6 @@ RUNS: dict[str, list[list[str]]] = {
         [],
         ["--output_dir", "out", "--checkpointing_steps", "5", "--stop_after", "11"],
         ["--output_dir", "out", "--checkpointing_steps", "5", "--resume_from_checkpoint", "latest"],
-    ],
-    "lora": [
-        [],
-        ["--resume_from_checkpoint", "checkpoint-5"],  # into the folders of the first run
-        ["--resume_from_checkpoint", "latest"],
     ],
     "glue": [
         [],
@@ -186,7 +180,7 @@ def test_the_metrics_are_those_that_accelerate_computed(tmp_path: Path, name: st
     check(metrics_of(output, tmp_path), recorded(name))
 
 
-RESUMED = {"diffusion": "latest", "lora": "latest", "glue": "resumed", "causal_lm": "step_5", "gan": "resumed"}
+RESUMED = {"diffusion": "latest", "glue": "resumed", "causal_lm": "step_5", "gan": "resumed"}
 """The names that the scripts print for their resumed runs, beside "whole"."""
 
 

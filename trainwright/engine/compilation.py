@@ -86,12 +86,13 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def _submodules(module: nn.Module) -> list[nn.Module]:
     """Return all submodules that may be compiled."""
     submodules = [layer for layer in module.modules() if layer is not module]
-    opaque = [layer for layer in submodules if _is_opaque(layer)]
-    excluded = {inner for layer in opaque for inner in layer.modules()}
+    excluded = {
+        inner
+        for layer in submodules
+        if is_metric(layer)
+        or isinstance(layer, torch.jit.ScriptModule)
+        or layer._compiled_call_impl is not None
+        or is_compiled(layer)
+        for inner in layer.modules()
+    }
     return [layer for layer in submodules if layer not in excluded]
-
-
-def _is_opaque(layer: nn.Module) -> bool:
-    if is_metric(layer) or is_compiled(layer) or isinstance(layer, torch.jit.ScriptModule):
-        return True
-    return layer._compiled_call_impl is not None

@@ -432,10 +432,6 @@ def _restored(
     saved_state, saved_ranks = checkpoint.rank_state(rank), checkpoint.world_size
     rng = saved_state.get("rng") if saved_state is not None else None
     check_generator_states(saved_state, checkpoint.path)
-    if rng is not None and not is_generator_state(rng):
-        raise CheckpointError(
-            f"{checkpoint.path}: the states of rank {rank}'s generators are missing. Use another checkpoint."
-        )
     start = (seed, int(checkpoint.header["step"]), rank)
     if rank >= saved_ranks:
         rng = derived_rng_state(derive_seed(*start))
@@ -445,12 +441,15 @@ def _restored(
         first = checkpoint.rank_state(0)
         check_generator_states(first, checkpoint.path)
         return Restored(state, rng, None, first or {})
-    nearest = saved_state or {}
-    rank_state = dict(nearest)
-    for number, (key, value) in enumerate(nearest.items()):
-        if is_generator_state(value) and key != "rng":  # from an earlier moment of the run
-            rank_state[key] = taken_over(value, device, derive_seed(*start, number))
-    return Restored(state, rng, None if saved_state is None else rank_state, nearest)
+    if saved_state is None:
+        return Restored(state, rng, None, {})
+    # RNG states of earlier moments of the run.
+    taken = {
+        key: taken_over(value, device, derive_seed(*start, number))
+        for number, (key, value) in enumerate(saved_state.items())
+        if is_generator_state(value) and key != "rng"
+    }
+    return Restored(state, rng, {**saved_state, **taken}, saved_state)
 
 
 @torch.no_grad()

@@ -136,15 +136,11 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
         pick_backend(device_type)  # raises for an accelerator that torch has no process group for
     present = count(device_type)
     is_limited = device_type != "cpu" and not _has_own_device(device_type, environment)
-    if is_limited and launched > max(present, 1):
+    most = max(wanted, launched if launched > 1 else 0)
+    if is_limited and most > present:
         raise ValueError(
-            f"this job was launched with {launched} processes on this node, but torch sees {present} GPU(s) here; launch at "
-            "most one process per GPU, or pass accelerator='cpu'."
-        )
-    if is_limited and wanted > present:
-        raise ValueError(
-            f"devices={wanted} is more than the {present} of {device_type!r} that torch sees; pass at most that many, or "
-            "accelerator='cpu' to try several processes."
+            f"devices={most} is more than the {present} of {device_type!r} that torch sees; pass or launch at most that many, "
+            "or pass accelerator='cpu' to try several processes."
         )
     if environment.launched_by == "single":
         everything = present or torch.get_num_threads()  # torch's default is one thread per core

@@ -62,12 +62,10 @@ class MemoryEstimate:
         fitting = next((name for name in self.per_device if self.fits(name)), None)
         if fitting is not None:
             return f"strategy={fitting!r} would need {size_text(self.per_device[fitting])} of the {size_text(self.available)}."
-        none = f"no strategy fits it on {self.num_devices} device(s) of {size_text(self.available)}"
-        left = MOST_USED * self.available - self.gathered - self.unsharded
-        if left <= 0:
-            return f"{none}, nor does {FULLY_SHARDED} on more, since its groups are too large (auto_wrap_policy)."
-        devices = math.ceil((self.parameters - self.unsharded + self.gradients + self.optimizer) / left)
-        return f"{none}: strategy={FULLY_SHARDED!r} would need {devices} of them."
+        return (
+            f"no strategy fits it on {self.num_devices} device(s) of {size_text(self.available)}: use more or larger devices, "
+            f"or smaller groups under {FULLY_SHARDED} (auto_wrap_policy)."
+        )
 
     def __str__(self) -> str:
         assumed = ", counted as Adam's" if self.is_assumed else ""

@@ -49,14 +49,13 @@ def refuse_unlike_models(module: nn.Module, ranks: Ranks) -> None:
 
 def _layout(module: nn.Module) -> list[str]:
     """Return a description of every parameter, then of every buffer, in the module's order."""
-
-    def described(name: str, tensor: Tensor, kind: str) -> str:
-        shape = "of a shape not known yet" if is_lazy(tensor) else f"of shape {tuple(tensor.shape)}"
-        frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
-        return f"{clean_name(name)!r}, a {kind} {shape} and {tensor.dtype}{frozen}"
-
-    rows = [described(name, tensor, "parameter") for name, tensor in module.named_parameters()]
-    return rows + [described(name, tensor, "buffer") for name, tensor in module.named_buffers()]
+    rows = []
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in named:
+            shape = "of a shape not known yet" if is_lazy(tensor) else f"of shape {tuple(tensor.shape)}"
+            frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
+            rows.append(f"{clean_name(name)!r}, a {kind} {shape} and {tensor.dtype}{frozen}")
+    return rows
 
 
 def model_pieces(strategy: Strategy, modules: Sequence[nn.Module]) -> list[Piece]:
@@ -186,7 +185,7 @@ class ReplacedParameters:
         return now
 
     def update(self, optimizers: Iterable[Optimizer]) -> None:
-        """Replace the parameters of optimizers (ValueError if an optimizer has stepped, or would train nothing)."""
+        """Replace the parameters of optimizers (ValueError if an optimizer has stepped)."""
         for optimizer in optimizers:
             kind = type(optimizer).__name__
             for group in optimizer.param_groups:
@@ -197,11 +196,6 @@ class ReplacedParameters:
                     raise ValueError(
                         f"the {kind} has state for a parameter that the strategy has replaced; prepare it before its first "
                         "step (a new one in every configure_optimizers), and load its state afterwards."
-                    )
-                if shapes := [tuple(new.shape) for new in now if new.is_meta]:
-                    raise ValueError(
-                        f"the {kind} has a parameter on the meta device, of shape {shapes[0]}, that is in no prepared "
-                        "model, so its steps would train nothing; prepare the model before it, or in the same call."
                     )
                 group["params"] = now
 

@@ -217,7 +217,9 @@ def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
     Call it again for groups that were added since. `modules` contain the parameters that the optimizer steps. Their embeddings
     may have sparse gradients, which no fused kernel takes.
     """
-    kind = next((kind for kind in FUSED_CLASSES if _steps_as(optimizer, kind)), None)
+    # Compares the inner functions, because torch wraps the method when it makes the first instance of a class.
+    step = inspect.unwrap(type(optimizer).step)
+    kind = next((kind for kind in FUSED_CLASSES if step is inspect.unwrap(kind.step)), None)
     if kind is None:
         return False
     layers = [layer for module in modules for layer in module.modules() if getattr(layer, "sparse", False) is True]
@@ -237,12 +239,6 @@ def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
         _watched.add(optimizer)
         optimizer.register_step_pre_hook(_add_momentum)
     return is_fused
-
-
-def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-    """Return whether an optimizer is of a class, or of a subclass that does not change the step."""
-    # Compares the inner functions, because torch wraps the method when it makes the first instance of a class.
-    return isinstance(optimizer, kind) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
 
 
 def _can_be_fused(group: dict[str, Any], kind: type[Optimizer], sparse: set[int]) -> bool:

@@ -202,9 +202,6 @@ class PreparedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
 
-    def __repr__(self) -> str:
-        return f"PreparedOptimizer({self.optimizer!r})"
-
 
 class PreparedModule(nn.Module):
     """A module whose forward runs through the strategy's wrapper and in the precision's context.
@@ -223,8 +220,13 @@ class PreparedModule(nn.Module):
         self.module = module
         self._engine = engine
         self._to_float32 = to_float32
-        self.register_state_dict_post_hook(_own_names)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_inner_names)  # type: ignore[no-untyped-call]
+        # A state_dict has the names in the user's module.
+        self.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda _, state, prefix, *__: _rename(state, f"{prefix}module.", prefix)
+        )
+        self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            lambda _, state, prefix, *__: _rename(state, prefix, f"{prefix}module.")
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":
@@ -381,16 +383,6 @@ def _full_precision(tensor: Tensor) -> Tensor:
 
 def _itself(module: nn.Module) -> nn.Module:
     return module
-
-
-def _own_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename a state_dict's entries to the names in the user's module."""
-    _rename(state, f"{prefix}module.", prefix)
-
-
-def _inner_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename a state_dict's entries from the names in the user's module, before it is loaded here."""
-    _rename(state, prefix, f"{prefix}module.")
 
 
 def _rename(state: dict[str, Any], old: str, new: str) -> None:

@@ -22,8 +22,7 @@ from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 from trainwright.engine.window import AccumulationWindows
 from trainwright.errors import a_type_of
 from trainwright.overrides import active_observer
-from trainwright.rank_zero import rank_zero_warn
-from trainwright.raw_loop.dataloaders import LoaderOptions, SkippedBatches
+from trainwright.raw_loop.dataloaders import LoaderOptions
 from trainwright.raw_loop.plugins import GradientAccumulationPlugin
 from trainwright.strategies.base import Optimization, StepResult
 
@@ -71,7 +70,6 @@ class Preparation(Preparations):
             syncs_each_batch=accumulation.sync_each_batch,
         )
         self._engine, self._optimization, self._options = engine, optimization, options
-        self._has_warned_of_norm = False
 
     def prepare(self, given: Sequence[Any], placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
         """Return the prepared objects for those given. See `Accelerator.prepare`. Collective."""
@@ -140,18 +138,6 @@ class Preparation(Preparations):
         raise ValueError(
             "the parameters to clip do not belong to one prepared optimizer. Pass the parameters of one optimizer, such as "
             "model.parameters() of a model whose only optimizer was prepared."
-        )
-
-    def warn_of_norm(self, norm: float | None) -> None:
-        """Warn once, if the loop clips at another norm than the strategy's configuration."""
-        used = self._optimization.clip_norm
-        if norm is None or used in (None, norm) or self._has_warned_of_norm:
-            return
-        self._has_warned_of_norm = True
-        rank_zero_warn(
-            f"the strategy's own configuration clips at a norm of {used}, and this loop at {norm}: the configuration's is "
-            "used.",
-            stacklevel=4,
         )
 
     def ranks_with_samples(self, loader: Any = None) -> list[bool] | None:
@@ -237,11 +223,6 @@ def _known_kind(given: Any) -> str:
     """Return the kind of an object (TypeError if it cannot be prepared)."""
     if (kind := kind_of(given)) is not None:
         return kind
-    if isinstance(given, SkippedBatches):
-        raise TypeError(
-            "prepare was given what skip_first_batches returned. Pass the loader to prepare, and the result to "
-            "skip_first_batches."
-        )
     raise TypeError(
         f"prepare was given an object of type {type(given).__name__}. Expected torch modules, optimizers (subclasses of "
         "torch.optim.Optimizer), DataLoaders or LR schedulers."

@@ -13,7 +13,6 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.arguments import check_takes, refuse_unknown
-from trainwright.checkpoint.contents import encode_state
 from trainwright.checkpoint.discovery import is_newest
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
@@ -47,22 +46,13 @@ class SavedStates:
 
     def register(self, objects: tuple[Any, ...]) -> None:
         """Keep the state of these objects in checkpoints, too. See `Accelerator.register_for_checkpointing`."""
-        for each in objects:
-            lacking = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(each, name, None))]
-            if lacking or isinstance(each, type):
-                what = (
-                    f"the class {each.__name__}"
-                    if isinstance(each, type)
-                    else f"{a_type_of(each)} without {lacking[0]}"
-                )
+        for item in objects:
+            methods = [getattr(item, name, None) for name in ("state_dict", "load_state_dict")]
+            if isinstance(item, type) or not all(map(callable, methods)):
                 raise TypeError(
-                    f"register_for_checkpointing was given {what}. Expected objects with state_dict and load_state_dict."
+                    f"register_for_checkpointing was given {a_type_of(item)}. Expected objects with state_dict and "
+                    "load_state_dict."
                 )
-            try:
-                state = each.state_dict()
-            except Exception:  # it may not be ready yet; a save reports the error
-                continue
-            encode_state(state, f"the state_dict of {type(each).__name__}")
         for each in objects:
             if all(each is not one for one in self._objects):
                 self._objects.append(each)
@@ -147,7 +137,7 @@ class SavedStates:
                 "load_state was called before prepare, and loads into what was prepared. Call accelerator.prepare(model, "
                 "optimizer, ...) first."
             )
-        opened = engine.open(self.numbered.newest(verify) if input_dir is None else os.fspath(input_dir), verify=verify)
+        opened = engine.open(self.numbered.choose(input_dir, verify), verify=verify)
         path = opened.checkpoint.path
 
         def check(state: dict[str, Any]) -> None:
@@ -176,10 +166,7 @@ class SavedStates:
         # After the loads, which may draw.
         if restored.rng is not None:
             set_rng_state(restored.rng)
-        if input_dir is not None:
-            self.numbered.note_load(path)
-        if engine.rank == 0 and state.get("loggers") and (input_dir is None or is_newest(path)):
-            self._trackers.resume(state["loggers"], path)
+        self._trackers.resume(state.get("loggers"), path, is_newest=input_dir is None or is_newest(path))
 
     @contextmanager
     def _staged(self, preparation: Preparation, path: str, overwrite: bool) -> Iterator[str | None]:
