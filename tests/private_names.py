@@ -70,9 +70,7 @@ TORCH = (
     ),
     Use("torch.nn.Module", "_forward_pre_hooks", "put hooks in order: the engines' before the user's, and each once"),
     Use("torch.nn.Module", "_state_dict_hooks", "warn once of a state_dict of shards (strategies/zero/strategy.py)"),
-    Use("torch.nn.Module", "_metadata", "keep the versions of modules that a state_dict carries"),
     Use("torch.nn.modules.module", "_extra_state", "store what a module keeps beside tensors (checkpoint/contents.py)"),
-    Use("torch.nn.modules.batchnorm", "_NormBase", "name layers that need several samples (trainer/oversights.py)"),
     Use("torch.nn.MultiheadAttention", "_reset_parameters", "initialize layers that were built on the meta device"),
     Use(
         "torch.nn.modules.batchnorm",
@@ -200,23 +198,18 @@ TORCH = (
     ),
     Use(
         "torch.utils.data.DataLoader",
-        "_iterator _get_iterator _auto_collation _index_sampler",
-        "start a loader's workers anew, know them, and know who iterates as torch does (data/loaders.py)",
+        "_iterator _get_iterator",
+        "start a loader's workers anew, know them, and know who iterates as torch does (data/vendor.py)",
     ),
     Use(
         "torch.autograd.profiler",
         "_is_profiler_enabled",
-        "open a profiler's region only while one records (data/loaders.py)",
+        "step as torch does while a profiler records (engine/optimizers.py)",
     ),
     Use(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
         "_shutdown_workers",
-        "end the workers of an epoch that was left (data/workers.py)",
-    ),
-    Use(
-        "torch.utils.data._utils.worker",
-        "_worker_loop",
-        "find the `done_event` by which a loader tells a worker to end (data/workers.py)",
+        "end the workers of an epoch that was left (data/vendor.py)",
     ),
     Use(
         "torch.utils.tensorboard.SummaryWriter",
@@ -227,24 +220,23 @@ TORCH = (
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
         "_start_workers _stop_workers _restart_workers _monitor_workers _exit_barrier _construct_event _worker_group "
         "_remaining_restarts _pcontext _rendezvous",
-        "start, watch and end the ranks of a job in our order (launch/agent.py)",
+        "start, watch and end the ranks of a job in our order (launch/vendor.py)",
     ),
     Use(
         "torch.distributed.elastic.multiprocessing.api.PContext",
         "_close",
-        "end ranks in less than the fixed 30 seconds (launch/agent.py)",
+        "end ranks in less than the fixed 30 seconds (launch/vendor.py)",
     ),
     Use(
         "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
         "_stdout _stderr",
-        "close the files of the ranks' output that the launcher holds (launch/agent.py)",
+        "close the files of the ranks' output that the launcher holds (launch/vendor.py)",
     ),
 )
 
 TORCHMETRICS = (
     Use("torchmetrics.Metric", "_update_count _computed", "restore the state of a metric"),
-    Use("torchmetrics.Metric", "_copy_state_dict", "run a batch whose results are dropped (trainer/uneven_round.py)"),
-    Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/metric_objects.py)"),
+    Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/vendor.py)"),
 )
 
 FAIRSCALE = (
@@ -436,35 +428,6 @@ DEEPSPEED = (
     ),
 )
 
-PYTHON = (
-    Use(
-        "subprocess",
-        "_args_from_interpreter_flags",
-        "start a notebook's processes with this one's flags (launch/notebook.py)",
-    ),
-    Use(
-        "multiprocessing.queues.Queue",
-        "_on_queue_feeder_error",
-        "send why a batch cannot be sent (data/worker_process.py)",
-    ),
-    Use(
-        "multiprocessing.util",
-        "_exit_function",
-        "remove a worker's temporary folder when a signal ends it (data/workers.py)",
-    ),
-    Use(
-        "multiprocessing.synchronize.Event",
-        "_flag",
-        "see without a lock whether a worker was told to end (data/workers.py)",
-    ),
-    Use(
-        "multiprocessing.context.ForkServerProcess",
-        "_start_method",
-        "know a worker whose parent is the fork server (data/workers.py)",
-    ),
-    Use("argparse.ArgumentParser", "_actions", "list the options of the launcher's help (launch/cli.py)"),
-)
-
 OTHERS = (
     Use(
         "transformers.modeling_utils.PreTrainedModel",
@@ -474,9 +437,9 @@ OTHERS = (
     Use(
         "datasets.IterableDataset",
         "_ex_iterable",
-        "know a stream that is split after a shuffle (data/workers.py)",
+        "know a stream that is split after a shuffle (data/vendor.py)",
     ),
     Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
 )
 
-USES = (*TORCH, *TORCHMETRICS, *FAIRSCALE, *DEEPSPEED, *PYTHON, *OTHERS)
+USES = (*TORCH, *TORCHMETRICS, *FAIRSCALE, *DEEPSPEED, *OTHERS)

@@ -123,9 +123,3 @@ def test_a_file_wins_over_a_flag_and_a_variable(
     assert "trainwright: a tool sets precision='64-true'; the script has None." in said
     assert "trainwright: a tool sets max_steps=5; the script has 9." in said
     trainer.engine.close()
-
-
-def test_a_script_keeps_a_lower_limit_of_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write_file(monkeypatch, tmp_path / "overrides.json", Override("Trainer", "max_steps", 5, "a tool", wins=True))
-    assert tw.Trainer(max_steps=3, **QUIET).max_steps == 3
-    assert tw.Trainer(max_steps=7, **QUIET).max_steps == 5

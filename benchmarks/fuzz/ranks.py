@@ -212,12 +212,6 @@ class PullingNet(Net):
         batch, index, _ = next(dataloader_iter)
         return super().training_step(batch, index)
 
-    def test_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
-        super().test_step(next(dataloader_iter)[0], 0)
-
-    def predict_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        return super().predict_step(next(dataloader_iter)[0], 0)
-
 
 def parts(batch: Any) -> dict[str, Any]:
     """Return the parts of a batch by the names of their loaders, "" for a single one."""

@@ -124,8 +124,6 @@ def test_a_picture_goes_to_loggers_that_take_one() -> None:
     ("settings", "text"),
     [
         ({"stages": "train"}, "stages has 'train'; choose from validation, test"),
-        ({"class_names": ["a", "a"]}, "has a name twice, or a name of another row"),
-        ({"class_names": ["a", "macro avg"]}, "has a name twice, or a name of another row"),
         ({"class_names": ["a", "b"], "num_classes": 3}, "num_classes=3, but class_names has 2"),
     ],
 )
@@ -204,13 +202,3 @@ def test_test_without_samples_has_no_scores(capsys: pytest.CaptureFixture[str]) 
     nothing = torch.zeros(0).long()
     assert report_of(nothing, nothing).scores == {}
     assert "test: no samples" in capsys.readouterr().out
-
-
-def test_scores_of_an_earlier_call_are_not_shown_again(capsys: pytest.CaptureFixture[str]) -> None:
-    report = tw.ClassificationReport()
-    trainer, module = tw.Trainer(**QUIET, max_epochs=1, callbacks=report), Reports()
-    trainer.validate(module, make_loader(8), verbose=False)
-    assert "validation" in report.scores
-    trainer.fit(module, make_loader(8))
-    assert "validation" not in report.scores
-    assert "validation" not in capsys.readouterr().out

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from small import QUIET, Classifier, make_loader
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
@@ -120,12 +119,6 @@ def test_learning_rate_monitor_rejects_wrong_settings() -> None:
         LearningRateMonitor("batch")
     with pytest.raises(ValueError, match="but logger=False"):
         tw.Trainer(callbacks=[LearningRateMonitor()], **QUIET).fit(Classifier(), make_loader())
-
-    def twins(parameters: Any) -> Any:
-        return torch.optim.SGD([{"params": [each], "name": "twin"} for each in parameters], lr=0.1)
-
-    with pytest.raises(ValueError, match="have the same name"):
-        rows(LearningRateMonitor(), Tuned(twins))
 
 
 def test_the_rates_are_among_the_callback_metrics(tmp_path: Path) -> None:

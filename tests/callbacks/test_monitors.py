@@ -47,13 +47,11 @@ def test_throughput_is_logged() -> None:
     monitor = tw.ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: batch[0].numel(), available_flops=1e12)
     rows = fit(monitor, max_epochs=2).with_name("train/device")
     assert [step for step, _ in rows] == list(range(3, 22, 2))
+    assert "train/device/mfu" not in rows[0][1]
     for _, row in rows:
         rate = row["train/device/batches_per_sec"]
         assert row["train/device/samples_per_sec"] == pytest.approx(4 * rate)
         assert row["train/device/items_per_sec"] == pytest.approx(32 * rate)
-        # 2 x 4 samples x (8 x 13 + 13 x 3): the forward. The first layer's backward is once more, the second's twice.
-        assert row["train/device/flops_per_sec"] == pytest.approx(2 * 4 * (2 * 8 * 13 + 3 * 13 * 3) * rate)
-        assert row["train/device/mfu"] == pytest.approx(row["train/device/flops_per_sec"] / 1e12)
         assert row["train/samples_per_sec"] == row["train/device/samples_per_sec"]
         assert 0.0 <= row["train/data_wait"] <= 1.0
 
@@ -62,9 +60,10 @@ def test_throughput_uses_given_flops() -> None:
     class Known(Classifier):
         flops_per_batch = 10.0
 
-    rows = fit(tw.ThroughputMonitor(lambda batch: 1), Known()).with_name("flops")
-    assert rows[0][1]["train/device/flops_per_sec"] == 10.0 * rows[0][1]["train/device/batches_per_sec"]
-    assert "train/device/mfu" not in rows[0][1]
+    rows = fit(tw.ThroughputMonitor(lambda batch: 1, available_flops=1e12), Known()).with_name("flops")
+    flops = rows[0][1]["train/device/flops_per_sec"]
+    assert flops == 10.0 * rows[0][1]["train/device/batches_per_sec"]
+    assert rows[0][1]["train/device/mfu"] == pytest.approx(flops / 1e12)
     assert not fit(tw.ThroughputMonitor(lambda batch: 1, flops_per_batch=0)).with_name("flops")
 
 
@@ -134,20 +133,6 @@ def test_peaks_of_devices_are_known(monkeypatch: pytest.MonkeyPatch, name: str, 
     assert rows[0][1].get("train/device/mfu") == (None if peak is None else pytest.approx(rate / peak))
 
 
-def test_flops_are_those_of_a_whole_batch() -> None:
-    class EndsAtOnce(tw.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-            return -1 if trainer.current_epoch == 0 else None
-
-    memory = Memory()
-    settings = {**QUIET, "logger": memory, "max_epochs": 2, "log_every_n_steps": 1}
-    callbacks = [tw.ThroughputMonitor(len), EndsAtOnce()]
-    tw.Trainer(**settings, callbacks=callbacks).fit(Classifier(), make_loader(), make_loader(32))
-    row = memory.with_name("train/device")[-1][1]
-    wanted = 2 * 4 * (2 * 8 * 13 + 3 * 13 * 3) * row["train/device/batches_per_sec"]
-    assert row["train/device/flops_per_sec"] == pytest.approx(wanted)
-
-
 def test_flops_come_from_a_method_if_a_step_empties_its_batch() -> None:
     class Pops(Classifier):
         def flops_per_batch(self) -> float:
@@ -163,15 +148,6 @@ def test_flops_come_from_a_method_if_a_step_empties_its_batch() -> None:
     tw.Trainer(**settings, callbacks=monitor).fit(Pops(), data)
     row = memory.with_name("train/device")[0][1]
     assert row["train/device/flops_per_sec"] == 10.0 * row["train/device/batches_per_sec"]
-    assert row["train/samples_per_sec"] == pytest.approx(4 * row["train/device/batches_per_sec"])
-
-
-def test_samples_of_a_step_that_pulls_its_batches_are_counted() -> None:
-    class Pulls(Classifier):
-        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-            return super().training_step(next(dataloader_iter)[0], 0)
-
-    row = fit(tw.ThroughputMonitor(lambda batch: len(batch[0])), Pulls()).with_name("train/device")[0][1]
     assert row["train/samples_per_sec"] == pytest.approx(4 * row["train/device/batches_per_sec"])
 
 

@@ -179,19 +179,6 @@ def test_pruning_works_in_every_precision(options: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.host
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # raised in torch's compiler
-def test_pruning_works_on_a_compiled_module() -> None:
-    callback = tw.ModelPruning("l1_unstructured", amount=0.5, **TRAINS_ON)
-    module = fit(callback, 2, compile=True)
-    assert sorted(callback.masks) == sorted(FIRST)
-    module.net(torch.zeros(1, 8))
-    for name, mask in callback.masks.items():
-        owner, _, attribute = name.rpartition(".")
-        assert not getattr(module.get_submodule(owner), attribute)[~mask].any()
-
-
 def test_gradients_of_pruned_elements_are_zero() -> None:
     class Watches(tw.Callback):
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
@@ -243,69 +230,6 @@ def test_what_it_refuses_before_training() -> None:
             fit(tw.ModelPruning("l1_unstructured", **settings), 1, **options)
 
 
-class Tied(nn.Module):
-    """Two layers of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(self.second(self.first(inputs)))
-
-
-def test_shared_weights_are_pruned_once() -> None:
-    tied = Classifier()
-    tied.net = Tied()
-    fit(tw.ModelPruning("l1_unstructured", use_global_unstructured=False, **TRAINS_ON), 1, module=tied)
-    assert int((tied.net.second.weight == 0).sum()) == 32
-
-
-class Late(Classifier):
-    """Has its layers from configure_model, or from setup."""
-
-    def __init__(self, layers: nn.Module, is_setup: bool) -> None:
-        super().__init__()
-        self.layers, self.is_setup = [layers], is_setup  # not registered yet
-        del self.net
-
-    def setup(self, stage: str) -> None:
-        if self.is_setup:
-            self.net = self.layers[0]
-
-    def configure_model(self) -> None:
-        self.net = self.layers[0]
-
-
-@pytest.mark.parametrize("is_setup", [True, False], ids=["setup", "configure_model"])
-def test_late_layers_have_masks(is_setup: bool) -> None:
-    for given in (False, True):
-        layers = make_net()
-        pairs = [(layers[0], "weight")] if given else None
-        callback = tw.ModelPruning("l1_unstructured", pairs, **TRAINS_ON)
-        module = fit(callback, 1, module=Late(layers, is_setup))
-        assert sorted(callback.masks) == (["net.0.weight"] if given else sorted(FIRST))
-        assert sum(int((each == 0).sum()) for each in module.parameters()) == (52 if given else 80)
-
-
-def test_sparse_embedding_is_pruned() -> None:
-    class Embeds(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 3))
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return loss_of(self.net, ((batch[0].abs() * 4).long().clamp(max=9), batch[1]))
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    callback = tw.ModelPruning("l1_unstructured", use_global_unstructured=False, **TRAINS_ON)
-    module = fit(callback, 2, module=Embeds(), val=None)
-    assert int((module.net[0].weight == 0).sum()) == 30
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -343,16 +267,6 @@ def test_different_pairs_are_pruned_by_two_callbacks(tmp_path: Path) -> None:
     twins = [both(other := Classifier())[0], both(other)[0]]
     with pytest.raises(ValueError, match=r"two of one state_key \(ModelPruning\[l1_unstructured,Linear#\d+.weight\]\)"):
         fit(twins[0], 1, module=other, more=twins[1:])
-
-
-def test_another_modules_masks_are_refused(tmp_path: Path) -> None:
-    fit(tw.ModelPruning("l1_unstructured"), 1, more=[Saves(tmp_path)])
-    other = Classifier()
-    callback = tw.ModelPruning("l1_unstructured")
-    given = callback.state_key
-    callback = type("Other", (tw.ModelPruning,), {"state_key": given})("l1_unstructured", [(other.net[0], "weight")])
-    with pytest.raises(ValueError, match=r"has 'net.3.weight' of shape \[3, 13\], and this run prunes no parameter"):
-        fit(callback, 2, module=other, ckpt_path=tmp_path / "end-0.ckpt")
 
 
 def on_ranks(folder: Path) -> Any:

@@ -31,7 +31,6 @@ BAD = {
     "no int": ("numpy", lambda state: (*state[:2], 3.5, *state[3:])),
     "short key": ("numpy", lambda state: (state[0], state[1][:10], *state[2:])),
     "kind": ("numpy", lambda state: ("PCG64", *state[1:])),
-    "gauss": ("numpy", lambda state: (*state[:4], float("nan"))),
     "index": ("python", lambda state: (3, (*state[1][:-1], 10**6), None)),
     "words": ("python", lambda state: (3, state[1][:5], None)),
     "nothing": ("python", lambda state: None),

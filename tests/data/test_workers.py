@@ -85,15 +85,6 @@ def test_augmentation_is_the_same_after_a_resume_and_with_other_workers(loaders:
     iterator._shutdown_workers()
 
 
-def test_a_folder_too_deep_for_workers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tmp_path / ("a" * 80)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(ValueError, match=r"temporary folder .* whose path of \d+ bytes is too long \(at most 75\)"):
-        tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(num_workers=1))
-    tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader())
-
-
 FAILING = """
 import sys
 from forked import run_python

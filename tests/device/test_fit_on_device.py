@@ -73,7 +73,7 @@ def sentences(samples: int, batch_size: int = 4, **options: Any) -> DataLoader[A
 
 
 def everything(accelerator: str, **settings: Any) -> dict[str, Any]:
-    """Fit, validate, test and predict; return the results in host memory."""
+    """Fit, validate, test and predict. Return the results in host memory."""
     torch.manual_seed(5)
     module = Sentences()
     trainer = tw.Trainer(max_epochs=2, **{**QUIET, "accelerator": accelerator, "devices": 1, **settings})

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import DTYPES, ON_DEVICE, TOLERANCE, on_host, train_by_hand
+from by_hand import DTYPES, ON_DEVICE, TOLERANCE, adamw, on_host, train_by_hand
 from small import Classifier, assert_close, assert_equal, loss_of, make_loader, make_net, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import trainwright as tw
-from trainwright.devices.abilities import autocasts, fuses
+from trainwright.devices.abilities import autocasts
 
 pytestmark = pytest.mark.gpu
 
@@ -26,14 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def made(net: nn.Module) -> torch.optim.Optimizer:
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return torch.optim.AdamW(net.parameters(), lr=0.05, fused=fuses(kind.type, "Adam", torch.float32) or None)
-
-
 def loop(accelerator: tw.Accelerator, net: nn.Module, case: dict[str, Any], epochs: int = 2) -> Tensor:
-    model, optimizer, loader = accelerator.prepare(net, made(net), make_loader())
+    model, optimizer, loader = accelerator.prepare(net, adamw(net), make_loader())
     losses = []
     for _ in range(epochs):
         for batch in loader:
@@ -96,7 +90,7 @@ def test_a_resumed_loop_is_the_loop_that_was_never_cut(device: torch.device, tmp
         tw.seed_everything(1 if load is None else 9)
         accelerator = tw.Accelerator(devices=1, precision=precision)
         net = make_net(dropout=0.4)
-        model, optimizer, loader = accelerator.prepare(net, made(net), make_loader(shuffle=True))
+        model, optimizer, loader = accelerator.prepare(net, adamw(net), make_loader(shuffle=True))
         if load is not None:
             accelerator.load_state(load)
         for _ in range(loader.epoch, 2):
@@ -127,7 +121,7 @@ def test_it_takes_up_a_run_of_the_trainer(tmp_path: Path, device: torch.device) 
     tw.Trainer(max_epochs=2, **ON_DEVICE).fit(whole, make_loader())
     again = Classifier()
     accelerator = tw.Accelerator(devices=1)
-    _, optimizer, loader = accelerator.prepare(again, made(again), make_loader())
+    _, optimizer, loader = accelerator.prepare(again, adamw(again), make_loader())
     accelerator.load_state(str(tmp_path / "one.ckpt"))
     for _ in range(loader.epoch, 2):
         for batch in loader:

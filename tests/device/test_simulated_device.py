@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from interpreters import run_command
 from torch import nn
 from torch.nn import functional
 
@@ -51,13 +50,7 @@ def found() -> list[str]:
 
 
 def in_process(script: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        check=False,
-    )
+    done = run_command([sys.executable, "-W", "error", "-c", script], **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -9,7 +9,6 @@ import hashlib
 import io
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from deadlines import deadline
+from interpreters import run_command
 from jobs import run_job
 
 FOLDER = Path(__file__).parents[2] / "examples" / "imdb"
@@ -209,7 +208,7 @@ def test_the_scripts_of_two_processes_are_accurate(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_script_starts_its_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(FOLDER / "5_ddp.py"), *REDUCED, "--reviews", "240"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(180))
+    done = run_command(command, folder=tmp_path, seconds=180)
     assert done.returncode == 0, done.stderr
     assert accuracy(done.stdout) > 30  # the same script trains further on forked ranks
     assert best_checkpoints(tmp_path) == 1

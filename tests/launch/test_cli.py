@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deadlines import deadline
+from interpreters import run_command
 from started import Started, python
 
 from trainwright.__main__ import check_names
@@ -215,10 +214,7 @@ def test_a_worker_cannot_launch(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 def test_help_lists_commands_and_unknown_ones_are_rejected() -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = python("-m", "trainwright", *arguments)
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=deadline(60), env={**os.environ}, check=False
-        )
+        return run_command(python("-m", "trainwright", *arguments))
 
     shown = run("--help").stdout
     assert "launch      run a script in several processes" in shown

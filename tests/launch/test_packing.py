@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 import sys
 import threading
 import types
@@ -15,7 +14,7 @@ import cloudpickle
 import numpy
 import pytest
 import torch
-from deadlines import deadline
+from interpreters import run_command
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -125,13 +124,7 @@ def test_classes_that_nobody_could_import_travel_along(made_up: Any, tmp_path: P
     pack(tmp_path / "work", work, "this test")
     assert cloudpickle.list_registry_pickle_by_value() == set()
     assert unpack(tmp_path / "work")["layer"].a.weight.equal(layer.a.weight)
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path / "work")],
-        capture_output=True,
-        text=True,
-        timeout=deadline(60),
-        check=False,
-    )
+    done = run_command([sys.executable, "-c", CHILD, tmp_path / "work"])
     assert (done.stdout, done.stderr) == ("(2, 262144) 524288.0 1\n", "")
 
 

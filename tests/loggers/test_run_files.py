@@ -12,7 +12,7 @@ import pytest
 from small import QUIET, Classifier, loss_of, make_loader
 
 import trainwright as tw
-from trainwright.loggers import SilentLogger, run_files
+from trainwright.loggers import SilentLogger
 from trainwright.loggers.run_files import read_history
 from trainwright.tools.run_folders import check_run, find_runs, is_run
 
@@ -149,28 +149,6 @@ def test_tables_are_read_without_damaged_rows(tmp_path: Path) -> None:
             read_history(table(tmp_path / "foreign", data))
 
 
-def test_long_tables_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_files, "BLOCK_BYTES", 1000)
-    rows = [f"{step},{step // 100},{step / 7},{'' if step % 10 else step}" for step in range(2000)]
-    text = "\r\n".join(["step,epoch,loss,val_loss", *rows, "7,7"])  # a row that was not finished
-    folder = table(tmp_path / "run", text)
-    whole = read_history(folder)
-    assert whole.series["loss"].values.tolist() == [step / 7 for step in range(2000)]
-    assert whole.series["val_loss"].steps.tolist() == list(range(0, 2000, 10))
-    assert whole.epochs[:, 1].tolist() == [step // 100 for step in range(2000)]
-    assert whole.problems == ()
-    assert read_history(folder, most_bytes=len(text)).problems == ()
-    parts = read_history(folder, most_bytes=5000)
-    assert "were read, in 5 evenly spaced parts" in parts.problems[0]
-    assert len(parts.problems) == 1  # no row is cut
-    loss = parts.series["loss"]
-    assert len(loss.steps) < 300
-    assert (loss.values == loss.steps / 7).all()
-    assert (loss.steps[0], loss.steps[-1]) == (0, 1999)
-    assert (np.diff(loss.steps) > 1).sum() == 4
-    assert set(parts.series["val_loss"].steps % 10) == {0}
-
-
 def test_long_event_files_are_read_in_part(tmp_path: Path) -> None:
     logger = tw.TensorBoardLogger(tmp_path, name=None, version=0)
     for step in range(300):
@@ -242,11 +220,3 @@ def test_loggers_without_files_cannot_plot(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match=r"writes no files to draw from\. CSVLogger and TensorBoardLogger"):
         tw.Logger().plot()
     assert SilentLogger().plot() == ""
-
-
-def test_a_run_in_memory_can_be_plotted() -> None:
-    logger = tw.CSVLogger("memory://plots", name="run")
-    logger.log_metrics({"loss": 1.0}, step=0)
-    assert logger.plot() == "memory://plots/run/version_0/curves.html"
-    assert find_runs("memory://plots") == ["memory://plots/run/version_0"]
-    assert read_history("memory://plots/run/version_0").series["loss"].values.tolist() == [1.0]

@@ -12,7 +12,7 @@ from html_page import LOADING, Page
 
 from trainwright.history import History, Series
 from trainwright.plots import draw, names_of_runs, panels_of
-from trainwright.plots.curves import line_of, log_ticks, smoothed, ticks, x_label
+from trainwright.plots.curves import line_of, log_ticks, smoothed, x_label
 
 ODD = ("_first", "$x_{", "<script>alert(1)</script>", "a&b\"'", "\u540d\u524d", "line\nbreak\x1b[31m", "with, comma")
 
@@ -206,14 +206,3 @@ def test_an_image_is_a_png(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r'pip install "trainwright\[plot\]", or pass a name that ends in \.html'):
         draw([history(loss=[1.0])], ".png")
     assert draw([history(loss=[1.0])], ".html")
-
-
-@pytest.mark.parametrize(
-    "low_high", [(0, 1), (0.1, 0.1001), (-1e299, 1e299), (1e-300, 3e-300), (999_990, 1_000_010), (-7, -6.5)]
-)
-def test_ticks_are_round_numbers(low_high: tuple[float, float]) -> None:
-    low, high = low_high
-    found = ticks(low, high, 5)
-    assert 2 <= len(found) <= 12
-    assert all(low - (high / 2 - low / 2) * 1e-6 <= each <= high + (high / 2 - low / 2) * 1e-6 for each in found)
-    assert found == sorted(set(found))

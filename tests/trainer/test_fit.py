@@ -130,13 +130,10 @@ def test_the_sanity_check_leaves_no_trace(steps: int | None, batches: int) -> No
 # -- limits --------------------------------------------------------------------------------------------------------------
 
 
-def test_overfit_batches_replaces_other_limits_with_a_warning() -> None:
-    options: dict[str, Any] = {"overfit_batches": 2, "limit_val_batches": 1.0}
-    with pytest.warns(UserWarning, match="overfit_batches=2 replaces limit_train_batches=3 and limit_val_batches=1.0"):
-        trainer = tw.Trainer(max_epochs=1, limit_train_batches=3, **options, **QUIET)
+def test_overfit_batches_replaces_other_limits() -> None:
+    trainer = tw.Trainer(max_epochs=1, limit_train_batches=3, limit_val_batches=1.0, overfit_batches=2, **QUIET)
     trainer.fit(Classifier(), make_loader(), make_loader())
     assert (trainer.global_step, trainer.num_val_batches) == (2, [2])
-    tw.Trainer(limit_train_batches=1.0, **options, **QUIET)  # the default of a limit is no choice
 
 
 def test_a_trial_run_goes_through_everything_and_writes_nothing(tmp_path: Path) -> None:
@@ -338,26 +335,22 @@ def test_steps_can_take_several_batches_from_an_iterator() -> None:
             pair = next(dataloader_iter, None)
             return loss_of(self.net, batch) if pair is None else loss_of(self.net, batch) + loss_of(self.net, pair[0])
 
-        def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
-            batch, *_ = next(dataloader_iter)
-            self.log("count", float(len(batch[0])), reduce_fx="sum", batch_size=len(batch[0]))
-
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            begun.append(("train", batch is None, batch_idx))
+            begun.append((batch is None, batch_idx))
 
-        def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
-            begun.append(("validation", batch is None, batch_idx))
+        def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+            raise AssertionError
 
     begun: list[Any] = []
-    _, trainer = run(Pulling(), val=make_loader(10), max_epochs=2)
-    assert [each[1:] for each in begun if each[0] == "train"][:3] == [(True, 0), (True, 2), (True, 4)]
-    assert [each[1:] for each in begun if each[0] == "validation"][:3] == [(True, 0), (True, 1), (True, 2)]
+    _, trainer = run(Pulling(), max_epochs=2)
+    assert begun[:3] == [(True, 0), (True, 2), (True, 4)]
     assert seen == [(index, 0) for index in range(0, 11, 2)] * 2
     assert (trainer.global_step, trainer.state.total_batches) == (12, 22)
-    assert trainer.callback_metrics["count"] == 10
+    with pytest.raises(TypeError, match="validation_step takes dataloader_iter, as only training_step can"):
+        trainer.validate(Pulling(), make_loader(10))
 
 
-# -- what surrounds it ---------------------------------------------------------------------------------------------------
+# -- settings around the loop --------------------------------------------------------------------------------------------
 
 
 def test_deterministic_enables_the_algorithms_of_torch() -> None:

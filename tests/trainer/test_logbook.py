@@ -66,8 +66,7 @@ def log(
 
 def finish(logbook: Logbook, num_loaders: int = 1) -> list[dict[str, float]]:
     assert logbook.collector is not None
-    module: Any = logbook.collector._module
-    return logbook.finish(module, num_loaders)
+    return logbook.finish(num_loaders)
 
 
 def test_the_three_dicts_of_training_have_step_and_epoch_values() -> None:
@@ -149,13 +148,12 @@ def test_rows_have_the_x_values_of_their_stage() -> None:
 def test_the_hooks_of_an_epochs_end_can_read_what_was_logged_before() -> None:
     rows, module = Rows(), Measured()
     logbook, _ = make_logbook(rows)
-    as_module: Any = module
     for value in (1.0, 3.0):
         collector = start(logbook, "validation_step", module)
         module.mean.update(value)
         log(collector, "metric", module.mean)
         log(collector, "loss", value)
-        logbook.reduce(as_module)
+        logbook.reduce()
         assert logbook.callback_metrics["metric"] == logbook.callback_metrics["loss"] == value
         assert module.mean.compute() == value
         collector.hook = "on_validation_epoch_end"
@@ -180,7 +178,7 @@ def evaluate(logbook: Logbook, batches: dict[Any, list[tuple[float, int]]]) -> l
             log(collector, "metric", module.mean)
             log(collector, "again", module.mean)
             log(collector, "several", module.several)
-        logbook.end_loader(module)  # type: ignore[arg-type]
+        collector.end_loader()
     collector.loader, collector.batch, collector.hook = None, None, "on_validation_epoch_end"
     log(collector, "all", 3.0)
     return finish(logbook, len(batches))

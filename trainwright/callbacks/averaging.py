@@ -112,23 +112,13 @@ class AveragedPieces:
             self._averages.clear()
             self.join(strategy, module)
             return
-        pairs = list(self._pairs(self._read(strategy, module)))
+        pairs = list(self._pairs(strategy.model_pieces(module)))
         for some in _portions(pairs):
             self._fold([average for average, _ in some], [_like(value, average) for average, value in some], count)
         # A mean with infinite elements became NaN. These elements get the current value.
         for average, value in pairs if self._infinite else ():
             if id(average) in self._infinite:
                 average.copy_(torch.where(average.isfinite(), average, _like(value, average)))
-
-    def _read(self, strategy: Strategy, module: nn.Module) -> list[Piece]:
-        """Return the pieces of the module. The average of a buffer with a new size begins again."""
-        pieces = strategy.model_pieces(module)
-        for piece in pieces:
-            average = self._averages.get(piece.name)
-            if average is not None and average.shape != piece.tensor.shape:
-                del self._averages[piece.name]
-                self._begin([piece])
-        return pieces
 
     def _pairs(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every average once, with the tensor that the module holds."""
@@ -142,7 +132,7 @@ class AveragedPieces:
     @torch.no_grad()
     def show(self, strategy: Strategy, module: nn.Module, kept: Collection[str] = ()) -> None:
         """Put the averages into the module, and keep its weights and the tensors named `kept`. Collective."""
-        pieces = self._read(strategy, module)
+        pieces = strategy.model_pieces(module)
         names = self._averages.keys() | set(kept)
         for group in tied_groups(piece for piece in pieces if piece.name in names):
             value = group[0].tensor.clone()
@@ -175,7 +165,7 @@ class AveragedPieces:
         `is_model`: the averages are its model. `is_final`: the module contains them, with later changes by its user.
         """
         found: dict[str, dict[str, Tensor]] = {}
-        pieces = {piece.name: piece.tensor for piece in self._read(strategy, module)}
+        pieces = {piece.name: piece.tensor for piece in strategy.model_pieces(module)}
         averages = {name: average for name, average in self._averages.items() if name in pieces}
         if is_model:
             found[TRAINING] = self._kept or {name: pieces[name] for name in averages}
@@ -242,18 +232,6 @@ def _portions(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Ten
     yield from groups.values()
 
 
-def _refuse_computed(callback: str, module: nn.Module, pieces: Iterable[Piece]) -> None:
-    """Raise ValueError for a parameter or buffer for which the state_dict has another tensor, computed from it."""
-    own = {name: each for name, each in named_tensors(module) if _can_be_averaged(each)}
-    for piece in pieces:
-        held = own.get(piece.name)
-        if held is not None and held.data_ptr() != piece.tensor.data_ptr():
-            raise ValueError(
-                f"{piece.name!r} in the state_dict of {type(module).__name__} is computed from the module's tensor, so "
-                f"{callback} could not put an average into the module. Keep the tensor itself there, without a hook."
-            )
-
-
 class Averaging(Callback):
     """A callback that averages weights: the base of WeightAveraging and StochasticWeightAveraging."""
 
@@ -295,10 +273,6 @@ class Averaging(Callback):
             )
         self.n_averaged, self._is_final, self._is_loaded = 0, False, False
         self._pieces = AveragedPieces(self._fold(), self._device, self._use_buffers)
-
-    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
-        if trainer.strategy.capabilities.holds_modules:  # the others refuse computed entries themselves
-            _refuse_computed(type(self).__name__, module, trainer.strategy.model_pieces(module))
 
     def on_after_backward(self, trainer: AnyTrainer, module: Module) -> None:
         # Before the optimizer steps: the average of an unfrozen parameter begins with its untrained value.
@@ -342,11 +316,7 @@ class Averaging(Callback):
         return self._pieces.parts(trainer.strategy, module, self._is_model, self._is_final)
 
     def load_sharded_state_dict(
-        self,
-        trainer: AnyTrainer,
-        module: Module,
-        checkpoint: StoredCheckpoint,
-        edited: Mapping[str, Tensor] | None,
+        self, trainer: AnyTrainer, module: Module, checkpoint: StoredCheckpoint, edited: Mapping[str, Tensor] | None
     ) -> None:
         if self.n_averaged and not {AVERAGE, TRAINING} & set(checkpoint.sections):  # saved by a copy without its pieces
             self.n_averaged, self._is_loaded = 0, False
@@ -365,4 +335,5 @@ class Averaging(Callback):
         return {"n_averaged": self.n_averaged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.n_averaged, self._is_loaded = int(state["n_averaged"]), True
+        self.n_averaged = int(state["n_averaged"])
+        self._is_loaded = True

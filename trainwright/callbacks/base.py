@@ -68,11 +68,7 @@ class Callback:
         return {}
 
     def load_sharded_state_dict(
-        self,
-        trainer: AnyTrainer,
-        module: Module,
-        checkpoint: StoredCheckpoint,
-        edited: Mapping[str, Tensor] | None,
+        self, trainer: AnyTrainer, module: Module, checkpoint: StoredCheckpoint, edited: Mapping[str, Tensor] | None
     ) -> None:
         """Called with the weights of a resumed run: load the tensors of `sharded_state_dict` with `checkpoint.read_into`.
 
@@ -281,6 +277,15 @@ def detach(callbacks: Iterable[Callback]) -> None:
     """Undo `attach`."""
     for callback in callbacks:
         callback.__dict__.pop("_running_module", None)
+
+
+def require_logger(callback: Callback, trainer: AnyTrainer) -> None:
+    """Raise ValueError if a callback that only logs is in a run without a logger."""
+    if not trainer.loggers and not trainer.fast_dev_run:
+        raise ValueError(
+            f"{type(callback).__name__} writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave "
+            "the callback out."
+        )
 
 
 class Checkpoint(Callback):

@@ -100,9 +100,9 @@ def save_failed_run(
     The rank that fails first saves without the others, which wait in the batch. The printed text begins with `asker`.
     `replaces` allows replacing a checkpoint at the plain path.
     """
-    ranks, progress = trainer.engine.ranks, trainer.state.progress
+    ranks = trainer.engine.ranks
     try:
-        refusal = progress.obstacle
+        refusal = trainer.state.progress.obstacle
         if not refusal and not trainer.engine.connection.sync_point(f"{asker}'s save").claim():
             refusal = "another rank saves the run"
         with ranks.alone(), isolate_rng():
@@ -116,7 +116,7 @@ def save_failed_run(
                     "RNG state, the logged values and changes of buffers"
                 )
                 rank = f" It has the RNG state and the epoch's logged values of rank {trainer.global_rank} only."
-                where = f"{path}{batch if progress.is_in_batch else ''}.{rank if trainer.world_size > 1 else ''}"
+                where = f"{path}{batch if trainer.state.progress.is_in_batch else ''}.{rank if trainer.world_size > 1 else ''}"
                 say(f"{asker}: the run was saved as {where}")
                 return path
         others = (getattr(callback, "last_model_path", "") for callback in trainer.callbacks)

@@ -128,7 +128,7 @@ class ClassificationReport(Callback):
 
     Raises:
         TypeError: at the first batch, if the step returns something else.
-        ValueError: labels that are not of the classes, or names of classes that repeat or are names of the table's last rows.
+        ValueError: labels that are not of the classes.
 
     >>> class Reported(Classifier):
     ...     def test_step(self, batch, batch_idx):
@@ -159,11 +159,6 @@ class ClassificationReport(Callback):
             if num_classes not in (None, len(self.class_names)):
                 raise ValueError(
                     f"num_classes={num_classes}, but class_names has {len(self.class_names)} names; leave one out."
-                )
-            if len({*self.class_names, *ROWS}) < len(self.class_names) + len(ROWS):
-                raise ValueError(
-                    f"class_names={self.class_names!r} has a name twice, or a name of another row ({', '.join(ROWS)}); give "
-                    "each class another name."
                 )
             num_classes = len(self.class_names)
         self.num_classes, self.predictions, self.targets = num_classes, predictions, targets

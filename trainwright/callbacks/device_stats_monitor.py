@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, require_logger
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -47,11 +47,7 @@ class DeviceStatsMonitor(Callback):
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ValueError(
-                "DeviceStatsMonitor writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave the "
-                "callback out."
-            )
+        require_logger(self, trainer)
         self._step, self._device = -1, trainer.strategy.device  # the module is not placed yet
         self._reads_cpu = self._device.type == "cpu" if self.cpu_stats is None else self.cpu_stats
         if self._reads_cpu and importlib.util.find_spec("psutil") is None:

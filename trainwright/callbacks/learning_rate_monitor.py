@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, require_logger
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -34,7 +34,7 @@ class LearningRateMonitor(Callback):
     also in trainer.callback_metrics, for a checkpoint's name or a monitor.
 
     Raises:
-        ValueError: the interval is unknown, or in fit there is no logger, or for groups of an optimizer with the same name.
+        ValueError: the interval is unknown, or in fit there is no logger.
 
     >>> monitor = tw.LearningRateMonitor(logging_interval="epoch")
     >>> trainer = tw.Trainer(callbacks=monitor, max_epochs=2, enable_model_summary=False)
@@ -72,11 +72,7 @@ class LearningRateMonitor(Callback):
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ValueError(
-                "LearningRateMonitor writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave "
-                "the callback out."
-            )
+        require_logger(self, trainer)
         self._begin()
 
     def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
@@ -143,10 +139,4 @@ def _group_names(optimizer: Optimizer, name: str) -> list[str]:
     groups = optimizer.param_groups
     if len(groups) == 1:
         return [f"{name}/{groups[0]['name']}" if groups[0].get("name") else name]
-    names = [f"{name}/{group.get('name') or f'pg{number}'}" for number, group in enumerate(groups, start=1)]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"LearningRateMonitor: two parameter groups of one {type(optimizer).__name__} have the same name "
-            f"({', '.join(names)}); give them different names."
-        )
-    return names
+    return [f"{name}/{group.get('name') or f'pg{number}'}" for number, group in enumerate(groups, start=1)]

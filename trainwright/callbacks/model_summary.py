@@ -200,10 +200,6 @@ def _size(value: Any) -> str:
     return "?"
 
 
-UNLIMITED = 10_000
-"""The columns of a file, so that a table has the width that it needs."""
-
-
 class RichModelSummary(ModelSummary):
     """Prints the table of ModelSummary with rich.
 
@@ -234,8 +230,6 @@ class RichModelSummary(ModelSummary):
         for row in summary.rows:
             table.add_row(*map(Text, row))  # not markup, even in brackets
         console = Console()
-        if not console.is_terminal and not console.is_jupyter:
-            console = Console(width=UNLIMITED)
         if summary.rows:
             console.print(table)
         console.print(*summary.totals, sep="\n", markup=False, highlight=False, soft_wrap=True)

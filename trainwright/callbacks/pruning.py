@@ -162,12 +162,6 @@ class ModelPruning(Callback):
 
     def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._targets = self._find(module)
-        for name, saved in {**self._pruned, **self._initial}.items():
-            if name not in self._targets or self._targets[name].shape != saved.shape:
-                raise ValueError(
-                    f"The checkpoint's ModelPruning has {name!r} of shape {list(saved.shape)}, and this run prunes no "
-                    "parameter of that name and shape. Resume with the same module and parameters_to_prune."
-                )
         self._pruned = {name: pruned.to(self._targets[name].device) for name, pruned in self._pruned.items()}
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:

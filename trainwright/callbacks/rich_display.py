@@ -74,11 +74,7 @@ class RichDisplay:
     """The bars on the screen, from the first that is added until the last is closed."""
 
     def __init__(
-        self,
-        console: Console,
-        columns: list[ProgressColumn],
-        style: str | Style,
-        text: Callable[[dict[str, Any]], str],
+        self, console: Console, columns: list[ProgressColumn], style: str | Style, text: Callable[[dict[str, Any]], str]
     ) -> None:
         is_terminal = console.is_terminal
         self._progress = Progress(

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.live_progress_bar import LiveProgressBar
-from trainwright.callbacks.progress_bar import plain, rounded
+from trainwright.callbacks.progress_bar import LiveProgressBar, plain, rounded
 
 if TYPE_CHECKING:
     from rich.console import Console

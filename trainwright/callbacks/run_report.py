@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.run_record import RESULTS
 from trainwright.plots import names_of_runs, panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
-from trainwright.plots.report import Report, Section, with_section
+from trainwright.plots.report import Report, Section
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from trainwright.module_hooks import AnyTrainer
 
 REPORT_NAME = "report.html"
-EVALUATIONS = {"test": "Test", "validate": "Validation after the fit"}
-"""The calls whose metrics are added to the page of a fit, and the titles there."""
 MOST_BYTES = 64 << 20
 """The most that is read of metrics.csv, or of an event file: a few seconds' work."""
 MOST_METRICS = 100
@@ -62,9 +60,8 @@ class RunReport(Callback):
 
     The Trainer adds it if a CSVLogger or a TensorBoardLogger writes a folder, unless `enable_report=False`.
     One rank writes, once everything else is closed: rank 0, or the rank that has failed, which ends the others. A resumed
-    run writes the page again, with the curves of the whole run. The same Trainer's `test` and `validate` after the fit add
-    their metrics to the page. Nothing is written with fast_dev_run, by predict, or by a fit that has not begun to train. If
-    the page or a part of it cannot be made, that is one warning, since no run depends on it.
+    run writes the page again, with the curves of the whole run. Nothing is written with fast_dev_run, by an evaluation, or by a
+    fit that has not begun to train. If the page cannot be made, that is one warning, since no run depends on it.
 
     >>> report = tw.RunReport()
     >>> trainer = tw.Trainer(callbacks=report, max_epochs=1, enable_model_summary=False)
@@ -75,12 +72,11 @@ class RunReport(Callback):
     def __init__(self) -> None:
         self.path = ""
         """The latest page, or "" before it."""
-        self._times, self._call = Times(), ""
+        self._times, self._is_fitting = Times(), False
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
-        self._call = stage
-        if stage == "fit":
-            self._times = Times()
+        self._is_fitting = stage == "fit"
+        self._times = Times()
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._times.mark("training")
@@ -98,36 +94,27 @@ class RunReport(Callback):
     def on_run_end(self, trainer: AnyTrainer, module: Module, result: RunResult, error: BaseException | None) -> None:
         loggers = [logger for logger in trainer.loggers if isinstance(logger, FolderLogger) and logger.log_dir]
         has_failed_first = error is not None and not is_secondary_failure(error)
-        if not loggers or trainer.fast_dev_run or not (trainer.is_global_zero or has_failed_first):
+        if (
+            not self._is_fitting
+            or not loggers
+            or trainer.fast_dev_run
+            or not (trainer.is_global_zero or has_failed_first)
+        ):
             return
         logger = next((logger for logger in loggers if isinstance(logger, CSVLogger)), loggers[0])
-        folder, problems = str(logger.log_dir), list[str]()
+        path = f"{logger.log_dir}/{REPORT_NAME}"
         try:
             if error is None or _is_first(trainer):
-                facts = Facts(trainer, module, logger, self._times, problems)
-                self._write(f"{folder}/{REPORT_NAME}", trainer, result, error, facts)
+                report = Facts(trainer, module, logger, self._times).report(result, error)
+                write_file(path, report.to_html().encode("utf-8", "replace"))
+                self.path = path
+                trainer.print(f"report: {path}")
         except Exception as failure:  # file systems and other packages raise errors of any type
-            problems.append(f"{folder}/{REPORT_NAME} cannot be written ({type(failure).__name__}: {failure})")
-        if problems:
             rank_zero_warn(
-                f"RunReport: {'; '.join(problems)}. The run itself is not affected; enable_report=False skips the report.",
+                f"RunReport: {path} cannot be written ({type(failure).__name__}: {failure}). The run itself is not affected; "
+                "enable_report=False skips the report.",
                 stacklevel=2,
             )
-
-    def _write(
-        self, path: str, trainer: TrainerProtocol, result: RunResult, error: BaseException | None, facts: Facts
-    ) -> None:
-        """Write the page of a fit, or add the metrics of an evaluation to it."""
-        if self._call == "fit":
-            write_file(path, facts.report(result, error).to_html().encode("utf-8", "replace"))
-            self.path = path
-            trainer.print(f"report: {path}")
-        elif error is None and self.path == path:
-            source = (trainer.ckpt_path or "none: the latest weights").removeprefix(f"{path.removesuffix(REPORT_NAME)}")
-            rows = [("checkpoint", source), *((name, f"{each:.6g}") for name, each in trainer.callback_metrics.items())]
-            with fsspec.open(path, "rb") as file:
-                page = file.read().decode()
-            write_file(path, with_section(page, Section(EVALUATIONS[self._call], rows)).encode())
 
 
 def _is_first(trainer: TrainerProtocol) -> bool:
@@ -152,75 +139,50 @@ class Times:
         self._moments[event] = time.monotonic()
 
     def end_validation(self) -> None:
-        begin = self._moments.pop("validation", None)
-        if begin is not None and "training" in self._moments:  # the sanity check comes before
+        if "training" in self._moments:  # the sanity check comes before
             self.validations += 1
-            self.seconds_of_validations += time.monotonic() - begin
+            self.seconds_of_validations += time.monotonic() - self._moments["validation"]
 
-    @property
-    def seconds(self) -> float:
-        """Return how long the fit has taken."""
-        return self._moments.get("end", time.monotonic()) - self._moments["start"]
-
-    @property
-    def seconds_before(self) -> float:
-        """Return how long the setup before the training took."""
-        start = self._moments["start"]
-        return self._moments.get("training", start) - start
+    def seconds_until(self, event: str) -> float:
+        """Return the seconds of the fit until an event, or until now if it has not come."""
+        return self._moments.get(event, time.monotonic()) - self._moments["start"]
 
 
 class Facts:
-    """The contents of a run's report. A part that cannot be read becomes a sentence among the problems."""
+    """The contents of a run's report."""
 
-    def __init__(
-        self, trainer: TrainerProtocol, module: Module, logger: FolderLogger, times: Times, problems: list[str]
-    ) -> None:
-        self.trainer, self.module, self.logger, self.times, self.problems = trainer, module, logger, times, problems
+    def __init__(self, trainer: TrainerProtocol, module: Module, logger: FolderLogger, times: Times) -> None:
+        self.trainer, self.module, self.logger, self.times = trainer, module, logger, times
         self.folder = str(logger.log_dir)
         self.command = _command()
 
     def report(self, result: RunResult, error: BaseException | None) -> Report:
         """Return the report."""
         trainer, state = self.trainer, RESULTS[result]
-        took = _duration(self.times.seconds)
+        took = _duration(self.times.seconds_until("end"))
         summary = f"at step {trainer.global_step:,}, after {took}"
         if result == "success":
             summary = f"after {trainer.current_epoch:,} epochs and {trainer.global_step:,} steps, in {took}"
         if state == "finished" and (fault := self._not_finite()):
             state, summary = "finished with NaN", f"{summary}: {fault}"
-        try:
-            panels, notes = self._panels()
-        except Exception as failure:  # see _section
-            panels, notes = [], [self._note_problem("Curves", failure)]
-        first = [] if error is None else [self._error(error)]
+        panels, notes = self._panels()
+        profile = trainer.profiler.summary()
         return Report(
             title=f"Run {names_of_runs([self.folder])[0]}",
             state=state,
             summary=summary,
-            first=[*first, self._section("Checkpoints", self._checkpoints)],
+            first=[*([] if error is None else [self._error(error)]), self._checkpoints()],
             panels=panels,
             notes=notes,
             others=[
-                self._section("Model and data", lambda: {"rows": list(self._sizes())}),
-                self._section("Hyper-parameters", self._hyper_parameters),
-                self._section("Time", self._time),
-                *(each for each in [self._section("Profile", self._profile)] if each.text or each.notes),
-                self._section("Environment", lambda: {"rows": list(self._environment())}),
-                self._section("Command", self._source),
+                Section("Model and data", list(self._sizes())),
+                self._hyper_parameters(),
+                self._time(),
+                *([Section("Profile", text=profile)] if profile else []),
+                Section("Environment", list(self._environment())),
+                self._source(),
             ],
         )
-
-    def _section(self, title: str, read: Callable[[], dict[str, Any]]) -> Section:
-        """Return the section of the result of `read`, or a section with the error if it raises."""
-        try:
-            return Section(title, **read())
-        except Exception as error:  # files, packages and settings of users fail in any way
-            return Section(title, notes=[self._note_problem(title, error)])
-
-    def _note_problem(self, title: str, error: Exception) -> str:
-        problem = f"the part {title!r} cannot be made ({type(error).__name__}: {error})"
-        self.problems.append(problem)
-        return f"{problem[0].upper()}{problem[1:]}."
 
     def _error(self, error: BaseException) -> Section:
         kind = type(error)
@@ -260,7 +222,7 @@ class Facts:
             notes.append(f"The first {MOST_METRICS} of {len(names)} metrics are drawn; `trainwright plot` draws all.")
         return panels_of([history], names[:MOST_METRICS]), notes
 
-    def _checkpoints(self) -> dict[str, Any]:
+    def _checkpoints(self) -> Section:
         rows = []
         for callback in self.trainer.callbacks:
             if not isinstance(callback, ModelCheckpoint):
@@ -274,37 +236,34 @@ class Facts:
                 role = ", ".join(name for name, applies in roles.items() if applies)
                 rows.append((path.removeprefix(f"{self.folder}/"), texts.get(path, ""), role))
         if not rows:
-            return {"notes": ["This run has kept no checkpoint."]}
-        return {"header": ("checkpoint", "score", ""), "rows": rows}
+            return Section("Checkpoints", notes=["This run has kept no checkpoint."])
+        return Section("Checkpoints", rows, ("checkpoint", "score", ""))
 
-    def _hyper_parameters(self) -> dict[str, Any]:
+    def _hyper_parameters(self) -> Section:
         filesystem, inside = fsspec.core.url_to_fs(f"{self.folder}/{HPARAMS_NAME}")
         rows: list[tuple[str, str]] = []
         if filesystem.isfile(inside):
             with filesystem.open(inside, "rb") as file:
                 values = shown("", json.load(file))
             rows = [(name, self.command.applied_to(value)) for name, value in _flat(values)]
-        return {"rows": rows} if rows else {"notes": ["None were saved; save_hyperparameters() keeps them."]}
+        notes = [] if rows else ["None were saved; save_hyperparameters() keeps them."]
+        return Section("Hyper-parameters", rows, notes=notes)
 
-    def _time(self) -> dict[str, Any]:
+    def _time(self) -> Section:
         trainer, times = self.trainer, self.times
-        training = times.seconds - times.seconds_before
+        seconds, before = times.seconds_until("end"), times.seconds_until("training")
         steps, batches = trainer.global_step - times.step, trainer.state.total_batches - times.batch
-        rest = training - times.seconds_of_validations
+        rest = seconds - before - times.seconds_of_validations
         rows = [
             ("began", f"{times.began:%Y-%m-%d %H:%M:%S} UTC"),
-            ("duration in this process", _duration(times.seconds)),
-            ("setup, data, sanity check", _duration(times.seconds_before)),
+            ("duration in this process", _duration(seconds)),
+            ("setup, data, sanity check", _duration(before)),
             ("training", _duration(rest)),
             ("validation", f"{_duration(times.seconds_of_validations)} for {times.validations:,} validations"),
             ("steps", f"{steps:,}, {_rate(steps, rest)} while training"),
             ("batches per rank", f"{batches:,}, {_rate(batches, rest)} while training"),
         ]
-        return {"rows": rows}
-
-    def _profile(self) -> dict[str, Any]:
-        trainer = self.trainer  # a test looks for this name to find the members that callbacks use
-        return {"text": trainer.profiler.summary()}
+        return Section("Time", rows)
 
     def _environment(self) -> Iterator[tuple[str, str]]:
         trainer, strategy, job = self.trainer, self.trainer.strategy, Environment.detect()
@@ -323,11 +282,11 @@ class Facts:
         yield "precision", strategy.precision.name
         yield "module", type(self.module).__qualname__
 
-    def _source(self) -> dict[str, Any]:
+    def _source(self) -> Section:
         rows = [("run folder", self.folder), ("resumed from", self.trainer.resume_source or "")]
         rows += [("working directory", str(Path.cwd())), *describe_work_tree(Path(sys.argv[0]).resolve().parent)]
         rows = [(name, self.command.applied_to(text)) for name, text in rows if text]
-        return {"rows": rows, "text": self.command.text, "wraps": True}
+        return Section("Command", rows, text=self.command.text, wraps=True)
 
 
 def _command() -> Masked:

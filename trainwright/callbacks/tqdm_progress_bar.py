@@ -9,8 +9,16 @@ from tqdm import std
 from tqdm.auto import tqdm
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.live_progress_bar import LiveProgressBar, LoopDisplay, refuse_negative
-from trainwright.callbacks.progress_bar import rounded
+from trainwright.callbacks.progress_bar import LiveProgressBar, LoopDisplay, refuse_negative, rounded
+
+LOOPS = {
+    "train": ("init_train_tqdm", "train_progress_bar"),
+    "sanity": ("init_sanity_tqdm", "val_progress_bar"),
+    "validation": ("init_validation_tqdm", "val_progress_bar"),
+    "test": ("init_test_tqdm", "test_progress_bar"),
+    "predict": ("init_predict_tqdm", "predict_progress_bar"),
+}
+"""The method that makes the bar of a loop, and the attribute that has it."""
 
 
 class TQDMProgressBar(LiveProgressBar):
@@ -53,50 +61,23 @@ class TQDMProgressBar(LiveProgressBar):
         self.process_position = process_position
         self._options: dict[str, Any] = {}
         """The arguments of the next bar."""
-        self._tqdms: dict[str, std.tqdm[Any]] = {}
-        """The latest bar of every loop, by the first word of its property."""
-
-    @property
-    def train_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the training, or raise TypeError before it has begun. In a sanity check it shows nothing."""
-        return self._tqdm_of("train")
-
-    @property
-    def val_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the latest validation or sanity check, or raise TypeError before the first."""
-        return self._tqdm_of("val")
-
-    @property
-    def test_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the latest test, or raise TypeError before the first."""
-        return self._tqdm_of("test")
-
-    @property
-    def predict_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the latest prediction, or raise TypeError before the first."""
-        return self._tqdm_of("predict")
-
-    def _tqdm_of(self, loop: str) -> std.tqdm[Any]:
-        if loop not in self._tqdms:
-            raise TypeError(
-                f"{type(self).__name__}.{loop}_progress_bar was read before it exists; read it in a hook of its loop, from "
-                f"on_{'validation' if loop == 'val' else loop}_start on, after super() was called there."
-            )
-        return self._tqdms[loop]
+        self.train_progress_bar: std.tqdm[Any] = UnshownTqdm()
+        """The bar of the training. It shows nothing before it has begun, as do the others."""
+        self.val_progress_bar: std.tqdm[Any] = UnshownTqdm()
+        """The bar of the latest validation or sanity check."""
+        self.test_progress_bar: std.tqdm[Any] = UnshownTqdm()
+        """The bar of the latest test."""
+        self.predict_progress_bar: std.tqdm[Any] = UnshownTqdm()
+        """The bar of the latest prediction."""
 
     def _begin(
         self, progress: LoopDisplay, title: str, total: int | None, count: int = 0, *, leave: bool, below: int = 0
     ) -> None:
         super()._begin(progress, title, total, count, leave=leave, below=below)
         if progress.bar is None:
-            self._tqdms[self._loop] = UnshownTqdm(desc=title, total=total, initial=count)
+            setattr(self, LOOPS[self._stage][1], UnshownTqdm(desc=title, total=total, initial=count))
         if self._stage == "sanity":
-            self._tqdms["train"] = UnshownTqdm(desc=self.train_description)
-
-    @property
-    def _loop(self) -> str:
-        """Return the first word of the property that has the bar."""
-        return "val" if self._stage in ("sanity", "validation") else self._stage
+            self.train_progress_bar = UnshownTqdm(desc=self.train_description)
 
     def init_train_tqdm(self) -> tqdm[Any]:
         """Return the bar of the training."""
@@ -134,18 +115,13 @@ class TQDMProgressBar(LiveProgressBar):
             "unit": "it",
             "bar_format": self.BAR_FORMAT,
         }
-        make = {
-            "train": self.init_train_tqdm,
-            "sanity": self.init_sanity_tqdm,
-            "validation": self.init_validation_tqdm,
-            "test": self.init_test_tqdm,
-            "predict": self.init_predict_tqdm,
-        }[self._stage]
-        bar = self._tqdms[self._loop] = make()
+        maker, attribute = LOOPS[self._stage]
+        bar: std.tqdm[Any] = getattr(self, maker)()
+        setattr(self, attribute, bar)
         return TQDMBar(bar, title, total, count)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_tqdms": {}}
+        return {**super().__getstate__(), **{attribute: UnshownTqdm() for _, attribute in LOOPS.values()}}
 
 
 class UnshownTqdm(std.tqdm):  # type: ignore[type-arg]  # the class takes no parameter at run time
@@ -161,7 +137,7 @@ class UnshownTqdm(std.tqdm):  # type: ignore[type-arg]  # the class takes no par
 class TQDMBar:
     """A bar of tqdm, perhaps a subclass's."""
 
-    def __init__(self, bar: tqdm[Any], title: str, total: int | None, count: int) -> None:
+    def __init__(self, bar: std.tqdm[Any], title: str, total: int | None, count: int) -> None:
         self._bar: Any = bar
         if getattr(bar, "desc", None) != title:
             self.restart(title, total, count)

@@ -275,10 +275,6 @@ class TrainerProtocol(Protocol):
         """The training loaders, as they were given."""
 
     @property
-    def ckpt_path(self) -> str | None:
-        """The checkpoint that the latest call was given."""
-
-    @property
     def resume_source(self) -> str | None:
         """The checkpoint that this fit was resumed from."""
 

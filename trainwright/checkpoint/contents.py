@@ -33,12 +33,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import MappingKey, tree_map, tree_map_with_path
 
 from trainwright.checkpoint.codec import encode_stored
 from trainwright.checkpoint.manifest import rank_section
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers, tied_groups
+from trainwright.checkpoint.vendor import MappingKey, tree_map, tree_map_with_path
 from trainwright.devices.abilities import has_pinned_memory
 from trainwright.devices.hardware import HOST
 from trainwright.devices.locked_memory import LockedMemory

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainwright.checkpoint.vendor import tree_leaves, tree_map_only
 from trainwright.errors import CheckpointError
 
 __all__ = ["DTYPE_NAMES", "TensorEntry"]

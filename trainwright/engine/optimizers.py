@@ -92,11 +92,12 @@ def read_optimizers(returned: Any, *, is_manual: bool = False) -> tuple[list[Opt
     optimizers, schedulers = _split(returned)
     configs = [_config(scheduler) for scheduler in schedulers]
     for config in configs:
-        _check_scheduler(config, optimizers, is_manual)
+        check_scheduler(config, optimizers, is_manual)
     return optimizers, configs
 
 
-def _check_scheduler(config: SchedulerConfig, optimizers: Sequence[Optimizer], is_manual: bool) -> None:
+def check_scheduler(config: SchedulerConfig, optimizers: Sequence[Optimizer], is_manual: bool = False) -> None:
+    """Raise TypeError or ValueError for an object that is no scheduler of these optimizers."""
     scheduler, kind = config.scheduler, type(config.scheduler).__name__
     if isinstance(scheduler, Optimizer) or not (is_manual or callable(getattr(scheduler, "step", None))):
         raise TypeError(

@@ -136,6 +136,7 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
         description="Runs a script in several processes. A Trainer or an Accelerator in it joins them; what the script passes "
         "to it overrides what is given here.",
         allow_abbrev=False,
+        add_help=False,
     )
     add = parser.add_argument
     actions = [
@@ -161,8 +162,9 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
             "default: ~/.config/trainwright/config.yaml, if it is there; trainwright config writes it)"),
         add("--dry-run", action="store_true", help="print what would run, and run nothing"),
         add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, instead of a script"),
+        add("-h", "--help", action="help", help="show this help message and exit"),
     ]  # fmt: skip
-    return parser, [*actions, *(each for each in parser._actions if each.dest == "help")]
+    return parser, actions
 
 
 def split_command(

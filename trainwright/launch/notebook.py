@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from trainwright.distributed.environment import JOB_VARIABLE, Environment
 from trainwright.distributed.failures import summarize
@@ -61,9 +61,7 @@ def run_in_workers(
     lists = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
     (folder / SEARCH_PATH).write_text(json.dumps({**lists, "defaults": defaults or {}}), encoding="utf-8")
     entry = str(Path(__file__).with_name("entry.py"))
-    # -W, -X, -O and others of this interpreter, which a new one would not have.
-    flags = cast("list[str]", cast(Any, subprocess)._args_from_interpreter_flags())
-    command = [sys.executable, *flags, entry, "worker", str(folder)]
+    command = [sys.executable, entry, "worker", str(folder)]
     code = run_launcher(launcher_command(num_processes, command, report=str(folder / REPORT)))
     result = folder / RESULT
     stopped = (STOPPED_EXIT_CODE, *(128 + number for number in STOP_SIGNALS))

@@ -55,9 +55,7 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         transfer: moves a batch to the device; None if batches need no change.
         start: the number of the first batch.
         outside: a context without the step's precision, in which loaders compute as they do before a step.
-        is_dummy: whether a batch, by its number, is a dummy; a step that has begun with a real batch gets no dummy.
         weight_of: this rank's weight in the round of a batch, by its number.
-        loader_index: the number of the loader, where several are read one after the other.
     """
 
     def __init__(
@@ -67,13 +65,10 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         start: int,
         logbook: Logbook,
         outside: Callable[[], AbstractContextManager[Any]],
-        *,
-        is_dummy: Callable[[int], bool] = lambda number: False,
-        weight_of: Callable[[int], float] = lambda number: 1.0,
-        loader_index: int = 0,
+        weight_of: Callable[[int], float],
     ) -> None:
         self._batches, self._transfer, self._logbook, self._outside = batches, transfer, logbook, outside
-        self._is_dummy, self._weight_of, self._loader_index = is_dummy, weight_of, loader_index
+        self._weight_of = weight_of
         self.count = start
         """The number of the epoch's batches that were taken."""
         # One batch is read ahead, to know whether the one before is the last.
@@ -82,27 +77,27 @@ class PulledBatches(Iterator[tuple[Any, int, int]]):
         self.batch = Batch((self,), None, start)
         """The batch of the running step."""
 
-    def begin_step(self, is_uneven: bool = False) -> Batch:
+    def begin_step(self) -> Batch:
         """Return the batch of another step, which the step moves on as it takes batches."""
         is_last = self._ahead is not None and self._ahead[1]
-        weight, is_dummy = self._weight_of(self.count), self._is_dummy(self.count)
-        self.batch = Batch((self,), None, self.count, is_last, None, is_uneven, weight, is_dummy, is_taken=False)
+        weight = self._weight_of(self.count)
+        self.batch = Batch((self,), None, self.count, is_last, weight=weight, is_taken=False)
         return self.batch
 
     def __next__(self) -> tuple[Any, int, int]:
         batch = self.batch
-        if self._ahead is None or (batch.is_taken and self._is_dummy(self.count)):
+        if self._ahead is None:
             raise StopIteration
         value, is_last = self._ahead
         with self._outside():
             self._ahead = None if is_last else next(self._batches, None)
-            batch.value = value if self._transfer is None else self._transfer(value, self._loader_index)
+            batch.value = value if self._transfer is None else self._transfer(value)
         batch.is_last = self.is_at_end = self._ahead is None
         batch.index, batch.weight, batch.is_taken = self.count, self._weight_of(self.count), True
         self.count += 1
         if (collector := self._logbook.collector) is not None:  # self.log finds the batch size in the batch
             collector.begin_batch(batch.value, collector.hook, collector.is_uneven)
-        return batch.value, batch.index, self._loader_index
+        return batch.value, batch.index, 0
 
 
 class EpochBatches:
@@ -163,9 +158,9 @@ class EpochBatches:
         """Yield the batches that the loop hands to training_step."""
         if self._is_stopped():
             return
-        transfer, takes_index, length, loader = (
+        transfer, count, length, loader = (
             self._transfer,
-            self._arguments.takes_index,
+            self._arguments.count,
             self._length,
             self._data.loader,
         )
@@ -175,7 +170,7 @@ class EpochBatches:
             pairs, move = iter(Prefetcher(pairs, self._engine.device, ahead=loader.may_read_ahead)), transfer.arrived
         for index, (value, is_last) in enumerate(pairs, start=self._start):
             value = value if move is None else move(value)
-            arguments = () if value is None else (value, index) if takes_index else (value,)
+            arguments = () if value is None else (value, index)[:count]
             self._latest = batch = Batch(arguments, value, index, is_last, None if length is None else length - index)
             if index in loader.uneven:
                 batch.is_uneven, batch.weight = True, loader.weight_at(index)

@@ -32,9 +32,9 @@ def close_epoch(run: TrainingRun, is_complete: bool) -> None:
     if is_complete and validation_is_due(run, at_end=True):
         validate(run, within=False)
     if "on_train_epoch_end" in hooks.reduced_early:
-        logbook.reduce(run.module)  # so that they see the epoch's values
+        logbook.reduce()  # so that they see the epoch's values
     hooks.call("on_train_epoch_end")
-    logbook.finish(run.module)
+    logbook.finish()
     if is_complete:
         # After the reduction that gives the metrics which these follow.
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)

@@ -35,11 +35,11 @@ from trainwright.trainer.epoch_end import (
 )
 from trainwright.trainer.optimization import (
     clear_with_hooks,
+    keep_unstepped_gradients,
     read_outputs,
     run_training_step,
     send_backward,
     step,
-    warn_of_unstepped_gradients,
 )
 from trainwright.trainer.run_position import AFTER_EPOCH_START
 from trainwright.trainer.saving import open_epoch
@@ -153,7 +153,7 @@ def end_epoch(run: TrainingRun, is_complete: bool) -> None:
         return
     run.refuse_empty_epoch()
     if run.plan.is_manual:
-        warn_of_unstepped_gradients(run)
+        keep_unstepped_gradients(run)
     if not is_complete:
         leave_epoch(run)
     with state.ending_epoch(is_complete):
@@ -173,7 +173,7 @@ def leave_epoch(run: TrainingRun) -> None:
     on_train_epoch_end again, so nothing that this hook changes may be in the checkpoint.
     """
     run.state.stop_within_epoch(open_epoch(run))
-    run.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
+    run.logbook.reduce()  # the score of a checkpoint may be a metric of this epoch
     run.hooks.call("on_train_epoch_stop")
     run.hooks.call("on_save_point")
     if run.choice.is_rerunnable:

@@ -16,9 +16,7 @@ from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
 from trainwright.module import Module
 from trainwright.trainer.logged_value import Key, Loader, to_numbers
-from trainwright.trainer.metric_objects import metrics_in_use
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.reduction import end_loader, reduce_epoch
 from trainwright.trainer.run_position import Position
 
 
@@ -42,16 +40,21 @@ class Logbook:
         self._engine, self._state = engine, state
         self._is_silent = False
         self._warned: set[str] = set()
-        self._evaluation_batches: dict[tuple[str, Loader | None], int] = {}
-        """Batches of all evaluations of the run, by stage and loader."""
         self._callback: dict[str, Tensor | float] = {}
         self._logged: dict[str, Tensor | float] = {}
         self._shown: dict[str, Tensor | float] = {}
-        self._latest = {"callback": self._callback, "logged": self._logged, "shown": self._shown}
         self._scored_at: dict[str, int] = {}
         """By metric of the latest validation, the optimizer step of the scored weights."""
         self._epoch_of: dict[str, int] = {}
         """By metric of the training, the epoch of its value."""
+        self._evaluation_batches: dict[tuple[str, Loader | None], int] = {}
+        """Batches of all evaluations of the run, by stage and loader."""
+        self._stores: dict[str, dict[Any, Any]] = {
+            **{"callback": self._callback, "logged": self._logged, "shown": self._shown},
+            **{"scored_at": self._scored_at, "epoch_of": self._epoch_of},
+            "evaluation_batches": self._evaluation_batches,
+        }
+        """What a checkpoint contains, by name."""
         self._held_rows: list[tuple[dict[str, float], int]] = []
         """Rows of a validation within fit, until it ends: a run that abandons the validation writes them when resumed."""
         self._outer: MetricCollector | None = None
@@ -67,8 +70,8 @@ class Logbook:
             yield
         finally:
             self._is_silent = False
-            for values in self._latest.values():
-                values.clear()
+            for store in self._stores.values():
+                store.clear()
 
     def start(self, module: Module, stage: str = "train") -> MetricCollector:
         """Begin a training epoch or an evaluation ("train", "validation" or "test"), for which self.log then collects."""
@@ -78,7 +81,7 @@ class Logbook:
         if stage == "train":
             self.training_collector = collector
         else:
-            self._outer, self._not_of_evaluation = self.collector, metrics_in_use(module)
+            self._outer, self._not_of_evaluation = self.collector, collector.in_use()
         self.collector = collector
         return collector
 
@@ -131,13 +134,7 @@ class Logbook:
         shown = [logged for logged in steps if logged.key.logger and logged.loader == self.collector.loader]
         return to_numbers({logged.step_name: logged.last for logged in shown if logged.last is not None})
 
-    def end_loader(self, module: Module) -> None:
-        """Compute and reset the Metric objects of the loader that ends. Collective: call it while `collector.loader` is set."""
-        assert self.collector is not None
-        self._keep_steps()
-        end_loader(self.collector, module)
-
-    def reduce(self, module: Module) -> None:
+    def reduce(self) -> None:
         """Reduce the epoch's values so far, so that the hooks of its end can read them. Collective.
 
         Values that those hooks log are reduced by `finish`, in a second gather.
@@ -146,9 +143,7 @@ class Logbook:
         assert collector is not None
         self._keep_steps()
         self.reductions += 1
-        reduced = reduce_epoch(collector, module, collector.reduced)
-        collector.reduced.update(reduced)
-        for key, number in reduced.items():
+        for key, number in collector.reduce().items():
             self._show(key, key.epoch_name, number)
             # A score belongs to the weights of this step; after the next one it is outdated.
             is_score = collector is not self.training_collector
@@ -156,15 +151,15 @@ class Logbook:
             if not key.rank_zero_only:
                 dates[key.base_name] = dates[key.epoch_name] = date
 
-    def finish(self, module: Module, num_loaders: int = 1) -> list[dict[str, float]]:
+    def finish(self, num_loaders: int = 1) -> list[dict[str, float]]:
         """Reduce the epoch's values over the ranks, write them as a row and return them by loader. Collective.
 
         A value without a loader is in the dict of every loader. A value of rank 0 only is not returned.
         """
         assert self.collector is not None
         if self.training_collector not in (None, self.collector):
-            self._refuse_shared(self.collector.metrics() | self.training_collector.metrics(), module)
-        self.reduce(module)  # without the values that are reduced already
+            self._refuse_shared(self.collector.metrics() | self.training_collector.metrics())
+        self.reduce()  # without the values that are reduced already
         reduced = dict(self.collector.reduced)
         self.collector.clear()
         if self.collector is self.training_collector:
@@ -179,9 +174,9 @@ class Logbook:
             for index in range(num_loaders)
         ]
 
-    def _refuse_shared(self, paths: set[str], module: Module) -> None:
+    def _refuse_shared(self, paths: set[str]) -> None:
         """Reject a Metric that training has updated and the running evaluation too (ValueError)."""
-        now = metrics_in_use(module)
+        now = self.collector.in_use() if self.collector is not None else {}
         for path, updates in (self._not_of_evaluation or {}).items():
             if path in paths and now.get(path) != updates:
                 name = path.rpartition(".")[2]
@@ -197,12 +192,8 @@ class Logbook:
         if self._is_silent:
             return {}
         self._keep_steps()
-        return {
-            **{name: to_numbers(values) for name, values in self._latest.items()},
-            "evaluation_batches": dict(self._evaluation_batches),
-            "scored_at": dict(self._scored_at),
-            "epoch_of": dict(self._epoch_of),
-        }
+        counts = ("scored_at", "epoch_of", "evaluation_batches")
+        return {name: dict(store) if name in counts else to_numbers(store) for name, store in self._stores.items()}
 
     def load_state_dict(self, state: dict[str, Any], unfinished: dict[str, Any] | None = None) -> None:
         """Load the latest values from a checkpoint, of which an older version may lack some.
@@ -211,11 +202,8 @@ class Logbook:
         """
         if unfinished is not None:
             self.unfinished = unfinished
-        for name, values in self._latest.items():
-            values.update(state.get(name, {}))
-        self._evaluation_batches.update(state.get("evaluation_batches", {}))
-        self._scored_at.update(state.get("scored_at", {}))
-        self._epoch_of.update(state.get("epoch_of", {}))
+        for name, store in self._stores.items():
+            store.update(state.get(name, {}))
 
     def logger_states(self) -> list[dict[str, Any]]:
         """Return the loggers' positions for a checkpoint, after a flush. Empty on ranks other than 0."""
@@ -240,13 +228,7 @@ class Logbook:
 
     def drop_evaluation(self, latest: dict[str, Any]) -> None:
         """Restore the latest values from before an evaluation that the run leaves."""
-        stores: list[dict[Any, Any]] = [
-            *self._latest.values(),
-            self._scored_at,
-            self._epoch_of,
-            self._evaluation_batches,
-        ]
-        for store in stores:
+        for store in self._stores.values():
             store.clear()
         self.load_state_dict(latest)
         self._held_rows.clear()
@@ -256,14 +238,10 @@ class Logbook:
         self._keep_steps()
         metrics = self._callback  # of which epoch values are not rounded
         if name not in metrics:
-            early = (
-                ""
-                if self._state.validations
-                else f" No validation has run yet: if it logs {name!r}, {AFTER_VALIDATIONS}."
-            )
+            early = f" No validation has run yet: if it logs {name!r}, {AFTER_VALIDATIONS}."
             raise ValueError(
                 f"{asker} follows {name!r}, which was not logged; there are {', '.join(sorted(metrics)) or 'no metrics'}. "
-                f"Log it with self.log, or change monitor.{early}"
+                f"Log it with self.log, or change monitor.{'' if self._state.validations else early}"
             )
         return float(metrics[name])  # NOTE: waits for the device if the value is a step's
 
@@ -338,25 +316,21 @@ class Logbook:
             logger.log_metrics({"epoch": self._state.epoch, **numbers}, step)
 
 
-def format_table(
-    title: str, metrics: Sequence[Mapping[str, float]], loaders: Sequence[str | None] | None = None
-) -> str:
+def format_table(title: str, metrics: Sequence[Mapping[str, float]], loaders: Sequence[str | None] = (None,)) -> str:
     """Return a table with a row for every metric and a column for every loader, without the loaders' suffixes.
 
-    `loaders` are the names of the loaders. None for a loader without a name, or if no loader has a name.
+    `loaders` has the name of every loader, or None.
     """
-    names = [*(loaders or ()), *[None] * len(metrics)][: len(metrics)]
-    suffixes = [f"/dataloader_idx_{index}" for index in range(len(names))]
-    heads = ["value"] if names == [None] else [name or f"loader {index}" for index, name in enumerate(names)]
+    heads = ["value"] if [*loaders] == [None] else [name or f"loader {index}" for index, name in enumerate(loaders)]
     rows: dict[str, list[str]] = {}
-    for index, (values, suffix) in enumerate(zip(metrics, suffixes, strict=True)):
+    for index, values in enumerate(metrics):
         for name, value in values.items():
-            rows.setdefault(name.removesuffix(suffix), [""] * len(metrics))[index] = f"{value:.6g}"
+            base_name = name.removesuffix(f"/dataloader_idx_{index}")
+            rows.setdefault(base_name, [""] * len(metrics))[index] = f"{value:.6g}"
     table = [[title, *heads], *([name, *cells] for name, cells in rows.items())]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  " + "  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)) for line in table]
-    lines = [line.rstrip() for line in lines]
-    rule = "-" * max(len(line) for line in lines)
+    lines = ["  ".join(["", *map(str.ljust, line, widths)]).rstrip() for line in table]
+    rule = "-" * max(map(len, lines))
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
 

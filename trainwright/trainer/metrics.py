@@ -1,7 +1,8 @@
 """Metrics: the values that self.log collects during one epoch of training or one evaluation.
 
 A value stays on its device: a step value is read only to be shown, an epoch value is summed there in float64. At an epoch's
-end reduction.py reduces the (value, weight) pairs of every key. logged_value.py says which hooks may log.
+end one gather carries the keys of every rank with their (value, weight) pairs, since a rank without batches has logged
+nothing. A torchmetrics object gathers its own state, in the same order on every rank. logged_value.py says which hooks may log.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.data.batch_stream import sample_counts
+from trainwright.distributed import collectives
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn, warn
 from trainwright.trainer.logged_value import Key, Loader, LoggedValue, LogSettings, read_all
-from trainwright.trainer.metric_objects import (
+from trainwright.trainer.vendor import (
+    compute_metrics,
     found_at,
-    metrics_in_use,
     reset_metrics,
     restore_metrics,
     states_of_metrics,
@@ -130,6 +132,41 @@ class MetricCollector:
         """Return the paths of the Metric objects that were logged."""
         return {path for logged in self.values.values() if (path := logged.key.attribute)}
 
+    def in_use(self) -> dict[str, int]:
+        """Return how often each of the module's Metric objects was updated since its reset, by path, without zeros."""
+        metrics = {path: child for path, child in self._module.named_modules() if is_metric(child)}
+        return {path: metric.update_count for path, metric in metrics.items() if metric.update_count}
+
+    def end_loader(self) -> None:
+        """Compute and reset the Metric objects of the current loader. Collective: call on every rank."""
+        # The module is the same on all ranks, so all return here or none does.
+        if self.loader is None or not any(is_metric(child) for child in self._module.modules()):
+            return
+        of_loader = [logged for logged in self.values.values() if logged.loader == self.loader and logged.on_epoch]
+        ranks = collectives.gather_object([list(logged.key) for logged in of_loader if logged.key.attribute])
+        keys = {Key(*fields) for rank in ranks for fields in rank}
+        self.computed.update(compute_metrics(self._module, keys))
+        reset_metrics(self._module, keys)
+
+    def reduce(self) -> dict[Key, float]:
+        """Reduce the epoch values that `reduced` lacks over all ranks, and return them. Collective: call on every rank.
+
+        They are in the order of logging, a value of rank 0 only on rank 0. Metric objects are computed, not reset.
+        """
+        counting = [logged for logged in self.values.values() if logged.on_epoch and not logged.is_ignored]
+        values = {logged.key: logged for logged in counting if logged.key not in self.reduced}
+        pairs = _pairs_of(values)
+        computed = {key: number for key, number in self.computed.items() if key not in self.reduced}
+        of_ranks = {key: [pairs[key]] if key.rank_zero_only else [] for key in (*values, *computed)}
+        shared = [[list(key), pairs.get(key, [])] for key in values if not key.rank_zero_only]
+        for rank in collectives.gather_object(shared):
+            for fields, pair in rank:
+                of_ranks.setdefault(Key(*fields), []).append(pair)
+        computed |= compute_metrics(self._module, [key for key in of_ranks if key.attribute and key not in computed])
+        reduced = {key: computed[key] if key.attribute else _combine(key, of_ranks[key]) for key in of_ranks}
+        self.reduced.update(reduced)
+        return reduced
+
     def clear(self) -> None:
         """Drop the values, and reset the logged Metric objects."""
         # Also objects logged on other ranks, which `reduced` names: every rank has computed them.
@@ -144,7 +181,7 @@ class MetricCollector:
 
         `only` restricts the Metric objects to these paths. NOTE: waits for the device.
         """
-        in_use = metrics_in_use(self._module)
+        in_use = self.in_use()
         return {
             "values": _states_of(list(self.values.values())),
             "metrics": states_of_metrics(self._module, in_use if only is None else in_use.keys() & set(only)),
@@ -248,6 +285,23 @@ def merged(states: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, list[st
             first.absorb(logged)
     paths = sorted({path for state in states for path in state["metrics"]})
     return ({"values": _states_of(list(values.values())), "metrics": {}} if states else None), paths
+
+
+def _pairs_of(values: Mapping[Key, LoggedValue]) -> dict[Key, list[float]]:
+    """Return [value, weight] of every plain value. NOTE: waits for the device."""
+    totals = {key: logged.total() for key, logged in values.items() if not key.attribute}
+    numbers = read_all([total for total, _ in totals.values()])
+    return {key: [number, totals[key][1]] for key, number in zip(totals, numbers, strict=True)}
+
+
+def _combine(key: Key, pairs: list[list[float]]) -> float:
+    totals = [total for total, weight in pairs if weight > 0]
+    if not totals:
+        return float("nan")
+    if key.reduce_fx in ("min", "max"):
+        values = torch.tensor(totals, dtype=torch.float64)
+        return float(values.min() if key.reduce_fx == "min" else values.max())  # NaN if one is NaN
+    return sum(totals) / (sum(weight for _, weight in pairs) if key.reduce_fx == "mean" else 1)
 
 
 def check_batch_size(name: str, batch_size: Any) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,25 +45,11 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
             f"training_step returned None on one of {world_size} ranks, which skips the batch only there. Return a loss on "
             "every rank (0.0 * the loss, to let it count for nothing)."
         )
-    given = a_type_of(outputs)
-    if isinstance(outputs, dict):
-        given = f"a dict with the keys {', '.join(map(repr, outputs)) or 'none'}"
-        if "loss" in outputs:
-            given = f"a dict whose 'loss' is {a_type_of(outputs['loss'])}"
+    types = {name: type(value).__name__ for name, value in outputs.items()} if isinstance(outputs, dict) else {}
     raise TypeError(
-        f"training_step returned {given}. Expected a loss tensor, a dict with one under 'loss', or None to "
-        "skip the batch."
+        f"training_step returned {f'a dict of {types}' if types else a_type_of(outputs)}. Expected a loss tensor, a dict with "
+        "one under 'loss', or None to skip the batch."
     )
-
-
-def explain_second_backward(error: RuntimeError) -> None:
-    """Raise torch's error of a second backward through a graph with the likely causes; leave other errors alone."""
-    if "backward through the graph a second time" in str(error):
-        raise RuntimeError(
-            "the loss that training_step returned leads to a graph that a backward has already freed. If training_step calls "
-            "loss.backward() itself, leave that out, or set automatic_optimization = False and step there too; if it keeps a "
-            "tensor from an earlier batch (a hidden state), detach it."
-        ) from error
 
 
 def read_outputs(outputs: Any) -> dict[str, Any]:
@@ -96,8 +82,16 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
     if loss is None:
         run.count_empty()
     elif run.optimizer is not None:
-        if loss.numel() != 1 or not loss.requires_grad:
-            refuse_loss(loss)
+        if loss.numel() != 1:
+            raise RuntimeError(
+                f"training_step returned a loss of shape {tuple(loss.shape)}. Expected one element. Reduce it, for example "
+                "with .mean()."
+            )
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "training_step returned a loss that no parameter requiring a gradient led to. Compute it from the module's "
+                "parameters, outside of torch.no_grad and without .detach() or .item()."
+            )
         scaled = loss
         if batch.is_uneven or run.accumulate > 1:
             scaled = run.window.scale(loss, batch.weight)
@@ -108,7 +102,11 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
         try:
             run.engine.backward(scaled, plan.overrides.get("backward"))
         except RuntimeError as error:
-            explain_second_backward(error)
+            if "backward through the graph a second time" in str(error):
+                error.add_note(
+                    "If training_step calls loss.backward() itself, leave that out. If it keeps a tensor of an earlier batch "
+                    "(a hidden state), detach it."
+                )
             raise
         if plan.after_backward:
             run.hooks.call("on_after_backward")
@@ -117,29 +115,9 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
     return loss
 
 
-def refuse_loss(loss: Tensor) -> NoReturn:
-    """Raise RuntimeError for a loss that no backward can be run on."""
-    if loss.numel() != 1:
-        raise RuntimeError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}. Expected one element. Reduce it, for example with "
-            ".mean()."
-        )
-    raise RuntimeError(
-        "training_step returned a loss that no parameter requiring a gradient led to. Compute it from the module's parameters, "
-        "outside of torch.no_grad and without .detach() or .item()."
-    )
-
-
-def warn_of_unstepped_gradients(run: TrainingRun) -> None:
-    """Store gradients of manual optimization that wait for a step over an epoch's end, or warn that no checkpoint does."""
-    if run.window.is_open and not run.engine.strategy.capabilities.gradients_are_parameters:
-        rank_zero_warn(
-            f"Epoch {run.state.epoch} ended with gradients that no optimizer has stepped, and "
-            f"strategy={run.engine.strategy.name!r} cannot checkpoint them, so a resumed run loses them. Step before the epoch "
-            "ends (trainer.is_last_batch).",
-            stacklevel=2,
-        )
-    elif run.window.is_open:
+def keep_unstepped_gradients(run: TrainingRun) -> None:
+    """Store gradients of manual optimization that wait for a step over an epoch's end, where a strategy can checkpoint them."""
+    if run.window.is_open and run.engine.strategy.capabilities.gradients_are_parameters:
         run.state.keep_gradients()
     run.window.drop()
 
@@ -212,19 +190,17 @@ class StepClosure:
         self._seen = self._fingerprint()
         self._is_first = True
 
-    def _fingerprint(self) -> list[tuple[int, int, int]]:
-        """Return the versions of the parameters and the gradients, and which gradients there are."""
-        return [
-            (each._version, 0 if each.grad is None else id(each.grad), 0 if each.grad is None else each.grad._version)
-            for each in parameters_of(self._optimizer)
-        ]
+    def _fingerprint(self) -> list[tuple[int, int] | None]:
+        """Return the identity and the version of every parameter and gradient."""
+        tensors = [tensor for parameter in parameters_of(self._optimizer) for tensor in (parameter, parameter.grad)]
+        return [None if tensor is None else (id(tensor), tensor._version) for tensor in tensors]
 
     def __call__(self) -> Tensor | None:
-        if self._is_first and self._fingerprint() == self._seen:
-            self._is_first = False
-            return None if self._loss is None else self._mean(self._loss)
+        is_unchanged = self._is_first and self._fingerprint() == self._seen
         self._is_first = False
-        return self._recompute()
+        if not is_unchanged:
+            return self._recompute()
+        return None if self._loss is None else self._mean(self._loss)
 
     def _recompute(self) -> Tensor:
         run = self._run
@@ -280,11 +256,9 @@ def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: boo
     for config in run.trained.schedulers:
         if config.interval != interval or config.is_plateau != plateau or count % config.frequency:
             continue
-        metric = None
-        if plateau:
-            metric = _monitored(run, config)
-            if metric is None:
-                continue
+        metric = _monitored(run, config) if plateau else None
+        if plateau and metric is None:
+            continue
         if "lr_scheduler_step" in overrides:
             overrides["lr_scheduler_step"](config.scheduler, metric)
         elif metric is None:

@@ -60,7 +60,6 @@ class Resumption:
             return False
         run.data.seek(run.trained.resume_source)
         if checkpoint is not None:
-            run.data.warn_of_iterators()
             run.hooks.call("on_resume_start")  # callbacks that had stopped the run stop it again
             run.stop.agree()
             run.logbook.drop_later_rows()

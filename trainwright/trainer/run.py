@@ -228,7 +228,6 @@ class Run:
         """Return the results of this run, as plain data for a Trainer in another process."""
         return {
             "state": self.state.plain(),
-            "batches": self.stages.counts(),
             "metrics": self.logbook.state_dict(),
             "should_stop": self.stop.requested,
             "accumulate_grad_batches": self.trained.accumulate_grad_batches,
@@ -240,10 +239,7 @@ class Run:
         """Load the results that `changes` returned in another process."""
         self.state, self.choice = Position.of_plain(changed["state"]), Choice(changed["ckpt_path"])
         self.saver = Saver(self.state)
-        self.stop, self.stages = (
-            Stop(self.engine, self.settings, self.state, self.trainer),
-            Stages.of_counts(changed["batches"]),
-        )
+        self.stop = Stop(self.engine, self.settings, self.state, self.trainer)
         self.stop.request(changed["should_stop"])
         self.trained = Trained(changed["accumulate_grad_batches"], changed["resume_source"])
         self.logbook = Logbook(self.loggers, self.engine, self.state)

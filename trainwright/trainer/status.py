@@ -6,7 +6,6 @@ import math
 import os
 import signal
 from collections.abc import Sequence
-from numbers import Integral
 from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
 
@@ -134,9 +133,7 @@ class Status:
     lightning_module = Forwarded[Module | None]("run.module", "The module of the current or the latest run.")
     datamodule = Forwarded[DataModule | None]("run.datamodule", "The DataModule of the current or the latest run.")
     optimizers = Forwarded[list[Optimizer]]("run.trained.optimizers", "What configure_optimizers returned.")
-    lr_scheduler_configs = Forwarded[list[SchedulerConfig]](
-        "run.trained.schedulers", "The schedulers and when they step."
-    )
+    lr_scheduler_configs = Forwarded[list[SchedulerConfig]]("run.trained.schedulers", "The schedulers.")
     default_root_dir = Forwarded[str]("run.root", "Where logs and checkpoints go unless a part has its own folder.")
 
     @property
@@ -176,7 +173,10 @@ class Status:
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
 
     def _all(self, kind: type[C]) -> list[C]:
-        return [each for each in self.callbacks if isinstance(each, kind)]
+        return [callback for callback in self.callbacks if isinstance(callback, kind)]
+
+    def _first(self, kind: type[C]) -> C | None:
+        return next(iter(self._all(kind)), None)
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
@@ -186,7 +186,7 @@ class Status:
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
         """Return the first ModelCheckpoint among the callbacks."""
-        return next(iter(self._all(ModelCheckpoint)), None)
+        return self._first(ModelCheckpoint)
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
@@ -196,12 +196,12 @@ class Status:
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
         """Return the first EarlyStopping among the callbacks."""
-        return next(iter(self._all(EarlyStopping)), None)
+        return self._first(EarlyStopping)
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
         """Return the progress bar, if any."""
-        return next(iter(self._all(ProgressBar)), None)
+        return self._first(ProgressBar)
 
     max_epochs = Setting[int]("last_epoch", "The number of epochs to train; -1 for no limit.", -1)
     min_epochs = Setting[int | None]("min_epochs", "Epochs that are trained even if should_stop is set.")
@@ -210,13 +210,9 @@ class Status:
     limit_train_batches = Setting[Batches]("limit_train_batches", "Batches of an epoch: a number or a fraction.", 1.0)
     limit_val_batches = Setting[Batches]("limit_val_batches", "Batches of a validation: a number or a fraction.", 1.0)
     limit_test_batches = Setting[Batches]("limit_test_batches", "Batches of a test: a number or a fraction.", 1.0)
-    limit_predict_batches = Setting[Batches](
-        "limit_predict_batches", "Batches to predict: a number or a fraction.", 1.0
-    )
+    limit_predict_batches = Setting[Batches]("limit_predict_batches", "Batches to predict, or a fraction.", 1.0)
     overfit_batches = Setting[Batches]("overfit", "The number or fraction of batches to overfit; 0.0 for none.", 0.0)
-    val_check_interval = Setting[Any](
-        "val_check_interval", "The interval between validations: a fraction of an epoch, batches, or a time.", 1.0
-    )
+    val_check_interval = Setting[Any]("val_check_interval", "A fraction of an epoch, batches, or a time.", 1.0)
     check_val_every_n_epoch = Setting[int | None]("check_val_every_n_epoch", "Epochs between two validations.")
     num_sanity_val_steps = Setting[Batches]("shown_sanity_steps", "Validation batches before training; inf for all.")
     reload_dataloaders_every_n_epochs = Setting[int]("reload_dataloaders_every_n_epochs", "0 for never.")
@@ -234,13 +230,9 @@ class Status:
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
-            raise ValueError(
-                f"trainer.accumulate_grad_batches={value!r} is not accepted. Set it to an integer of at least 1."
-            )
         if self.run.running_call is None:
-            self._change_setting("accumulate_grad_batches", int(value))
-        self.run.update_trained(accumulate_grad_batches=int(value))
+            self._change_setting("accumulate_grad_batches", value)
+        self.run.update_trained(accumulate_grad_batches=value)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -265,12 +257,11 @@ class Status:
             )
         if batches == math.inf:
             return limit
-        schedulers = self._all(GradientAccumulationScheduler)
-        if not schedulers:
-            # Rounded up in each epoch, because no window reaches into the next one.
-            return min(math.ceil(batches / self.run.trained.accumulate_grad_batches) * last, limit)
-        windows = [schedulers[0].get_accumulate_grad_batches(epoch) for epoch in range(last)]
-        return min(sum(math.ceil(batches / window) for window in windows), limit)
+        scheduler = self._first(GradientAccumulationScheduler)
+        length = self.run.trained.accumulate_grad_batches
+        lengths = [scheduler.get_accumulate_grad_batches(epoch) if scheduler else length for epoch in range(last)]
+        # Rounded up in each epoch, because no window reaches into the next one.
+        return min(sum(math.ceil(batches / length) for length in lengths), limit)
 
     @property
     def fit_loop(self) -> FitLoop:
@@ -278,31 +269,21 @@ class Status:
         return FitLoop(self._settings, self.run.state, self._change_setting)
 
     num_training_batches = Forwarded[Batches]("run.stages.num_training_batches", "Batches of an epoch on this rank.")
-    num_val_batches = Forwarded[list[Batches]](
-        "run.stages.validation.num_batches", "Batches of each validation loader."
-    )
-    num_sanity_val_batches = Forwarded[list[Batches]](
-        "run.stages.sanity_check.num_batches", "Batches of each loader in the sanity check."
-    )
+    num_val_batches = Forwarded[list[Batches]]("run.stages.validation.num_batches", "Batches of every loader.")
+    num_sanity_val_batches = Forwarded[list[Batches]]("run.stages.sanity_check.num_batches", "Batches of the check.")
     num_test_batches = Forwarded[list[Batches]]("run.stages.test.num_batches", "Batches of each test loader.")
     num_predict_batches = Forwarded[list[Batches]]("run.stages.predict.num_batches", "Batches of each predict loader.")
     train_dataloader = Forwarded[Any]("run.stages.train_dataloader", "The training loaders, as they were given.")
     val_dataloaders = Forwarded[Any]("run.stages.validation.dataloaders", "The validation loaders, as they were given.")
     test_dataloaders = Forwarded[Any]("run.stages.test.dataloaders", "The test loaders, as they were given.")
     predict_dataloaders = Forwarded[Any]("run.stages.predict.dataloaders", "The predict loaders, as they were given.")
-    batch_indices = Forwarded[list[Any] | None](
-        "run.stages.predict.batch_indices", "In predict, the dataset's indices of the batch's samples, if known."
-    )
+    batch_indices = Forwarded[list[Any] | None]("run.stages.predict.batch_indices", "The samples' indices in predict.")
 
     state = Forwarded[Position]("run.state", "The counters of the run.")
-    current_epoch = Forwarded[int](
-        "run.state.shown_epoch", "The epoch's number, from 0; after fit, the epochs trained."
-    )
-    global_step = Forwarded[int]("run.state.step", "Optimizer steps made, of all optimizers under manual optimization.")
+    current_epoch = Forwarded[int]("run.state.shown_epoch", "The epoch, from 0. After fit, the epochs trained.")
+    global_step = Forwarded[int]("run.state.step", "Optimizer steps made, of all optimizers.")
     sanity_checking = Forwarded[bool]("run.state.progress.is_sanity_check", "Whether the sanity check runs.")
-    is_dummy_batch = Forwarded[bool](
-        "run.logbook.is_silenced", "Whether the batch only keeps collectives in step with other ranks."
-    )
+    is_dummy_batch = Forwarded[bool]("run.logbook.is_silenced", "Whether this rank has no sample for the batch.")
     enable_validation = Forwarded[bool]("run.enable_validation", "Whether this fit validates.")
     interrupted = Forwarded[bool]("run.stop.was_cut", "Whether an exception, such as that of Ctrl-C, ended the run.")
 
@@ -343,13 +324,6 @@ class Status:
         return self.run.stop.received == signal.SIGTERM
 
     metrics = Forwarded[Logbook]("run.logbook", "The metrics of the run: monitored, record and is_outdated.")
-    callback_metrics = Forwarded[dict[str, Tensor]](
-        "run.logbook.callback_metrics",
-        "The latest value of every metric: over all ranks for an epoch, else this rank's for a step.",
-    )
-    logged_metrics = Forwarded[dict[str, Tensor]](
-        "run.logbook.logged_metrics", "The metrics that go to the loggers, under the names they have there."
-    )
-    progress_bar_metrics = Forwarded[dict[str, float]](
-        "run.logbook.progress_bar_metrics", "The metrics logged with prog_bar=True, as Python numbers."
-    )
+    callback_metrics = Forwarded[dict[str, Tensor]]("run.logbook.callback_metrics", "The latest value of every metric.")
+    logged_metrics = Forwarded[dict[str, Tensor]]("run.logbook.logged_metrics", "The metrics that go to the loggers.")
+    progress_bar_metrics = Forwarded[dict[str, float]]("run.logbook.progress_bar_metrics", "Those with prog_bar=True.")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,44 +19,40 @@ from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Engine
-from trainwright.loggers.base import Logger
+from trainwright.errors import a_type_of
+from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.module import Module, hook_of
 from trainwright.overrides import aside, overridable
+from trainwright.paths import absolute
 from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.strategies import Strategy
-from trainwright.trainer.checkpoint_choice import Choice
-from trainwright.trainer.evaluate import Evaluation, evaluate
+from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
+from trainwright.trainer.evaluate import Evaluation, evaluate, predict
 from trainwright.trainer.fit import fit
-from trainwright.trainer.inputs import check_compile, choose_precision, choose_root
 from trainwright.trainer.logbook import format_table
 from trainwright.trainer.parts import (
     PARTS,
+    TRIAL,
     arranged_callbacks,
     arranged_loggers,
+    check_compile,
+    choose_precision,
     copied,
-    making_modules,
     set_switches,
     settings_of,
-    trial_arguments,
     with_the_modules,
 )
-from trainwright.trainer.predict import predict
-from trainwright.trainer.preparation import Request, choose_checkpoint, read_evaluation, read_fit
-from trainwright.trainer.remote_call import OWN_ARGUMENTS, call_remotely, changes
+from trainwright.trainer.preparation import Request, read_evaluation, read_fit
+from trainwright.trainer.remote_call import call_remotely, changes
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.saving import save_checkpoint
-from trainwright.trainer.settings import REPLACED, Settings, missing
+from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
-
-NOT_COPIED = (
-    "_arguments", "_fresh", "_settings", "_callbacks_of_module", "callbacks", "engine", "_loggers", "profiler", "run",
-)  # fmt: skip
-"""Attributes of a Trainer that its copy makes itself."""
 
 
 class Trainer(Status):
@@ -182,7 +178,9 @@ class Trainer(Status):
         self._fresh = {name: copied(given[name]) for name in PARTS}
         """Copies of parts that were given as objects, for another Trainer."""
         self._settings = settings_of(self._arguments)
-        root = choose_root(default_root_dir)
+        if not isinstance(default_root_dir, (str, os.PathLike, type(None))):
+            raise TypeError(f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}. Expected a path.")
+        root = absolute(default_root_dir or ".")
         self.profiler = resolve_profiler(profiler)
         self._loggers = arranged_loggers(logger, root, self._settings)
         self.callbacks = arranged_callbacks(callbacks, self._settings, self._loggers)
@@ -190,8 +188,6 @@ class Trainer(Status):
         self.engine = Engine(**places, precision=choose_precision(precision, plugins), can_call_workers=True)
         check_compile(self._settings.compile, self.engine.strategy)
         set_switches(self._settings)  # once nothing is left that could be refused
-        self._callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
-        """The callbacks of configure_callbacks, and those of the Trainer's own that they have replaced."""
         self.run = Run(self._parts(root), "fit", None, None, Choice(), None)
         """The present or the latest call; before the first one it has no module."""
 
@@ -232,7 +228,7 @@ class Trainer(Status):
         """
         self._refuse_nested("fit")
         path = self._ckpt_path if ckpt_path is None else ckpt_path
-        request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, path, verify, fresh)
+        request = read_fit(model, train_dataloaders, datamodule, path, verify, fresh)
         parts, choice = self._begin(request)
         if self.engine.num_workers:
             options = {"val_dataloaders": val_dataloaders, "verify": verify, "fresh": request.fresh}
@@ -261,9 +257,12 @@ class Trainer(Status):
         Args:
             changes: arguments that differ, such as callbacks= and max_steps=.
         """
-        settings = trial_arguments({**self._arguments, **self._fresh}, bool(self.loggers))
+        settings = {**self._arguments, **{name: copied(part) for name, part in self._fresh.items()}, **TRIAL}
+        settings["logger"] = SilentLogger() if self.loggers else False  # a step may write to self.logger
+        if overfit := settings["overfit_batches"]:  # it would set the validation's batches too
+            settings |= {"overfit_batches": 0.0, "limit_train_batches": overfit}
         with aside():
-            trial = Trainer(**{**settings, **changes})
+            trial = Trainer(**settings | changes)
         shown = replace(trial._settings, max_epochs=self.max_epochs, max_steps=self.max_steps)
         trial._trial_settings, trial._settings = trial._settings, shown
         return trial
@@ -364,10 +363,8 @@ class Trainer(Status):
                 A file, a link, a damaged checkpoint, and on an object store any checkpoint, are rejected. False rejects every
                 path that exists.
 
-        From on_train_batch_start to the schedulers' steps the save waits for the batch's end, or a resumed run would repeat it;
-        within an accumulation window for its end, since a checkpoint within an epoch holds no gradients; between an epoch's
-        last batch and the end of its validation, hooks and schedulers for that. It returns False then. A save of the weights
-        alone waits for a window only.
+        Within a batch, an accumulation window or an epoch's end the save waits for its end, and returns False. A save of the
+        weights waits for a window only.
 
         Raises:
             CheckpointError: on every rank.
@@ -385,9 +382,11 @@ class Trainer(Status):
         """
         self.run.stop.request_soon()
 
-    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
         """Return a context that makes modules in the run's dtype and on its device, without values if `empty_init`."""
-        return making_modules(self.engine, bool(empty_init))
+        with self.engine.precision.init_context(), torch.device("meta") if empty_init else self.engine.device:
+            yield
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only, and flush, so that a file of stdout and stderr has their lines in order."""
@@ -409,33 +408,8 @@ class Trainer(Status):
     def should_stop(self, value: bool) -> None:
         self.run.stop.request(value)
 
-    if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-        def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):  # a property failed, perhaps in the user's code: again, for its own error
-                return object.__getattribute__(self, name)
-            raise missing(name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the Trainer for a copy or a pickle: its arguments, parts, module and counters, not its processes.
-
-        The copy joins or starts its own as a new Trainer does; in a job of several processes, copy it on every rank.
-        """
-        arguments = {**self._arguments, **self._fresh}
-        return {
-            "arguments": {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS},
-            "others": (self.run.module, self._callbacks_of_module, self.run.state.plain()),
-            "parts": (self.callbacks, self.loggers, self.profiler),
-            "run": self.run.changes(),
-            "attributes": {name: each for name, each in vars(self).items() if name not in NOT_COPIED},
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Not type(self): a subclass's constructor may take other arguments.
-        Trainer.__init__(self, **state["arguments"])
-        self._take_parts(state["others"], *state["parts"])
-        self.run.load_changes(state["run"])
-        vars(self).update(state["attributes"])
+    def __reduce__(self) -> Any:
+        raise TypeError("A Trainer cannot be copied or pickled. Make another Trainer with the same arguments.")
 
     def _parts(self, root: str) -> Parts:
         settings = self._trial_settings or self._settings
@@ -443,23 +417,23 @@ class Trainer(Status):
 
     def _begin(self, request: Request) -> tuple[Parts, Choice]:
         """Return the parts of a call and its checkpoint, once the module has given its callbacks. Collective."""
-        # First: configure_callbacks may return the ModelCheckpoint that ckpt_path='best' or 'last' is about.
-        self.callbacks = self._callbacks_for(request.module, request.call)
-        parts = self._parts(self.run.root)
-        return parts, choose_checkpoint(parts, self.checkpoint_callbacks, request)
-
-    def _callbacks_for(self, module: Module, call: str) -> list[Callback]:
-        """Return the callbacks of a call: the Trainer's own, and this module's in place of an earlier module's."""
-        if call != "fit" and self.run.module is module:
-            return self.callbacks  # those of its fit, with what they have learned there
-        of_module, replaced = self._callbacks_of_module
-        own = [each for each in self.callbacks if each not in of_module] + replaced
-        merged = with_the_modules(own, hook_of(module, "configure_callbacks", Module)())
-        self._callbacks_of_module = (
-            [each for each in merged if each not in own],
-            [each for each in own if each not in merged],
+        # First: configure_callbacks may return the ModelCheckpoint that ckpt_path='best' or 'last' is about. An evaluation of
+        # the latest module keeps the callbacks of its fit, with their state.
+        if request.call == "fit" or self.run.module is not request.module:
+            returned = hook_of(request.module, "configure_callbacks", Module)()
+            self.callbacks = with_the_modules(self.callbacks, returned)
+        parts, callbacks = self._parts(self.run.root), self.checkpoint_callbacks
+        search = CheckpointSearch(
+            self.engine,
+            callbacks,
+            self.loggers,
+            self.run.root,
+            request.call,
+            request.verify,
+            is_trial=request.call == "fit" and bool(self.fast_dev_run),
+            say=self.print,
         )
-        return merged
+        return parts, search.choose(request.ckpt_path)
 
     def _measure(self, call: str, stage: str, given: tuple[Any, ...], verbose: bool) -> list[dict[str, float]]:
         def work(evaluation: Evaluation) -> list[dict[str, float]]:
@@ -515,7 +489,7 @@ class Trainer(Status):
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
         """Make a call in processes started for it; return its result."""
         self.run.stop.note_end(None)
-        others = (run.call, run.ckpt_path, self._callbacks_of_module, self.run.module is run.module, self.state.plain())
+        others = (run.call, run.ckpt_path, self.run.module is run.module, self.state.plain())
         try:
             result = call_remotely(run, call_in_worker, self._arguments, others, options)
         except KeyboardInterrupt as error:
@@ -527,9 +501,8 @@ class Trainer(Status):
     def _take_parts(self, others: tuple[Any, ...], *parts: Any) -> None:
         """Continue the work of a Trainer of another process, with copies of its parts, its module and its counters."""
         self.callbacks, self._loggers, self.profiler = parts
-        module, self._callbacks_of_module, state = others
-        parts_of_run = self._parts(self.run.root)
-        self.run = Run(parts_of_run, "fit", module, None, Choice(), None, Position.of_plain(state))
+        module, state = others
+        self.run = Run(self._parts(self.run.root), "fit", module, None, Choice(), None, Position.of_plain(state))
 
 
 def call_in_worker(
@@ -546,8 +519,8 @@ def call_in_worker(
     """Make a call of a Trainer on a rank of the job that was started for it; return what it has changed. Collective."""
     from trainwright.trainer import trainer as home  # the argument hides the class
 
-    call, path, callbacks_of_module, is_known, state = others
+    call, path, is_known, state = others
     trainer = home.Trainer(**Trainer)
-    trainer._take_parts((model if is_known else None, callbacks_of_module, state), callbacks, loggers, profiler)
+    trainer._take_parts((model if is_known else None, state), callbacks, loggers, profiler)
     result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
     return changes(trainer.run, result, folder)

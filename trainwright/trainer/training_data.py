@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.combined import ShardedCombination, shard
@@ -12,10 +12,6 @@ from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SPACING
 from trainwright.data.stateful_iterable import ONCE
 from trainwright.engine.engine import Engine
-from trainwright.errors import a_type_of
-from trainwright.rank_zero import rank_zero_warn
-from trainwright.trainer.inputs import iterators_of
-from trainwright.trainer.oversights import warn_of_dropped_samples
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource
@@ -54,8 +50,6 @@ class TrainData:
         self.most_batches: int | None = None
         self.validate_every: int | None = None
         """Batches between two validations. None to validate at an epoch's end, or by time."""
-        self.uneven: Mapping[int, list[int]] = {}
-        """The loader's uneven rounds (StatefulLoader.uneven)."""
 
     @property
     def loader(self) -> ShardedLoader | ShardedCombination:
@@ -104,17 +98,10 @@ class TrainData:
             ValueError: no batches, different lengths across ranks, or an interval that does not fit.
         """
         settings, engine = self._settings, self._engine
-        self._users = self._source.load(settings.trains_once(self._source.owner is not None))
+        self._users = self._source.load()
         self.close()  # the old workers end before new ones start
-        self._loader = loader = shard(
-            self._users,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            mode="train",
-            **self._options,
-        )
+        self._loader = loader = self._shard("train")
         loader.load_state_dict(position)
-        self.uneven = loader.uneven
         if self._pulls:
             loader.read_ahead()
         length, limit = limited(loader.length, settings.limit_train_batches), settings.limit_train_batches
@@ -131,24 +118,21 @@ class TrainData:
                 "too small). Give it data."
             )
         compare_first_draws(loader, engine.ranks, "training")
-        warn_of_dropped_samples(self._users)
         if self._validates:
             self._plan_validation()
         self._measure()
 
     def again(self) -> ShardedLoader | ShardedCombination:
         """Return another shard of the same loaders, at the start of the next epoch's order, as evaluations shard them."""
-        engine = self._engine
         one_by_one = isinstance(self._loader, ShardedCombination) and self._loader.combination == "sequential"
-        loader = shard(
-            self._users,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            mode="train" if one_by_one else "padded",  # padded does not support loaders that come one after the other
-            **self._options,
-        )
-        loader.set_epoch(engine.seed, self._state.epoch)
+        # "padded" does not support loaders that come one after the other.
+        loader = self._shard("train" if one_by_one else "padded")
+        loader.set_epoch(self._engine.seed, self._state.epoch)
         return loader
+
+    def _shard(self, mode: Any) -> ShardedLoader | ShardedCombination:
+        engine = self._engine
+        return shard(self._users, rank=engine.rank, world_size=engine.world_size, mode=mode, **self._options)
 
     def close(self) -> None:
         if self._loader is not None:
@@ -185,17 +169,6 @@ class TrainData:
             raise ValueError(
                 f"{origin} was saved after batch {state.batch} of its epoch, but the training loader has {whole} batches. "
                 "Resume with the data that it was saved with, or from a checkpoint of an epoch's end."
-            )
-
-    def warn_of_iterators(self) -> None:
-        """Warn of an iterator in a resumed run, since earlier epochs may have read another iterator."""
-        once = iterators_of(self._users) if self._state.epoch else []
-        if once:
-            rank_zero_warn(
-                f"the run continues in epoch {self._state.epoch}, and reads {a_type_of(once[0])} from its start as if "
-                "that were this epoch's: an iterator cannot say what earlier epochs have read. Pass one that begins there, or "
-                "an object whose __iter__ starts again.",
-                stacklevel=2,
             )
 
     def plan_states(self, window: int, callbacks: Iterable[ModelCheckpoint]) -> None:

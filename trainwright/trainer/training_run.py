@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.distributed.sync_points import SyncPoint
-from trainwright.engine.optimizers import SchedulerConfig, use_fused
+from trainwright.engine.optimizers import SchedulerConfig, check_scheduler, use_fused
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
 from trainwright.module import Module
@@ -26,7 +26,6 @@ from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.oversights import LONG_EPOCH, warn_of_evaluation_mode, watching
-from trainwright.trainer.plain_backwards import PlainBackwards
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import Phase
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
@@ -127,9 +126,7 @@ class TrainingRun(Run):
         """Results of the steps that the module's running optimizer_step has made."""
         self._is_watched = False
         """Whether an epoch has begun, during which the loop looks for oversights."""
-        self._plain_backwards = PlainBackwards()
         self.close_at_end(self._drop_batch)
-        self.close_at_end(self._plain_backwards.close)
 
     def prepare(self, accumulate: int, validation: LoaderSource | None) -> None:
         """Make the training data and the validation, once the strategy has chosen the batches of a step."""
@@ -208,7 +205,9 @@ class TrainingRun(Run):
         scheduler = next((each for each in returned if each is not None), None)
         # It is returned at each epoch's start, and replaces the others once.
         if scheduler is not None and all(config.scheduler is not scheduler for config in self.trained.schedulers):
-            self.take_schedulers([SchedulerConfig(scheduler)])
+            config = SchedulerConfig(scheduler)
+            check_scheduler(config, [unwrap_optimizer(self.optimizer)])
+            self.take_schedulers([config])
 
     def begin_windows(self) -> None:
         """Begin an epoch's windows, after the hooks of its start, which may freeze layers or change the windows' length."""
@@ -216,14 +215,6 @@ class TrainingRun(Run):
         if not self.plan.is_manual:  # otherwise gradients that on_train_epoch_start has sent backward wait for a step
             self.window.drop()
         self.engine.refresh_trainable()
-        strategy, is_scaled = self.engine.strategy, self.engine.precision.has_scaler
-        # A plain backward is neither averaged nor scaled.
-        if (
-            self.plan.is_manual
-            and (is_scaled or self.engine.world_size > 1)
-            and strategy.capabilities.gradients_are_parameters
-        ):
-            self._plain_backwards.watch(self.module)
         self.engine.sync_gradients(True)
         if self.settings.fused_optimizers:
             for optimizer in self.trained.optimizers:
@@ -244,7 +235,7 @@ class TrainingRun(Run):
         if self._is_watched:
             return pairs
         self._is_watched = True
-        warn_of_evaluation_mode(self.module, self.trained.optimizers)
+        warn_of_evaluation_mode(self.module)
         length = self.data.num_batches
         if length is not None and length <= LONG_EPOCH:
             return pairs
@@ -307,8 +298,7 @@ class TrainingRun(Run):
     def count_empty(self) -> None:
         """Count a batch for which training_step returned None, and warn if the run has begun with nothing else."""
         self.num_empty += 1
-        is_noticed = self.num_empty == TOO_MANY_EMPTY or self.state.progress.is_last_batch
-        if is_noticed and self.num_empty == self.state.total_batches + 1:
+        if self.num_empty == TOO_MANY_EMPTY == self.state.total_batches + 1:
             rank_zero_warn(
                 f"training_step returned None for the first {self.num_empty} batches, which skips them: nothing has been "
                 "trained. Did you forget the return statement?",
@@ -326,7 +316,6 @@ class TrainingRun(Run):
 
     def announce_step(self, optimizer: Optimizer) -> None:
         """Call the hooks before a step of manual optimization."""
-        self._plain_backwards.refuse()
         if self.hooks["on_before_optimizer_step"]:
             with self.engine.precision.step_context():  # where a step of automatic optimization calls them too
                 self.engine.strategy.finalize(optimizer)
@@ -336,9 +325,15 @@ class TrainingRun(Run):
         """Count a step of manual optimization; one within the module's optimizer_step once that has returned."""
         if self.module.automatic_optimization:
             self.step_results.append(result)
-        else:
-            self.state.count_manual_step(result.skipped)
-            self.window.drop()
+            return
+        needs_engine = self.engine.world_size > 1 or self.engine.precision.has_scaler
+        if needs_engine and not (self.state.step or self.window.has_gradients):
+            raise RuntimeError(
+                "an optimizer was stepped before any self.manual_backward(loss). The gradients of a plain loss.backward() are "
+                "neither averaged over the ranks nor scaled as 16-mixed needs it. Call self.manual_backward(loss) instead."
+            )
+        self.state.count_manual_step(result.skipped)
+        self.window.drop()
 
     def backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, weighted as its round is, and call the hooks."""
@@ -346,8 +341,7 @@ class TrainingRun(Run):
             self.window.hold_gradients()  # until an optimizer steps
             if self.batch is not None:
                 loss = self.window.scale(loss, self.batch.weight)
-        with self._plain_backwards.own():
-            super().backward(loss, send, options)
+        super().backward(loss, send, options)
 
     @property
     def enable_validation(self) -> bool:

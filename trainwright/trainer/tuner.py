@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder
-from trainwright.callbacks.learning_rate_finder import LearningRateFinder
-from trainwright.callbacks.learning_rate_search import LearningRateSearch
+from trainwright.callbacks.learning_rate_finder import LearningRateFinder, LearningRateSearch
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:

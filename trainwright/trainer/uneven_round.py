@@ -11,12 +11,11 @@ whose loader has ended repeats its last batch, as a dummy, because a step that c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +24,12 @@ from trainwright.distributed import collectives
 from trainwright.module import Module
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.stage import Shard
+from trainwright.trainer.vendor import Undo, restore_of, take_nothing_in
 from trainwright.value_kinds import is_collection, is_metric
-
-if TYPE_CHECKING:
-    from torchmetrics import Metric
 
 END: Any = object()
 OF_TORCH = frozenset(vars(Module()))
 """Attributes of every module."""
-
-Undo = Callable[[], None]
 
 
 class UnevenRound:
@@ -45,7 +40,7 @@ class UnevenRound:
         collector.begin_uneven_round(silent=is_dummy)
         self._undo: list[Undo] = []
         self._after: list[Undo] = [
-            _taking_nothing(child)
+            take_nothing_in(child)
             for child in (module.modules() if is_dummy else ())
             if is_metric(child) and child.dist_sync_on_step
         ]
@@ -64,7 +59,7 @@ class UnevenRound:
             if not is_metric(child):
                 self._undo.append(_of_module(child))
             elif not child.dist_sync_on_step:
-                self._undo.append(_of_metric(child))
+                self._undo.append(restore_of(child))
 
     def end(self) -> None:
         self._collector.end_uneven_round()
@@ -101,7 +96,7 @@ class Communication:
 @contextmanager
 def discarded(module: nn.Module, collector: MetricCollector | None) -> Iterator[None]:
     """Discard the values that the block logs and its updates of the module's torchmetrics."""
-    undo = [_of_metric(child) for child in module.modules() if is_metric(child)]
+    undo = [restore_of(child) for child in module.modules() if is_metric(child)]
     try:
         with nullcontext() if collector is None else collector.silenced():
             yield
@@ -160,32 +155,6 @@ def _with_batch(number: int, has_batch: bool, lengths: list[int | None]) -> list
     if len(known) == len(lengths):
         return [number < length for length in known]
     return [bool(rank_has) for rank_has in collectives.all_gather(torch.tensor(int(has_batch)))]
-
-
-def _of_metric(metric: Metric) -> Undo:
-    states, updates = metric._copy_state_dict(), metric._update_count
-
-    def restore() -> None:
-        for name, value in states.items():
-            setattr(metric, name, value)
-        metric._update_count, metric._computed = updates, None
-
-    return restore
-
-
-def _taking_nothing(metric: Metric) -> Undo:
-    """Let a Metric object that gathers at every step take part without a sample; return a function that ends that.
-
-    It keeps the samples that it gathers from the other ranks, as the Metric objects there do.
-    """
-    update = metric.__dict__["update"]
-
-    def take_nothing(*args: Any, **kwargs: Any) -> None:
-        metric._computed = None  # otherwise compute() would return its cached value and not gather
-        metric._update_count += 1
-
-    metric.__dict__["update"] = take_nothing
-    return partial(metric.__dict__.__setitem__, "update", update)
 
 
 def _of_module(module: nn.Module) -> Undo:

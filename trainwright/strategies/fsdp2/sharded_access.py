@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainwright.checkpoint.vendor import tree_leaves, tree_map_only
 from trainwright.strategies.base import StepForward
 from trainwright.strategies.fsdp2.vendor import record_versions, write_back
 from trainwright.strategies.fsdp2.wrap_policy import ROOT

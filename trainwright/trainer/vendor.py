@@ -1,11 +1,14 @@
-"""Metric objects: finds the torchmetrics objects of a module, computes them over all ranks, saves and resets them."""
+"""Metric objects: finds the torchmetrics objects of a module, computes them over all ranks, saves and resets them.
+
+The private names of torchmetrics' Metric were read in torchmetrics 1.4 to 1.9.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
-from functools import reduce
+from collections.abc import Callable, Iterable
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +23,8 @@ from trainwright.value_kinds import is_collection, is_metric
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+Undo = Callable[[], None]
 
 
 def found_at(module: nn.Module, path: str) -> Any:
@@ -66,12 +71,6 @@ def reset_metrics(module: nn.Module, keys: Iterable[Key]) -> None:
         (parent if is_collection(parent) else getattr(parent, name)).reset()
 
 
-def metrics_in_use(module: nn.Module) -> dict[str, int]:
-    """Return how often each of the module's Metric objects was updated since its reset, by path, without zeros."""
-    metrics = {path: child for path, child in module.named_modules() if is_metric(child)}
-    return {path: metric.update_count for path, metric in metrics.items() if metric.update_count}
-
-
 def states_of_metrics(module: nn.Module, paths: Iterable[str]) -> dict[str, Any]:
     """Return the states of Metric objects by path, as plain data and tensors, not copied."""
     states: dict[str, Any] = {}
@@ -108,6 +107,38 @@ def restore_metrics(module: nn.Module, states: dict[str, Any]) -> None:
             value = states[path]["states"][name]
             setattr(metric, name, to_device(value, list_device if isinstance(value, list) else metric.device))
         metric._update_count = states[path]["updates"]
+
+
+def restore_of(metric: Metric) -> Undo:
+    """Return a function that restores the present state of a Metric."""
+    states = {name: _copied(value) for name, value in metric.metric_state.items()}
+    updates = metric.update_count
+
+    def restore() -> None:
+        for name, value in states.items():
+            setattr(metric, name, value)
+        metric._update_count, metric._computed = updates, None
+
+    return restore
+
+
+def take_nothing_in(metric: Metric) -> Undo:
+    """Let a Metric object that gathers at every step take part without a sample; return a function that ends that.
+
+    It keeps the samples that it gathers from the other ranks, as the Metric objects there do.
+    """
+    update = metric.__dict__["update"]
+
+    def take_nothing(*args: Any, **kwargs: Any) -> None:
+        metric._computed = None  # otherwise compute() would return its cached value and not gather
+        metric._update_count += 1
+
+    metric.__dict__["update"] = take_nothing
+    return partial(metric.__dict__.__setitem__, "update", update)
+
+
+def _copied(value: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    return value.detach().clone() if isinstance(value, Tensor) else [*value]
 
 
 def _single(name: str, value: Any) -> Tensor:
