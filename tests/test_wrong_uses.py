@@ -218,14 +218,14 @@ CONSTRUCTION = [
     ("several at once", {"max_epochs": "3", "min_steps": -1}, ValueError, r"max_epochs='3': .*; min_steps=-1: "),
     ("min above max", {"min_epochs": 3, "max_epochs": 2}, ValueError, r"min_epochs=3 is above max_epochs=2"),
     ("barebones with a bar", {"barebones": True, "enable_progress_bar": True}, ValueError,
-     r"barebones=True .* leave out one"),
+     r"barebones=True .* Omit one"),
     ("checkpoints off, and on", {"enable_checkpointing": False, "callbacks": tw.ModelCheckpoint()}, ValueError,
-     r"enable_checkpointing=False, but callbacks= holds a ModelCheckpoint. Leave out one"),
+     r"enable_checkpointing=False, but callbacks= holds a ModelCheckpoint. Omit one"),
     ("callbacks, a class", {"callbacks": tw.ModelCheckpoint}, TypeError,
      r"callbacks= holds .*ModelCheckpoint.* instances of"),
     ("two of one state", {"callbacks": [tw.ModelCheckpoint(), tw.ModelCheckpoint()]}, ValueError,
      (r"callbacks= holds two of "
-     r"one state_key .*; give them settings or a state_key that differ")),
+     r"one state_key .*\. Give them settings or a state_key that differ")),
     ("logger, a name", {"logger": "tensorboard"}, TypeError,
      (r"logger= holds 'tensorboard', a str. Expected True, False or .*"
      r"TensorBoardLogger\(")),

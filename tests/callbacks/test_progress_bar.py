@@ -374,7 +374,5 @@ def test_a_bar_is_copied_without_its_terminal(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_bar_that_the_trainer_is_to_leave_out() -> None:
-    with pytest.raises(
-        ValueError, match=r"enable_progress_bar=False, but callbacks= holds a TQDMProgressBar. Leave out"
-    ):
+    with pytest.raises(ValueError, match=r"enable_progress_bar=False, but callbacks= holds a TQDMProgressBar. Omit"):
         tw.Trainer(callbacks=[tw.TQDMProgressBar()], enable_progress_bar=False)

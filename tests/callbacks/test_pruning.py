@@ -209,8 +209,6 @@ def test_what_it_refuses() -> None:
         ),
         ({"pruning_fn": "l1_unstructured", "amount": 1.5}, ValueError, "amount=1.5 is not accepted"),
         ({"pruning_fn": "l1_unstructured", "amount": True}, ValueError, "amount=True is not accepted"),
-        ({"pruning_fn": "l1_unstructured", "parameters_to_prune": [nn.Linear(1, 1)]}, TypeError, "pairs of a module"),
-        ({"pruning_fn": "l1_unstructured", "parameters_to_prune": []}, TypeError, "pass pairs of a module"),
     ):
         with pytest.raises(error, match=match):
             tw.ModelPruning(**settings)

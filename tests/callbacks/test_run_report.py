@@ -216,11 +216,11 @@ def test_enable_report_switches_the_report(tmp_path: Path) -> None:
     assert [count(), count(enable_report=True), count(enable_report=False), count(logger=False)] == [1, 1, 0, 0]
     assert [count(fast_dev_run=True), count(callbacks=tw.RunReport()), count(logger=tw.Logger())] == [0, 1, 0]
     assert count(logger=[tw.Logger(), tw.TensorBoardLogger(tmp_path)]) == 1
-    with pytest.raises(ValueError, match=r"enable_report=False, but callbacks= holds a RunReport. Leave out one"):
+    with pytest.raises(ValueError, match=r"enable_report=False, but callbacks= holds a RunReport. Omit one"):
         count(callbacks=tw.RunReport(), enable_report=False)
     with pytest.raises(ValueError, match=r"enable_report='no': expected True, False or None"):
         count(enable_report="no")
-    with pytest.raises(ValueError, match="barebones=True leaves out what costs time, but enable_report=True"):
+    with pytest.raises(ValueError, match="barebones=True omits what costs time, but enable_report=True"):
         tw.Trainer(barebones=True, enable_report=True)
     with pytest.warns(UserWarning, match=r"enable_report=True, but no logger in logger= writes a folder"):
         assert count(logger=False, enable_report=True) == 1

@@ -506,5 +506,5 @@ def test_estimated_steps_include_scheduled_windows(
 
 
 def test_two_limits_of_the_time_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_time=.* and a Timer in callbacks= both limit the time. Leave out one"):
+    with pytest.raises(ValueError, match=r"max_time=.* and a Timer in callbacks= both limit the time. Omit one"):
         tw.Trainer(max_time="00:01:00:00", callbacks=[tw.Timer("00:00:30:00")], **QUIET)

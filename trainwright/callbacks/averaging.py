@@ -192,23 +192,23 @@ class AveragedPieces:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        apart, in_model = (
-            checkpoint.tensors(name).keys() if name in checkpoint.sections else set[str]()
-            for name in (AVERAGE, TRAINING)
-        )
-        in_model = in_model - apart if is_model else set()
-        own = set(module.parameters())
-        parameters = {name for name, each in named_tensors(module) if each in own}
+        apart = _names_in(checkpoint, AVERAGE)
+        in_model = _names_in(checkpoint, TRAINING) - apart if is_model else set()
         self.join(strategy, module)
         pieces = strategy.model_pieces(module)
-        self._begin(piece for piece in pieces if piece.name in parameters & (apart | in_model))  # frozen since the save
+        self._begin(piece for piece in pieces if piece.name in apart | in_model)  # also those frozen since the save
         stored = [replace(each, tensor=self._averages[each.name]) for each in pieces if each.name in self._averages]
         if apart:
             checkpoint.read_into(AVERAGE, [piece for piece in stored if piece.name in apart])
+        averages = [piece for piece in stored if piece.name in in_model]
         if edited is not None:
-            fill([piece for piece in stored if piece.name in in_model & edited.keys()], edited)
+            fill([piece for piece in averages if piece.name in edited], edited)
         elif in_model:
-            checkpoint.read_into(MODEL, [piece for piece in stored if piece.name in in_model])
+            checkpoint.read_into(MODEL, averages)
+
+
+def _names_in(checkpoint: StoredCheckpoint, section: str) -> set[str]:
+    return set(checkpoint.tensors(section)) if section in checkpoint.sections else set()
 
 
 def _can_be_averaged(tensor: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.errors import a_type_of
+from trainwright.errors import a_type_of, did_you_mean
 from trainwright.module_hooks import AnyTrainer
 
 if TYPE_CHECKING:
@@ -319,10 +318,9 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in HOOKS:
-                near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)
                 raise TypeError(
-                    f"LambdaCallback was given {name!r}, which is not a hook; expected one of {', '.join(HOOKS)}. "
-                    f"Did you mean {near[0]!r}?"
+                    f"LambdaCallback was given {name!r}, which is not a hook; expected one of {', '.join(HOOKS)}."
+                    f"{did_you_mean(name, HOOKS)}"
                 )
             if function is not None and not callable(function):
                 raise TypeError(f"{name}={function!r} is {a_type_of(function)}; expected a function or None.")

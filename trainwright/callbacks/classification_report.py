@@ -223,21 +223,14 @@ class ClassificationReport(Callback):
 
     def _labels(self, step: str, outputs: Any) -> tuple[Tensor, Tensor]:
         """Return the numbers of the predicted and the actual classes in a step's output."""
-        tensors: list[Any] = [
-            outputs.get(key) if isinstance(outputs, Mapping) else None for key in (self.predictions, self.targets)
-        ]
-        if not all(isinstance(tensor, Tensor) for tensor in tensors):
-            kind = (
-                f"a dict with {', '.join(map(repr, outputs))}"
-                if isinstance(outputs, Mapping)
-                else type(outputs).__name__
-            )
+        keys = self.predictions, self.targets
+        if not isinstance(outputs, Mapping) or not all(isinstance(outputs.get(key), Tensor) for key in keys):
+            found = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
             raise TypeError(
-                f"ClassificationReport needs the tensors {self.predictions!r} and {self.targets!r} in the output of {step}, "
-                f"which is {kind}. Return {{'preds': scores, 'target': labels}}, or name other keys by predictions= and "
-                "targets=."
+                f"ClassificationReport needs a dict with the tensors {keys[0]!r} and {keys[1]!r} from {step}, which returned "
+                f"{found}. Return {{'preds': scores, 'target': labels}}, or name other keys by predictions= and targets=."
             )
-        predicted, actual = (tensor.detach() for tensor in tensors)
+        predicted, actual = (outputs[key].detach() for key in keys)
         has_scores = predicted.dim() == 2 and predicted.shape[1] > 1 and actual.dim() == 1
         if actual.is_floating_point() or not (
             has_scores or (predicted.dim() == actual.dim() and not predicted.is_floating_point())
@@ -251,11 +244,6 @@ class ClassificationReport(Callback):
                 "target.long()."
             )
         if has_scores:
-            if predicted.isnan().any():
-                raise ValueError(
-                    f"ClassificationReport: {step} returned scores ({self.predictions!r}) that are NaN, so no class is the "
-                    "highest; has the training diverged?"
-                )
             if self.num_classes is None:
                 self._confusion = _padded(self._confusion, predicted.shape[1])
             predicted = predicted.argmax(1)
@@ -266,16 +254,8 @@ class ClassificationReport(Callback):
         confusion, self._confusion = self._confusion.cpu(), EMPTY
         if trainer.sanity_checking:
             return
-        # Only cells with samples are sent: with many classes most are empty.
-        cells = confusion.nonzero()
-        entries = torch.cat([cells, confusion[cells[:, 0], cells[:, 1]].unsqueeze(1)], 1).tolist()
-        parts = trainer.engine.ranks.exchange([len(confusion), entries], "ClassificationReport")
-        count = self.num_classes or max(size for size, _ in parts)
-        total = torch.zeros(count, count, dtype=torch.long)
-        for actual, predicted, number in chain.from_iterable(entries for _, entries in parts):
-            total[actual, predicted] += number
+        total = self._sum_of_ranks(trainer, confusion)
         if not total.any():
-            self.scores.pop(stage, None)
             return
         scores = self.scores[stage] = ClassificationScores(total, self.class_names)
         table, prefix = scores.as_dict(), STAGES[stage]
@@ -291,6 +271,18 @@ class ClassificationReport(Callback):
             pixels = numpy.asarray(canvas.buffer_rgba())[..., :3].copy()
             for logger in loggers:
                 logger.log_images({f"{prefix}/confusion": pixels}, trainer.state.logged_step)
+
+    def _sum_of_ranks(self, trainer: TrainerProtocol, confusion: Tensor) -> Tensor:
+        """Return the sum of the confusion matrices of all ranks. Collective."""
+        # Only cells with samples are sent: with many classes most are empty.
+        cells = confusion.nonzero()
+        entries = torch.cat([cells, confusion[cells[:, 0], cells[:, 1]].unsqueeze(1)], 1).tolist()
+        parts = trainer.engine.ranks.exchange([len(confusion), entries], "ClassificationReport")
+        count = self.num_classes or max(size for size, _ in parts)
+        total = torch.zeros(count, count, dtype=torch.long)
+        for actual, predicted, number in chain.from_iterable(entries for _, entries in parts):
+            total[actual, predicted] += number
+        return total
 
 
 def _padded(matrix: Tensor, size: int) -> Tensor:

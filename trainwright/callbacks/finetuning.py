@@ -80,8 +80,6 @@ class BaseFinetuning(Callback):
         """Unfreeze the layers that train from this epoch on. Called at the start of every epoch, for every optimizer."""
         raise NotImplementedError("Override finetune_function, such as with self.unfreeze_and_add_param_group(...).")
 
-    # -- called by subclasses --------------------------------------------------------------------------------------------
-
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
         """Return the modules that hold parameters or have no children, each once, of a module or nested iterables."""
@@ -169,8 +167,6 @@ class BaseFinetuning(Callback):
         unfrozen = [each for each in wanted if each not in trained & present]  # batch norms may have trained all along
         if new := BaseFinetuning.filter_on_optimizer(optimizer, unfrozen):
             optimizer.add_param_group({"params": new, "lr": rate})
-
-    # -- hooks -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         groups = {str(index): added for index, added in self._groups.items()}

@@ -189,8 +189,6 @@ class LiveProgressBar(ProgressBar):
         self._stage = "train"
         """The loop whose bar is made: "train", "sanity", "validation", "test" or "predict"."""
 
-    # -- defined by a subclass -----------------------------------------------------------------------------------------
-
     def _can_be_live(self) -> bool:
         """Return whether bars can be shown where this process writes."""
         raise NotImplementedError
@@ -202,8 +200,6 @@ class LiveProgressBar(ProgressBar):
     def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> ScreenBar:
         """Show a new bar, `below` another if there is one. `leave` keeps it on the screen once it is closed."""
         raise NotImplementedError
-
-    # -- ProgressBar -------------------------------------------------------------------------------------------------------
 
     @property
     def is_enabled(self) -> bool:
@@ -223,16 +219,12 @@ class LiveProgressBar(ProgressBar):
     def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._close()
 
-    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self._begin_epoch(trainer)  # so that a subclass finds its bar here
-
     def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self._begin_epoch(trainer)
-
-    def _begin_epoch(self, trainer: TrainerProtocol) -> None:
         title, total = f"{self.train_description} {trainer.current_epoch}", _known(self.total_train_batches)
         self._stage = "train"
         self._begin(self._training, title, total, trainer.state.batch, leave=True)
+
+    on_train_start = on_train_epoch_start  # so that a subclass finds its bar here
 
     def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._training.is_due(batch_idx + 1):
@@ -284,14 +276,12 @@ class LiveProgressBar(ProgressBar):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
-        self._finish()
+        self._evaluation.move_to(self._evaluated)
+        self._evaluation.close()
         if self._training.bar is not None and not trainer.sanity_checking:
             self._training.bar.show(self.get_metrics(trainer, module))
 
-    def on_test_end(self, trainer: AnyTrainer, module: Module) -> None:
-        self._finish()
-
-    on_predict_end = on_test_end
+    on_test_end = on_predict_end = on_validation_end
 
     def _begin_evaluation(self, stage: str, numbers: list[int | float], *, leave: bool) -> None:
         """Show an evaluation of loaders with these numbers of batches."""
@@ -311,10 +301,6 @@ class LiveProgressBar(ProgressBar):
                 self._evaluation.move_to(batches)
             else:
                 self._evaluation.write_line(batches, "", self._lines_file())
-
-    def _finish(self) -> None:
-        self._evaluation.move_to(self._evaluated)
-        self._evaluation.close()
 
     def _begin(
         self, progress: LoopDisplay, title: str, total: int | None, count: int = 0, *, leave: bool, below: int = 0

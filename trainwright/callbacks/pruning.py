@@ -97,13 +97,8 @@ class ModelPruning(Callback):
             _check_amount(amount)
         self._method = _checked_method(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
         self._is_global, self._dim, self._norm = use_global_unstructured, pruning_dim, pruning_norm
-        pairs = None if parameters_to_prune is None else list(parameters_to_prune)
-        if pairs is not None and (not pairs or not all(isinstance(pair, (tuple, list)) for pair in pairs)):
-            raise TypeError(
-                f"parameters_to_prune={pairs!r:.80} is not accepted; pass pairs of a module and a parameter name, such as "
-                "[(model.layer, 'weight')], or None for all parameters."
-            )
-        self._pairs, self._names = pairs, tuple(parameter_names or self.PARAMETER_NAMES)
+        self._pairs = None if parameters_to_prune is None else list(parameters_to_prune)
+        self._names = tuple(parameter_names or self.PARAMETER_NAMES)
         self._amount, self._applies, self._rewinds = amount, apply_pruning, use_lottery_ticket_hypothesis
         self._verbose = verbose
         self._root: nn.Module | None = None
@@ -240,9 +235,7 @@ class ModelPruning(Callback):
     @torch.no_grad()
     def _choose(self, chosen: dict[str, Any], epoch: int) -> None:
         """Set the new masks of pruned elements, and whether the weights rewind, if any are pruned. Called on rank 0."""
-        applies, rewinds, amount = [
-            setting(epoch) if callable(setting) else setting for setting in (self._applies, self._rewinds, self._amount)
-        ]
+        applies, rewinds, amount = (_at(epoch, value) for value in (self._applies, self._rewinds, self._amount))
         _check_amount(amount)
         if not applies or not amount:
             return
@@ -301,6 +294,10 @@ class ModelPruning(Callback):
 def _paths(module: nn.Module) -> dict[int, str]:
     """Return the names of the modules within a module, by their ids."""
     return {id(each): clean_name(name) for name, each in module.named_modules()}
+
+
+def _at(epoch: int, setting: Any) -> Any:
+    return setting(epoch) if callable(setting) else setting
 
 
 def _check_amount(amount: Any) -> None:

@@ -73,9 +73,7 @@ def explain(
 ) -> str:
     """Return a clearer message than jsonargparse's, with the line in the config.
 
-    Args:
-        is_reading: whether the error has ended the reading of the latest config.
-        names: the names of all arguments of the parser.
+    `is_reading` means that the error has ended the reading of the latest config. `names` are those of all arguments.
     """
     title = sources[-1].title if is_reading else ""
     if message.startswith("Problems parsing config: "):

@@ -358,18 +358,12 @@ def predict(evaluation: Evaluation, return_predictions: bool, *, own_only: bool 
     evaluate(evaluation, keep=keep if return_predictions else None)
     if not return_predictions:
         return None
-    found = [kept.get(loader, {}) for loader in range(len(evaluation.loaders))]
-    gathered = [gather_outputs(each) if gathers else each for each in found]
-    predictions = [[outputs[number] for number in sorted(outputs)] for outputs in gathered]
+    ranks = [decode(*nest) for nest in gather_nests(*encoded(kept))] if gathers else [kept]
+    predictions = []
+    for loader in range(len(evaluation.loaders)):
+        outputs_of = {number: outputs for rank in ranks for number, outputs in rank.get(loader, {}).items()}
+        predictions.append([outputs_of[number] for number in sorted(outputs_of)])
     return predictions[0] if len(predictions) == 1 else predictions
-
-
-def gather_outputs(own: dict[int, Any]) -> dict[int, Any]:
-    """Return the outputs of all ranks by the number of their batch. Collective: call on every rank."""
-    gathered: dict[int, Any] = {}
-    for plain, tensors in gather_nests(*encoded(own)):
-        gathered.update(decode(plain, tensors))
-    return gathered
 
 
 def encoded(outputs: dict[int, Any]) -> tuple[Any, dict[str, Tensor]]:

@@ -111,7 +111,7 @@ class MetricCollector:
                     self.log(f"{name}/{key}", part, settings, batch_size)
                 return
             logged = self._begin(name, LogSettings(*settings), logged)
-        if not isinstance(value, (Tensor, float)) and is_metric(value):
+        if type(value) not in (Tensor, float) and is_metric(value):
             self._log_metric(logged, value)
             return
         if logged.is_ignored:

@@ -22,7 +22,7 @@ from trainwright.trainer.uneven_round import discarded
 
 
 def run_training_step(run: TrainingRun, batch: Batch) -> Any:
-    """Return the outputs of training_step on a batch; None for a batch that is None, which is skipped."""
+    """Return the outputs of training_step on a batch, or None for a batch that is None, which is skipped."""
     if not batch.arguments:
         return skip_none(run.engine.world_size)
     outputs = run.engine.run(run.module, "training_step", *batch.arguments)
@@ -32,7 +32,7 @@ def run_training_step(run: TrainingRun, batch: Batch) -> Any:
 
 
 def read_loss(outputs: Any, world_size: int) -> Tensor | None:
-    """Return the loss in training_step's outputs; None to skip the batch."""
+    """Return the loss in training_step's outputs, or None to skip the batch."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
@@ -240,7 +240,7 @@ def closure_is_wanted(accumulate: int, engine: Any, optimizer: Optimizer) -> boo
     can_be_given = accumulate == 1 and engine.precision.takes_closure and engine.strategy.capabilities.takes_closure
     if needs_closure(optimizer) and not can_be_given:
         raise ValueError(
-            f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times; that "
+            f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times. That "
             f"cannot be done with accumulate_grad_batches={accumulate}, precision={engine.precision.name!r} and "
             f"strategy={engine.strategy.name!r}. Use accumulate_grad_batches=1, a precision without a loss scale, and one "
             "device or ddp, or choose another optimizer."
@@ -268,7 +268,7 @@ def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: boo
 
 
 def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
-    """Return rank 0's value of the metric that a scheduler follows; None, with a warning, if it is optional and missing.
+    """Return rank 0's value of the metric that a scheduler follows, or None, with a warning, if it is optional and missing.
 
     Collective: call on every rank, whatever it has logged itself.
     """

@@ -78,9 +78,9 @@ def watching(
     processes: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Any]:
-    """Return the same batches; a warning comes after the first ones if training waits for them while cores are idle.
+    """Return the same batches, and warn after the first ones if training waits for them while cores are idle.
 
-    `processes` are those of this node, which divide its cores.
+    `processes` is their number on this node, which divide its cores.
     """
     cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // processes
     fewest = min(getattr(loader, "num_workers", cores) for loader in parts_of(loaders))

@@ -66,6 +66,8 @@ def arranged_callbacks(callbacks: Any, settings: Settings, loggers: Sequence[Log
         ValueError: two have the same state_key, or a setting forbids one.
     """
     passed = _as_list(callbacks, Callback, "callbacks= holds")
+    for callback in passed:
+        _refuse_conflict(callback, settings)
     writes_files = any(isinstance(logger, FolderLogger) for logger in loggers)
     if settings.enable_report and not writes_files and not settings.fast_dev_run:
         rank_zero_warn(
@@ -74,27 +76,31 @@ def arranged_callbacks(callbacks: Any, settings: Settings, loggers: Sequence[Log
             stacklevel=3,
         )
     before, after = list[Callback](), list[Callback]()
-    for switch, kind, default, forbidden in DEFAULTS:
+    for switch, kind, default, _ in DEFAULTS:
         wanted = getattr(settings, switch)
-        rejected = next((callback for callback in passed if isinstance(callback, forbidden)), None)
-        if wanted is False and rejected is not None:
-            raise ValueError(f"{switch}=False, but callbacks= holds {a_type_of(rejected)}. Leave out one of the two.")
         is_report = kind is RunReport
         if wanted is None:
             wanted = writes_files or not is_report
         if wanted and not any(isinstance(callback, kind) for callback in passed):
             (after if is_report else before).append(default())
     if settings.max_time is not None:
-        if any(isinstance(callback, Timer) for callback in passed):
-            raise ValueError(
-                f"max_time={settings.max_time!r} and a Timer in callbacks= both limit the time. Leave out one of the two."
-            )
         before.append(Timer(settings.max_time))
     return _in_order([*before, *passed, *after])
 
 
+def _refuse_conflict(callback: Callback, settings: Settings) -> None:
+    """Raise ValueError for a callback that a setting forbids."""
+    for switch, _, _, forbidden in DEFAULTS:
+        if getattr(settings, switch) is False and isinstance(callback, forbidden):
+            raise ValueError(f"{switch}=False, but callbacks= holds {a_type_of(callback)}. Omit one of the two.")
+    if settings.max_time is not None and isinstance(callback, Timer):
+        raise ValueError(
+            f"max_time={settings.max_time!r} and a Timer in callbacks= both limit the time. Omit one of the two."
+        )
+
+
 def with_the_modules(callbacks: Sequence[Callback], returned: Any) -> list[Callback]:
-    """Return the callbacks with those of configure_callbacks, which replace their class; TypeError if one is not a Callback."""
+    """Return the callbacks with those of configure_callbacks, which replace their class (TypeError)."""
     new = _as_list(returned, Callback, "configure_callbacks returned")
     kinds = {type(callback) for callback in new}
     return _in_order([*(callback for callback in callbacks if type(callback) not in kinds), *new])
@@ -115,14 +121,14 @@ def _in_order(callbacks: list[Callback]) -> list[Callback]:
     """Return the callbacks with the checkpoints last, as Lightning does. HookTable calls them by priority.
 
     Raises:
-        ValueError: two have the same state_key, so that a checkpoint could keep the state of only one; or two are bars.
+        ValueError: two have the same state_key, so that a checkpoint could keep the state of only one, or two are bars.
     """
     keys = [each.state_key for each in callbacks if is_overridden("state_dict", each, Callback)]
     twins = sorted({key for key in keys if keys.count(key) > 1})
     if twins:
         raise ValueError(
-            f"callbacks= holds two of one state_key ({', '.join(twins)}), so a checkpoint could keep the state of only one; "
-            "give them settings or a state_key that differ."
+            f"callbacks= holds two of one state_key ({', '.join(twins)}), so a checkpoint could keep the state of only one. "
+            "Give them settings or a state_key that differ."
         )
     bars = [type(each).__name__ for each in callbacks if isinstance(each, ProgressBar)]
     if len(bars) > 1:
@@ -133,9 +139,9 @@ def _in_order(callbacks: list[Callback]) -> list[Callback]:
 
 
 def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]:
-    """Return the loggers of logger=, in a trial run one that writes nothing; TypeError if it is neither bool nor loggers."""
+    """Return the loggers of logger=, in a trial run one that writes nothing (TypeError for other objects)."""
     if settings.barebones and logger:
-        raise ValueError(f"barebones=True leaves out the loggers, but logger={logger!r} asks for one. Leave out one.")
+        raise ValueError(f"barebones=True omits the loggers, but logger={logger!r} asks for one. Omit one.")
     if settings.barebones or logger is False:
         return []
     expected = "Expected True, False or Logger instances, such as CSVLogger(...) and TensorBoardLogger(...)."
@@ -165,7 +171,7 @@ def set_switches(settings: Settings) -> None:
 def choose_precision(precision: Any, plugins: Any) -> Any:
     """Return the precision chosen by precision= or plugins= (TypeError for another plug-in, ValueError for two precisions)."""
     expected = (
-        "Expected a Precision. Pass a strategy as strategy=. Leave out environments, checkpoint IO and layer synchronisation: "
+        "Expected a Precision. Pass a strategy as strategy=. Omit environments, checkpoint IO and layer synchronisation: "
         "a job is detected, checkpoints have one format, and sync_batchnorm=True synchronises."
     )
     for plugin in _as_list(plugins, Precision, "plugins= holds", expected):
@@ -187,7 +193,7 @@ def check_compile(compile: Any, strategy: Strategy) -> None:
 
 
 def copied(part: Any) -> Any:
-    """Return a copy of a part; the part itself if it has none."""
+    """Return a copy of a part, or the part itself if it has none."""
     try:
         return copy.deepcopy(part)
     except Exception:  # a part of any kind, which another Trainer then shares

@@ -34,7 +34,7 @@ OWN_PARTS = (
 
 
 def prepare_fit(run: TrainingRun) -> None:
-    """Wrap the module and make its optimizers; ValueError for settings that its optimization rules out. Collective."""
+    """Wrap the module and make its optimizers (ValueError for settings that its optimization rules out). Collective."""
     settings, engine, module = run.settings, run.engine, run.module
     is_manual = not module.automatic_optimization
     if is_manual and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val):
@@ -57,7 +57,7 @@ def prepare_fit(run: TrainingRun) -> None:
     )
     engine.prepare_module(module, optimization)
     run.prepare(optimization.accumulate, find_validation(run))  # setup() may have added hooks
-    # Loaders that the call was given are checked before anything is run; hooks are called when it is their turn.
+    # Loaders that the call was given are checked before anything is run. Hooks are called when it is their turn.
     if run.source.owner is None:
         run.data.load()
         if run.validation is not None and run.validation.source.owner is None:
@@ -69,7 +69,7 @@ def prepare_fit(run: TrainingRun) -> None:
 
 
 def prepare_optimizers(run: TrainingRun) -> bool:
-    """Make the module's optimizers and schedulers; return whether the optimizer's step gets a closure. Collective."""
+    """Make the module's optimizers and schedulers, and return whether the optimizer's step gets a closure. Collective."""
     engine, module, is_manual = run.engine, run.module, not run.module.automatic_optimization
     returned = run.profiler.timed(module.configure_optimizers, "[module] configure_optimizers")()
     makes_none = returned is None and engine.strategy.capabilities.makes_optimizer

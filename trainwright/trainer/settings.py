@@ -54,7 +54,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The limits, intervals and switches of a run; the Trainer's docstring says what each means."""
+    """The limits, intervals and switches of a run, as the Trainer's docstring describes them."""
 
     num_nodes: int = 1
     fast_dev_run: bool | int = False
@@ -155,7 +155,7 @@ class Settings:
             )  # fmt: skip
             wanted = ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name))
             if wanted:
-                yield f"barebones=True leaves out what costs time, but {wanted} asks for it; leave out one"
+                yield f"barebones=True omits what costs time, but {wanted} asks for it. Omit one"
 
     @property
     def effective(self) -> Settings:
@@ -180,7 +180,7 @@ class Settings:
 
     @property
     def last_epoch(self) -> int | None:
-        """The number of epochs to train; None if unlimited."""
+        """The number of epochs to train, or None if unlimited."""
         if self.max_epochs is None:
             return DEFAULT_MAX_EPOCHS if self.max_steps == -1 and self.max_time is None else None
         return None if self.max_epochs == -1 else self.max_epochs
@@ -195,12 +195,12 @@ class Settings:
 
     @property
     def log_every(self) -> int:
-        """The steps between two rows of step values; 0 for none."""
+        """The steps between two rows of step values, 0 for none."""
         return 50 if self.log_every_n_steps is None else self.log_every_n_steps
 
     @property
     def sanity_steps(self) -> int:
-        """The validation batches to run before training; -1 for all."""
+        """The validation batches to run before training, -1 for all."""
         given = self.num_sanity_val_steps
         return 2 if given is None else -1 if given == float("inf") else given
 
@@ -210,7 +210,7 @@ class Settings:
 
     @property
     def validation_seconds(self) -> float | None:
-        """The time between two validations; None if they are not due by time."""
+        """The time between two validations, or None if they are not due by time."""
         interval = self.val_check_interval
         if interval is None or isinstance(interval, (int, float)):
             return None

@@ -147,7 +147,7 @@ class StepArguments:
 
 
 def read_step(module: Module, name: str, num_loaders: int = 1, are_named: bool = False) -> StepArguments:
-    """Return the arguments that a module's step takes; `are_named`: all loaders have names, or need none.
+    """Return the arguments that a module's step takes. `are_named`: all loaders have names, or need none.
 
     Raises:
         TypeError: it requires other arguments than the batch and the two indices, or takes no loader's index although there
@@ -163,7 +163,7 @@ def read_step(module: Module, name: str, num_loaders: int = 1, are_named: bool =
         raise TypeError(
             f"{step} cannot be called: it is given the batch, and {' and '.join(given)} if it takes more, by position."
         )
-    # Values logged by several loaders need names that tell them apart; predictions are a list for each loader.
+    # Values logged by several loaders need names that tell them apart. Predictions are a list for each loader.
     if num_loaders > 1 and 3 not in counts and not are_named and name != "predict_step":
         raise TypeError(
             f"{step} takes no dataloader_idx, but there are {num_loaders} loaders. Add a third argument, dataloader_idx=0, or "

@@ -38,7 +38,7 @@ C = TypeVar("C", bound=Callback)
 
 
 class Forwarded(Generic[T]):
-    """A read-only attribute of the Trainer, found at `path` among its parts; `default` is shown for None."""
+    """A read-only attribute of the Trainer, found at `path` among its parts. `default` is shown for None."""
 
     def __init__(self, path: str, doc: str, default: Any = None) -> None:
         self._read, self._default, self.__doc__ = attrgetter(path), default, doc
@@ -102,7 +102,7 @@ class Status:
     strategy = Forwarded[Strategy]("engine.strategy", "The strategy.")
     accelerator = Forwarded[str]("engine.device.type", "The kind of device, by torch's name for it.")
     precision = Forwarded[str]("engine.precision.name", "The precision's name, such as '16-mixed'.")
-    precision_plugin = Forwarded[Precision]("engine.precision", "The precision; in '16-mixed' it has the loss scaler.")
+    precision_plugin = Forwarded[Precision]("engine.precision", "The precision. In '16-mixed' it has the loss scaler.")
     global_rank = Forwarded[int]("engine.rank", "The number of this process in the job, from 0.")
     local_rank = Forwarded[int]("engine.local_rank", "The number of this process on its node, from 0.")
     node_rank = Forwarded[int]("engine.environment.node_rank", "The number of this node in the job, from 0.")
@@ -110,7 +110,7 @@ class Status:
 
     @property
     def world_size(self) -> int:
-        """Return the number of processes of the job; if each call starts the job, of the next one."""
+        """Return the number of processes of the job, or of the next job if each call starts one."""
         return self.engine.num_workers or self.engine.world_size
 
     @property
@@ -120,7 +120,7 @@ class Status:
 
     @property
     def device_ids(self) -> list[int]:
-        """Return the numbers of the devices of this node's processes; those of the processes on a CPU."""
+        """Return the numbers of the devices of this node's processes, or their own numbers on a CPU."""
         given = device_numbers(self._arguments["devices"], self.engine.device.type)
         return given or (list(range(self.num_devices)) if self.num_devices > 1 else [self.engine.device.index or 0])
 
@@ -138,7 +138,7 @@ class Status:
 
     @property
     def ckpt_path(self) -> str | None:
-        """Return the checkpoint that the run was given; between two runs, set it for the calls that are given none."""
+        """Return the checkpoint that the run was given. Set it between two runs for later calls without one."""
         return self.run.ckpt_path if self.run.running_call is not None or self._ckpt_path is None else self._ckpt_path
 
     @ckpt_path.setter
@@ -149,7 +149,7 @@ class Status:
 
     @property
     def loggers(self) -> list[Logger]:
-        """Return the loggers; set them between two runs, as the argument `logger`."""
+        """Return the loggers. Set them between two runs, as the argument `logger`."""
         return self._loggers
 
     @loggers.setter
@@ -167,7 +167,7 @@ class Status:
 
     @property
     def log_dir(self) -> str | None:
-        """Return the first logger's folder of this run; without loggers default_root_dir, and None if none has a folder."""
+        """Return the first logger's folder of this run, default_root_dir without loggers, and None if none has a folder."""
         if not self.loggers:
             return self.default_root_dir
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
@@ -203,29 +203,29 @@ class Status:
         """Return the progress bar, if any."""
         return self._first(ProgressBar)
 
-    max_epochs = Setting[int]("last_epoch", "The number of epochs to train; -1 for no limit.", -1)
+    max_epochs = Setting[int]("last_epoch", "The number of epochs to train, -1 for no limit.", -1)
     min_epochs = Setting[int | None]("min_epochs", "Epochs that are trained even if should_stop is set.")
-    max_steps = Setting[int]("max_steps", "Optimizer steps to train; -1 for no limit.")
+    max_steps = Setting[int]("max_steps", "Optimizer steps to train, -1 for no limit.")
     min_steps = Setting[int | None]("min_steps", "Steps that are trained even if should_stop is set.")
     limit_train_batches = Setting[Batches]("limit_train_batches", "Batches of an epoch: a number or a fraction.", 1.0)
     limit_val_batches = Setting[Batches]("limit_val_batches", "Batches of a validation: a number or a fraction.", 1.0)
     limit_test_batches = Setting[Batches]("limit_test_batches", "Batches of a test: a number or a fraction.", 1.0)
     limit_predict_batches = Setting[Batches]("limit_predict_batches", "Batches to predict, or a fraction.", 1.0)
-    overfit_batches = Setting[Batches]("overfit", "The number or fraction of batches to overfit; 0.0 for none.", 0.0)
+    overfit_batches = Setting[Batches]("overfit", "The number or fraction of batches to overfit, 0.0 for none.", 0.0)
     val_check_interval = Setting[Any]("val_check_interval", "A fraction of an epoch, batches, or a time.", 1.0)
     check_val_every_n_epoch = Setting[int | None]("check_val_every_n_epoch", "Epochs between two validations.")
-    num_sanity_val_steps = Setting[Batches]("shown_sanity_steps", "Validation batches before training; inf for all.")
+    num_sanity_val_steps = Setting[Batches]("shown_sanity_steps", "Validation batches before training, inf for all.")
     reload_dataloaders_every_n_epochs = Setting[int]("reload_dataloaders_every_n_epochs", "0 for never.")
-    log_every_n_steps = Setting[int]("log_every", "Steps between two rows of step values; 0 for none.")
+    log_every_n_steps = Setting[int]("log_every", "Steps between two rows of step values, 0 for none.")
     gradient_clip_val = Setting[float | None]("gradient_clip_val", "The limit of the gradients.")
     gradient_clip_algorithm = Setting[str | None]("gradient_clip_algorithm", '"norm" or "value".')
     enable_autolog_hparams = Setting[bool]("enable_autolog_hparams", "Whether loggers get the hyper-parameters.")
-    fast_dev_run = Forwarded[bool | int]("_settings.fast_dev_run", "Batches of a trial run; False in a real run.")
-    barebones = Forwarded[bool]("_settings.barebones", "Whether everything that adds overhead is left out.")
+    fast_dev_run = Forwarded[bool | int]("_settings.fast_dev_run", "Batches of a trial run, False in a real run.")
+    barebones = Forwarded[bool]("_settings.barebones", "Whether everything that adds overhead is off.")
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches of one optimizer step; a callback may change it at an epoch's start."""
+        """Batches of one optimizer step. A callback may change it at an epoch's start."""
         return self.run.trained.accumulate_grad_batches
 
     @accumulate_grad_batches.setter
@@ -236,12 +236,12 @@ class Status:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Return the number of optimizer steps that the fit will make; math.inf without a limit.
+        """Return the number of optimizer steps that the fit will make, or math.inf without a limit.
 
         It loads the training data if that is not loaded yet, as in setup and configure_optimizers. Collective then.
 
         Raises:
-            RuntimeError: before a fit, unless max_steps alone limits it.
+            RuntimeError: before a fit, unless only max_steps limits it.
         """
         last, most = self._settings.last_epoch, self._settings.max_steps
         limit = math.inf if most == -1 else most
@@ -285,7 +285,7 @@ class Status:
     sanity_checking = Forwarded[bool]("run.state.progress.is_sanity_check", "Whether the sanity check runs.")
     is_dummy_batch = Forwarded[bool]("run.logbook.is_silenced", "Whether this rank has no sample for the batch.")
     enable_validation = Forwarded[bool]("run.enable_validation", "Whether this fit validates.")
-    interrupted = Forwarded[bool]("run.stop.was_cut", "Whether an exception, such as that of Ctrl-C, ended the run.")
+    interrupted = Forwarded[bool]("run.stop.was_cut", "Whether an exception, such as Ctrl-C, ended the run.")
 
     @property
     def is_last_batch(self) -> bool:
@@ -299,7 +299,7 @@ class Status:
 
     @property
     def validating(self) -> bool:
-        """Return whether a validation runs, within fit too; the sanity check does not count."""
+        """Return whether a validation runs, within fit too, but not the sanity check."""
         is_within_fit = self.run.running_call == "fit" and self.run.state.progress.is_evaluating
         return self.run.running_call == "validate" or (is_within_fit and not self.sanity_checking)
 

@@ -56,13 +56,13 @@ from trainwright.trainer.training_run import TrainingRun
 
 
 class Trainer(Status):
-    """Trains, validates, tests and predicts with a Module; strategy, precision, callbacks and loggers are its parts.
+    """Trains, validates, tests and predicts with a Module. Strategy, precision, callbacks and loggers are its parts.
 
     Args:
         accelerator: "auto" (whichever accelerator torch has here, else the CPU), "gpu", "cpu", or a torch device type such as
             "cuda" (ROCm too), "mps", "xpu" or a registered backend's.
         strategy: how processes share the work: "auto" (single_device, or ddp on several processes), a name, or a Strategy.
-        devices: number of processes on this node, one per device; a list of device numbers; -1 for all devices (CPU: all
+        devices: number of processes on this node, one per device, or a list of device numbers, or -1 for all devices (CPU: all
             cores). "auto": the launcher's number if launched, otherwise all GPUs, otherwise 1.
         num_nodes: nodes of the job. torchrun, srun or `trainwright launch` starts more than one, or the script on each node
             with NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
@@ -71,35 +71,35 @@ class Trainer(Status):
         logger: True for the CSV logger, False for none, a Logger or a list of them.
         callbacks: a Callback or a list of them.
         fast_dev_run: run this many batches (True: one) in each loop, and write nothing.
-        max_epochs: epochs to train; None is 1000 unless max_steps or max_time is given, -1 no limit.
+        max_epochs: epochs to train, None is 1000 unless max_steps or max_time is given, -1 no limit.
         min_epochs, min_steps: what is trained even if should_stop is set before.
-        max_steps: optimizer steps to train; -1 for no limit.
+        max_steps: optimizer steps to train, -1 for no limit.
         max_time: time to train: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch on each rank, as
-            a number (int) or a fraction (float); None for all.
+            a number (int) or a fraction (float), None for all.
         overfit_batches: train and validate on this number or fraction of batches, without shuffling.
         val_check_interval: validate within an epoch after each such fraction of it (float), number of training batches (int)
-            or time (as max_time); None to validate at its end.
-        check_val_every_n_epoch: epochs between two validations; None lets val_check_interval count across epochs.
-        num_sanity_val_steps: validation batches to run before training; -1 for all, None for 2.
-        log_every_n_steps: steps between two rows of step values in the loggers; None for 50, 0 for no rows.
+            or time (as max_time), None to validate at its end.
+        check_val_every_n_epoch: epochs between two validations, None lets val_check_interval count across epochs.
+        num_sanity_val_steps: validation batches to run before training, -1 for all, None for 2.
+        log_every_n_steps: steps between two rows of step values in the loggers, None for 50, 0 for no rows.
         enable_checkpointing, enable_progress_bar, enable_model_summary: add the default callback.
-        enable_report: add RunReport, which writes report.html into the run's folder; None if a logger of files has one.
+        enable_report: add RunReport, which writes report.html into the run's folder, None if a logger of files has one.
         accumulate_grad_batches: batches of one optimizer step.
-        gradient_clip_val: the limit of the gradients; None for no limit.
+        gradient_clip_val: the limit of the gradients, None for no limit.
         gradient_clip_algorithm: "norm" (the total norm) or "value" (each element).
         deterministic: use torch's deterministic algorithms: True, or "warn" to only warn if an operation has none.
         benchmark: let cuDNN try which algorithm is the fastest.
         inference_mode: validate, test and predict under torch.inference_mode instead of torch.no_grad. Tensors that the module
             or a metric makes there cannot be trained with later.
-        use_distributed_sampler: shard the data over the ranks; False if the loaders do that themselves.
+        use_distributed_sampler: shard the data over the ranks, False if the loaders do that themselves.
         profiler: "simple", "advanced", "pytorch", or a Profiler.
         detect_anomaly: have autograd name the operation that made a NaN.
         barebones: disable everything that adds overhead: logging, checkpoints, progress bar, summary, sanity check.
         plugins: a Precision.
         sync_batchnorm: compute batch norm over all ranks.
-        reload_dataloaders_every_n_epochs: epochs after which the loader hooks are called again; 0 for never.
-        default_root_dir: the folder of logs and checkpoints, a path or an fsspec URL; None for the working directory.
+        reload_dataloaders_every_n_epochs: epochs after which the loader hooks are called again, 0 for never.
+        default_root_dir: the folder of logs and checkpoints, a path or an fsspec URL, None for the working directory.
         enable_autolog_hparams: write the hyper-parameters to the loggers.
         compile: True, or a dict of torch.compile's options: compile in place the submodules that the steps call.
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
@@ -170,7 +170,7 @@ class Trainer(Status):
         fused_optimizers: bool = True,
         **unknown: Any,
     ) -> None:
-        # First, while the local variables are the arguments alone.
+        # First, while the local variables are only the arguments.
         given = locals()
         self._arguments = {name: value for name, value in given.items() if name not in ("self", "unknown")}
         refuse_unknown("Trainer", unknown, self._arguments, REPLACED)
@@ -189,7 +189,7 @@ class Trainer(Status):
         check_compile(self._settings.compile, self.engine.strategy)
         set_switches(self._settings)  # once nothing is left that could be refused
         self.run = Run(self._parts(root), "fit", None, None, Choice(), None)
-        """The present or the latest call; before the first one it has no module."""
+        """The present or the latest call. Before the first one it has no module."""
 
     @refuses_unknown
     def fit(
@@ -209,7 +209,7 @@ class Trainer(Status):
             model: has training_step and configure_optimizers, and validation_step to be validated.
             train_dataloaders: a DataLoader or an iterable of batches; several in a list, a dict or a CombinedLoader; or a
                 DataModule. None: the module's train_dataloader hook.
-            val_dataloaders: the same for validation; a dict's keys name the loaders.
+            val_dataloaders: the same for validation. A dict's keys name the loaders.
             datamodule: a DataModule, instead of the loaders.
             ckpt_path: the checkpoint to resume from: a path; "best"; "last", the newest of ModelCheckpoint's folder, which
                 must be complete; or "auto", the newest complete one if any, so that the same command can be repeated until the
@@ -218,7 +218,7 @@ class Trainer(Status):
             verify: how the checkpoint is checked before anything changes: "full" (every file's digest), "size" or "off".
             fresh: what a resume takes from the script instead of from the checkpoint, one name or both. "schedulers": they
                 begin at their step 0, at the script's learning rate. "optimizer_settings": learning rate, weight decay and
-                other options, but not the state, such as momentum; a schedule continues in proportion to the new initial rate.
+                other options, but not the state, such as momentum. A schedule continues in proportion to the new initial rate.
                 Without it the checkpoint's settings are used, and one warning names those that differ.
 
         Raises:
@@ -278,7 +278,7 @@ class Trainer(Status):
         weights_only: bool | None = None,
         verify: Verify = "full",
     ) -> list[dict[str, float]]:
-        """Evaluate a module with validation_step; arguments and result are those of `test`. Collective."""
+        """Evaluate a module with validation_step. Arguments and result are those of `test`. Collective."""
         given = (model, dataloaders, ckpt_path, datamodule, verify)
         return self._measure("validate", "validation", given, verbose)
 
@@ -296,7 +296,7 @@ class Trainer(Status):
         """Evaluate a module with test_step, print its metrics on rank 0 and return them. Collective.
 
         Args:
-            model: the module; None for the latest run's, with the weights of its best checkpoint if there is one.
+            model: the module, or None for the latest run's, with the weights of its best checkpoint if there is one.
             dataloaders: a DataLoader or an iterable of batches, several in a list or a dict of names, or a DataModule. None:
                 the module's test_dataloader hook.
             ckpt_path: the weights to load: a path, "best", "last" (the newest) or "auto" (the newest that is complete); None
@@ -325,7 +325,7 @@ class Trainer(Status):
 
         Every rank gets the outputs of all. The arguments are those of `test`. With return_predictions=False nothing is kept: a
         TensorPredictionWriter writes the outputs, or your callback's on_predict_batch_end takes them. With "own" each rank gets
-        its own outputs, of any kind; where the call starts the processes, those of rank 0.
+        its own outputs, of any kind. Where the call starts the processes, those of rank 0.
 
         Returns:
             A list with an entry for each batch; with several loaders a list of such lists; None with return_predictions=False.
@@ -348,18 +348,18 @@ class Trainer(Status):
         blocking: bool = True,
         overwrite: bool = True,
     ) -> bool:
-        """Write a checkpoint; return whether it is written, or begun with blocking=False. Collective: call on every rank.
+        """Write a checkpoint, and return whether it is written, or begun with blocking=False. Collective: call on every rank.
 
         Args:
             filepath: a path or an fsspec URL.
-            weights_only: save the weights alone, from which no fit resumes.
-            storage_options: not accepted; put them into the URL or fsspec's configuration.
+            weights_only: save only the weights, from which no fit resumes.
+            storage_options: not accepted. Put them into the URL or fsspec's configuration.
             blocking: False copies everything to host memory and lets a thread write it while training continues. One such save
                 is in flight at a time: the next save or load, the end of the run and the program's end wait for it and raise
                 its error.
             overwrite: replace an earlier checkpoint at this path, even the one that the run was resumed from, so that a script
                 can be repeated. Other files in its folder stay. A kill at any moment leaves the old or the new checkpoint at
-                the path; where the file system cannot exchange two directories (NFS), the new one may be at a path with `-v1`.
+                the path. Where the file system cannot exchange two directories (NFS), the new one may be at a path with `-v1`.
                 A file, a link, a damaged checkpoint, and on an object store any checkpoint, are rejected. False rejects every
                 path that exists.
 
@@ -375,9 +375,9 @@ class Trainer(Status):
         return save_checkpoint(self.run, str(filepath), weights_only, blocking, overwrite)
 
     def stop_soon(self) -> None:
-        """Stop all ranks at the same optimizer step of this fit; call it on any rank and from any thread.
+        """Stop all ranks at the same optimizer step of this fit. Call it on any rank and from any thread.
 
-        On several ranks that needs steps that average gradients; under manual optimization without any, set should_stop on
+        On several ranks that needs steps that average gradients. Under manual optimization without any, set should_stop on
         every rank.
         """
         self.run.stop.request_soon()
@@ -399,7 +399,7 @@ class Trainer(Status):
     def should_stop(self) -> bool:
         """Set it to True, on any rank, to end the run.
 
-        One process ends after this optimizer step; several after this validation or epoch if it is set there, otherwise
+        One process ends after this optimizer step, several after this validation or epoch if it is set there, otherwise
         within the next two steps.
         """
         return self.run.stop.requested
@@ -487,7 +487,7 @@ class Trainer(Status):
         return result
 
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
-        """Make a call in processes started for it; return its result."""
+        """Make a call in processes started for it, and return its result."""
         self.run.stop.note_end(None)
         others = (run.call, run.ckpt_path, self.run.module is run.module, self.state.plain())
         try:
@@ -516,7 +516,7 @@ def call_in_worker(
     others: tuple[Any, ...],
     **options: Any,
 ) -> dict[str, Any]:
-    """Make a call of a Trainer on a rank of the job that was started for it; return what it has changed. Collective."""
+    """Make a call of a Trainer on a rank of the job that was started for it, and return its changes. Collective."""
     from trainwright.trainer import trainer as home  # the argument hides the class
 
     call, path, is_known, state = others

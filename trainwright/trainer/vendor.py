@@ -111,7 +111,10 @@ def restore_metrics(module: nn.Module, states: dict[str, Any]) -> None:
 
 def restore_of(metric: Metric) -> Undo:
     """Return a function that restores the present state of a Metric."""
-    states = {name: _copied(value) for name, value in metric.metric_state.items()}
+    states = {
+        name: value.detach().clone() if isinstance(value, Tensor) else [*value]
+        for name, value in metric.metric_state.items()
+    }
     updates = metric.update_count
 
     def restore() -> None:
@@ -135,10 +138,6 @@ def take_nothing_in(metric: Metric) -> Undo:
 
     metric.__dict__["update"] = take_nothing
     return partial(metric.__dict__.__setitem__, "update", update)
-
-
-def _copied(value: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    return value.detach().clone() if isinstance(value, Tensor) else [*value]
 
 
 def _single(name: str, value: Any) -> Tensor:
