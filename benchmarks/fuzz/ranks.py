@@ -225,7 +225,7 @@ class Samples(tw.Callback):
         self.ids: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for _, _, ids in parts(batch).values():
+        for _, _, ids in () if trainer.is_dummy_batch else parts(batch).values():
             self.ids += ids.tolist()
 
 

@@ -26,12 +26,12 @@ SIDES = ("train/pos", "train/neg", "test/pos", "test/neg")
 # -- the archive -----------------------------------------------------------------------------------------------------
 
 
-def pack(*more: tarfile.TarInfo, folder: str = "aclImdb", padding: int = 0, reviews_each: int = 3) -> tuple[bytes, str]:
-    """Return an archive as the published one, with so many reviews a folder, and its MD5."""
+def pack(*more: tarfile.TarInfo, padding: int = 0) -> tuple[bytes, str]:
+    """Return an archive as the published one, with three reviews a folder, and its MD5."""
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w:gz", compresslevel=0) as packed:
-        names = [f"{folder}/{side}/{index}_7.txt" for side in (*SIDES, "train/unsup") for index in range(reviews_each)]
-        for name in (f"{folder}/README", *names):
+        names = [f"aclImdb/{side}/{index}_7.txt" for side in (*SIDES, "train/unsup") for index in range(3)]
+        for name in ("aclImdb/README", *names):
             text = f"{name}: “très bien”<br />".encode() + b" " * padding
             member = tarfile.TarInfo(name)
             member.size = len(text)

@@ -1,4 +1,4 @@
-"""Calls that start processes: from this test, a REPL, -c code, standard input and a script without a guard."""
+"""Calls that start processes: from this test, a REPL, -c code, and a script without a guard."""
 
 from __future__ import annotations
 

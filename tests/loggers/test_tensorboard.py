@@ -155,8 +155,8 @@ def test_a_full_disk_is_told_with_the_folder(
     with pytest.raises(OSError, match=says):
         trainer.fit(Classifier(), make_loader())
     lines = [line for line in capsys.readouterr().err.splitlines() if " failed too: " in line]
-    assert re.fullmatch(f"trainwright: TensorBoardLogger.finalize failed too: OSError: {says}.*", lines[0])
-    assert re.fullmatch(f"trainwright: TensorBoardLogger.close failed too: OSError: {says}.*", lines[1])
+    assert re.fullmatch(rf"trainwright: \w+\.finalize failed too: OSError: {says}.*", lines[0])
+    assert re.fullmatch(rf"trainwright: \w+\.close failed too: OSError: {says}.*", lines[1])
 
 
 def test_loggers_of_one_run_can_share_a_folder(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Commands that start two processes: a package in a folder with spaces, odd arguments, -c code with a service's logger."""
+"""Commands that start two processes: a package in a folder with spaces, and odd arguments."""
 
 from __future__ import annotations
 

@@ -90,7 +90,10 @@ def test_the_newest_is_damaged(tmp_path: Path, damage: str, capsys: pytest.Captu
     with pytest.warns(UserWarning, match="skips .* which is damaged"):
         fresh = fit(tmp_path, 1, "auto", callbacks=tw.ModelCheckpoint(str(tmp_path), **saving))
     assert (fresh.resume_source, fresh.global_step) == (None, 11)
-    assert f"no checkpoint found in {tmp_path}; starting from scratch" in capsys.readouterr().out
+    assert (
+        f"no checkpoint found in {tmp_path} that a fit can resume from; starting from scratch"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_auto_and_last_say_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,8 +107,9 @@ def test_what_auto_and_last_say_where_there_is_none(tmp_path: Path, capsys: pyte
         with pytest.raises(FileNotFoundError, match=rf"ckpt_path='{name}': {what} {tmp_path}/none") as caught:
             other.test(Classifier(), make_loader(), ckpt_path=name)
         assert isinstance(caught.value, tw.CheckpointError)
-    with pytest.raises(FileNotFoundError, match="it does not exist"):
-        other.fit(Classifier(), make_loader(), ckpt_path=str(tmp_path / "missing.ckpt"))
+    for missing in (str(tmp_path / "missing.ckpt"), "lst", "Auto"):
+        with pytest.raises(FileNotFoundError, match=r"it does not exist.*Or pass 'best', 'last' or 'auto'"):
+            other.fit(Classifier(), make_loader(), ckpt_path=missing)
     with pytest.raises(ValueError, match=r"ckpt_path='auto' needs a ModelCheckpoint, but .* has none"):
         tw.Trainer(**QUIET).fit(Classifier(), make_loader(), ckpt_path="auto")
     trial = tw.Trainer(fast_dev_run=True, **QUIET_BAR)

@@ -76,7 +76,7 @@ def test_when_it_validates(settings: dict[str, Any], validations: list[tuple[int
 
 def test_validations_follow_an_interval_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("trainwright.trainer.training_run.time", clock)
+    monkeypatch.setattr("trainwright.trainer.prepared_run.time", clock)
     moments: list[float] = []
 
     class Slow(Diary):
@@ -456,7 +456,7 @@ def test_compiling_does_not_change_the_names_of_the_state(tmp_path: Any) -> None
             return nn.functional.cross_entropy(self.blocks[0](self.net(batch[0])), batch[1])
 
         def on_train_end(self) -> None:
-            self.compiled = {type(each).__name__ for each in self.trainer.run.compiled.called}
+            self.compiled = {type(each).__name__ for each in self.trainer.run.compiled.modules}
             assert list(self.state_dict()) == names
 
     module = Compiled()

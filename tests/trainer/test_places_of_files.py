@@ -1,4 +1,4 @@
-"""Files of a run lie where they were asked for, whatever the working directory is later, and are written through no link."""
+"""Files of a run lie where they were asked for, whatever the working directory is later."""
 
 from __future__ import annotations
 

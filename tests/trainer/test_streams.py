@@ -21,7 +21,7 @@ class Endless(IterableDataset[Tensor]):
     """Never ends. Workers take every n-th number."""
 
     def __init__(self) -> None:
-        self.place, self.asked = 0, 0
+        self.place = 0
 
     def __iter__(self) -> Iterator[Tensor]:
         info = get_worker_info()
@@ -32,7 +32,6 @@ class Endless(IterableDataset[Tensor]):
                 yield torch.tensor([float(self.place), random.random()])
 
     def state_dict(self) -> dict[str, int]:
-        self.asked += 1
         return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

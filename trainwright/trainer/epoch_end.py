@@ -53,8 +53,8 @@ def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
         return False
     if every is not None and (state.epoch + 1) % every:
         return False
-    if run.validation_clock is not None:
-        return not at_end and run.validation_clock.is_due(state.step)
+    if run.plan.validation_clock is not None:
+        return not at_end and run.plan.validation_clock.is_due(state.step)
     if run.data.validate_every is None:
         return at_end
     count = state.total_batches if every is None else state.batch
@@ -115,16 +115,27 @@ def validate_within(run: TrainingRun, batch: Batch) -> None:
         validate(run, within=True)
 
 
+def validates_within(run: TrainingRun) -> bool:
+    """Return whether a validation may be due within an epoch."""
+    has_interval = run.data.validate_every is not None or run.plan.validation_clock is not None
+    return run.validation is not None and has_interval
+
+
+def follows_metric_by_step(run: TrainingRun) -> bool:
+    """Return whether a step-wise scheduler follows a metric."""
+    return any(config.interval == "step" and config.is_plateau for config in run.trained.schedulers)
+
+
 def step_plateau_schedulers(run: TrainingRun, is_last: bool) -> None:
     """Step the step-wise schedulers that follow a metric, or let them wait for the validation that is due now. Collective.
 
     The validation may log their metric, and a checkpoint that it leads to stores their step. A step that the loss scale skipped
     does not count.
     """
-    is_timed = run.validation_clock is not None  # such a validation is due on no batch that is known here
-    if not is_timed and validation_is_due(run, at_end=is_last):
-        run.state.postpone_schedulers()
-    else:
+    is_timed = run.plan.validation_clock is not None  # such a validation is due on no batch that is known here
+    if run.state.has_made_step and not run.state.postpone_schedulers(
+        not is_timed and validation_is_due(run, at_end=is_last)
+    ):
         step_schedulers(run, "step", run.state.step, plateau=True)
 
 

@@ -152,7 +152,7 @@ def evaluate(
         run.state.progress.during(phase),
         evaluation_mode(module, stage),
         # Tensors made under inference_mode would break a training that follows.
-        torch.inference_mode() if run.uses_inference_mode else torch.no_grad(),
+        torch.inference_mode() if run.settings.inference_mode and run.call != "fit" else torch.no_grad(),
     ):
         collector = logbook.start(module, stage)
         hooks.call(f"on_{stage}_start")
@@ -309,7 +309,9 @@ def sanity_check(evaluation: Evaluation) -> None:
             run.hooks.call("on_sanity_check_end")
             return
         most = None if steps == -1 else steps
-        run.stages.sanity_check.note(None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders])
+        evaluation.run.stages.sanity_check.note(
+            None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders]
+        )
         try:
             evaluate(evaluation, Phase.SANITY_CHECK, most=most)
             run.hooks.call("on_sanity_check_end")

@@ -27,16 +27,17 @@ from trainwright.engine.optimizers import clear_gradients
 from trainwright.trainer.epoch_batches import Batch, EpochBatches
 from trainwright.trainer.epoch_end import (
     close_epoch,
+    follows_metric_by_step,
     pass_over,
     step_plateau_schedulers,
     validate,
     validate_within,
+    validates_within,
     validation_is_due,
 )
 from trainwright.trainer.optimization import (
     clear_with_hooks,
     keep_unstepped_gradients,
-    read_outputs,
     run_training_step,
     send_backward,
     step,
@@ -52,7 +53,7 @@ def fit(run: TrainingRun) -> None:
     state, stop = run.state, run.stop
     # A validation that was abandoned has saved the run, so only the fit's end is left.
     with suppress(EvaluationAbandoned):
-        while not run.is_done:
+        while not is_done(run):
             fit_epoch(run)
             run.data.leave()
             if not state.epoch_ended:
@@ -67,16 +68,26 @@ def fit(run: TrainingRun) -> None:
     run.hooks.call("on_train_end")
 
 
+def is_done(run: TrainingRun) -> bool:
+    """Return whether no epoch is left to train, nor the rest of one that a stopped run was resumed within."""
+    last, is_stopped = run.settings.last_epoch, run.stop.is_due()
+    return (is_stopped and not run.state.is_unfinished) or (last is not None and run.state.epoch >= last)
+
+
 def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or the rest of it. Collective."""
     batches = begin_epoch(run)
     train = run_training_step if run.plan.is_manual else train_batch
-    validates_within = run.validates_within
+    validates, has_plateau_steps = validates_within(run), follows_metric_by_step(run)
     for batch in batches:
         if not run.begin_batch(batch):
             break
-        end_batch(run, batch, train(run, batch))
-        if validates_within:
+        outputs = train(run, batch)
+        run.state.end_batch(batch.index)
+        if has_plateau_steps:
+            step_plateau_schedulers(run, batch.is_last)
+        run.end_batch(batch, outputs)
+        if validates:
             validate_within(run, batch)
         if run.stop.is_due_after(run.state.progress.has_stepped or run.plan.is_manual):
             break
@@ -95,12 +106,8 @@ def begin_epoch(run: TrainingRun) -> EpochBatches:
             run.validation.renew()
     run.data.seek(run.trained.resume_source)
     run.hooks.call("on_train_epoch_start")
-    run.replace_schedulers()
-    state.restore_rng(AFTER_EPOCH_START)
-    run.logbook.resume_epoch()
-    run.begin_windows()
-    batches = run.epoch_batches()
-    if run.validates_within and state.batch and not batches.is_complete and validation_is_due(run):
+    batches = run.begin_batches()
+    if validates_within(run) and state.batch and not batches.is_complete and validation_is_due(run):
         validate(run, within=True)  # the checkpoint was saved before it
     return batches
 
@@ -123,35 +130,12 @@ def train_batch(run: TrainingRun, batch: Batch) -> Any:
     return outputs
 
 
-def end_batch(run: TrainingRun, batch: Batch, outputs: Any) -> None:
-    """Count a batch, call the hooks of its end, and write the row and the checkpoints that are due. Collective."""
-    state, plan, logbook = run.state, run.plan, run.logbook
-    state.end_batch(batch.index)
-    if run.has_plateau_steps and state.has_made_step:
-        step_plateau_schedulers(run, batch.is_last)
-    if state.progress.has_stepped and plan.log_every and state.batches_that_stepped % plan.log_every == 0:
-        logbook.mark_row_due()
-    if run.uneven_round is not None:
-        run.uneven_round.renew()
-    if plan.batch_end:
-        shown = read_outputs(outputs) if run.hooks.outputs_are_read else {}
-        run.hooks.call("on_train_batch_end", shown, batch.value, batch.index)
-    state.progress.end_batches()
-    if run.uneven_round is not None:
-        run.end_uneven_round()
-    if logbook.is_row_due:
-        logbook.log_step()
-    if run.saver.waiting:
-        run.saver.save_waiting()
-
-
 def end_epoch(run: TrainingRun, is_complete: bool) -> None:
     """End an epoch, or leave it because the run stops within it, and let callbacks score and save it. Collective."""
     state, hooks = run.state, run.hooks
     run.end_batches()
     if run.stop.number:  # after a signal the resumed run does the rest of the epoch
         return
-    run.refuse_empty_epoch()
     if run.plan.is_manual:
         keep_unstepped_gradients(run)
     if not is_complete:
@@ -176,5 +160,4 @@ def leave_epoch(run: TrainingRun) -> None:
     run.logbook.reduce()  # the score of a checkpoint may be a metric of this epoch
     run.hooks.call("on_train_epoch_stop")
     run.hooks.call("on_save_point")
-    if run.choice.is_rerunnable:
-        run.stop.save_end()
+    run.stop.save_end()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.data.transfer import map_tensors
-from trainwright.engine.optimizers import SchedulerConfig, clear_gradients, may_use_closure, needs_closure
+from trainwright.engine.optimizers import SchedulerConfig, clear_gradients
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping, release
@@ -52,15 +50,6 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
     )
 
 
-def read_outputs(outputs: Any) -> dict[str, Any]:
-    """Return training_step's outputs as on_train_batch_end gets them: a dict without graphs, with the loss as "loss"."""
-    if outputs is None:
-        return {}
-    if isinstance(outputs, Tensor):
-        return {"loss": outputs.detach()}
-    return dict(map_tensors(Tensor.detach, outputs)) if isinstance(outputs, Mapping) else {"outputs": outputs}
-
-
 def clear_with_hooks(run: TrainingRun, batch: Batch) -> None:
     """Clear the gradients at a window's start by the hooks and the module's optimizer_zero_grad."""
     optimizer = run.optimizer
@@ -79,9 +68,7 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
     After a dummy batch, restore the state that it has changed.
     """
     plan, loss = run.plan, outputs if type(outputs) is Tensor else read_loss(outputs, run.engine.world_size)
-    if loss is None:
-        run.count_empty()
-    elif run.optimizer is not None:
+    if loss is not None and run.optimizer is not None:
         if loss.numel() != 1:
             raise RuntimeError(
                 f"training_step returned a loss of shape {tuple(loss.shape)}. Expected one element. Reduce it, for example "
@@ -118,7 +105,7 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
 def keep_unstepped_gradients(run: TrainingRun) -> None:
     """Store gradients of manual optimization that wait for a step over an epoch's end, where a strategy can checkpoint them."""
     if run.window.is_open and run.engine.strategy.capabilities.gradients_are_parameters:
-        run.state.keep_gradients()
+        run.state.keep_gradients(run.window)
     run.window.drop()
 
 
@@ -228,24 +215,6 @@ class StepClosure:
     def _mean(self, loss: Tensor) -> Tensor:
         """Return the mean over the ranks, so that all of them take the same step. Collective."""
         return loss if self._run.engine.world_size == 1 else self._run.engine.reduce(loss, "mean")
-
-
-def closure_is_wanted(accumulate: int, engine: Any, optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step gets a closure: it needs one, or is the user's own class and may use one.
-
-    Raises:
-        ValueError: it needs one, which these settings rule out.
-    """
-    # A later call could repeat only the window's last batch, and would use scaled gradients under a loss scale.
-    can_be_given = accumulate == 1 and engine.precision.takes_closure and engine.strategy.capabilities.takes_closure
-    if needs_closure(optimizer) and not can_be_given:
-        raise ValueError(
-            f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times. That "
-            f"cannot be done with accumulate_grad_batches={accumulate}, precision={engine.precision.name!r} and "
-            f"strategy={engine.strategy.name!r}. Use accumulate_grad_batches=1, a precision without a loss scale, and one "
-            "device or ddp, or choose another optimizer."
-        )
-    return can_be_given and (needs_closure(optimizer) or may_use_closure(optimizer))
 
 
 def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: bool) -> None:

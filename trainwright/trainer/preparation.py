@@ -1,9 +1,8 @@
-"""Preparation: the arguments of a call, checked, and a module and its optimizers made ready for the training loop."""
+"""Preparation: the arguments of a call, checked, and the choice of its checkpoint."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,126 +10,13 @@ from torch import nn
 from trainwright.arguments import foreign_hint
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
-from trainwright.engine.memory_estimate import warn_of_memory
-from trainwright.engine.optimizers import read_optimizers, use_fused
-from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.script_settings import checked_fresh
 from trainwright.errors import a_type_of
 from trainwright.module import Module, is_overridden
 from trainwright.overrides import overridden
-from trainwright.rank_zero import rank_zero_info, rank_zero_warn
-from trainwright.strategies.base import Clipping, Optimization
 from trainwright.tensor_names import is_compiled
-from trainwright.trainer.optimization import closure_is_wanted
 from trainwright.trainer.run import Run
-from trainwright.trainer.sources import LoaderSource, find_source, read_datamodule, read_step
-from trainwright.trainer.training_run import TrainingRun
-
-OWN_PARTS = (
-    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
-    "on_validation_model_zero_grad",
-)  # fmt: skip
-"""The parts of a step that a module may override."""
-
-
-def prepare_fit(run: TrainingRun) -> None:
-    """Wrap the module and make its optimizers (ValueError for settings that its optimization rules out). Collective."""
-    settings, engine, module = run.settings, run.engine, run.module
-    is_manual = not module.automatic_optimization
-    if is_manual and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val):
-        raise ValueError(
-            "accumulate_grad_batches and gradient_clip_val need automatic optimization, but this module has "
-            "automatic_optimization = False. Accumulate and clip in training_step, and leave them at their defaults, in "
-            "trainwright launch and its config too."
-        )
-    arguments = read_step(module, "training_step")
-    if arguments.pulls and settings.accumulate_grad_batches > 1:
-        raise ValueError(
-            f"accumulate_grad_batches={settings.accumulate_grad_batches} counts batches, but training_step takes them from "
-            "dataloader_iter itself. Leave it at 1 and take several batches in a step."
-        )
-    engine.take_seed()
-    engine.precision.reset()
-    run.prepare_module(module)
-    optimization = engine.strategy.resolve(
-        Optimization(not is_manual, settings.clip_norm, settings.clip_value, settings.accumulate_grad_batches)
-    )
-    engine.prepare_module(module, optimization)
-    run.prepare(optimization.accumulate, find_validation(run))  # setup() may have added hooks
-    # Loaders that the call was given are checked before anything is run. Hooks are called when it is their turn.
-    if run.source.owner is None:
-        run.data.load()
-        if run.validation is not None and run.validation.source.owner is None:
-            run.validation.load()
-    gives_closure = prepare_optimizers(run)
-    overrides = {name: with_log_context(run, name) for name in OWN_PARTS if is_overridden(name, module, Module)}
-    clipping = Clipping.needed(optimization.clip_norm, optimization.clip_value)
-    run.plan_loop(arguments, clipping, overrides, gives_closure=gives_closure)
-
-
-def prepare_optimizers(run: TrainingRun) -> bool:
-    """Make the module's optimizers and schedulers, and return whether the optimizer's step gets a closure. Collective."""
-    engine, module, is_manual = run.engine, run.module, not run.module.automatic_optimization
-    returned = run.profiler.timed(module.configure_optimizers, "[module] configure_optimizers")()
-    makes_none = returned is None and engine.strategy.capabilities.makes_optimizer
-    optimizers, schedulers = ([], []) if makes_none else read_optimizers(returned, is_manual=is_manual)
-    if not is_manual and len(optimizers) > 1:
-        raise ValueError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization steps one. Set "
-            "automatic_optimization = False in the module and step them in training_step."
-        )
-    engine.replaced.update(optimizers)
-    if run.settings.fused_optimizers:
-        for optimizer in optimizers:
-            use_fused(optimizer, [module])
-    wrapped = engine.prepare_optimizers(optimizers)
-    run.take_schedulers(schedulers)
-    warn_of_memory(engine, module, optimizers)
-
-    before = run.announce_step if is_manual else None
-    prepared = [
-        PreparedOptimizer(engine, each, before_step=before, after_step=run.count_step, has_loss=not is_manual)
-        for each in wrapped
-    ]
-    run.take_optimizers(wrapped, prepared)
-    return not is_manual and bool(optimizers) and closure_is_wanted(run.accumulate, engine, optimizers[0])
-
-
-def with_log_context(run: TrainingRun, name: str) -> Callable[..., Any]:
-    """Return a method of the module that may log as a hook may."""
-    method = run.profiler.timed(getattr(run.module, name), f"[module] {name}")
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        collector = run.logbook.collector
-        if collector is None:
-            return method(*args, **kwargs)
-        outer = collector.enter_hook(name)
-        try:
-            return method(*args, **kwargs)
-        finally:
-            collector.enter_hook(outer)
-
-    return call
-
-
-def find_validation(run: TrainingRun) -> LoaderSource | None:
-    """Return the source of the validation loaders. None if there are none, or with limit_val_batches=0."""
-    module, datamodule = run.module, run.datamodule
-    source = find_source("validation", run.given_validation, datamodule, module, "val_dataloaders", "fit")
-    # The limit is the same on every rank, while a single rank may have no batch.
-    has_step = is_overridden("validation_step", module, Module)
-    if not source.is_defined or run.settings.limit_val_batches == 0:
-        if has_step and not source.is_defined:
-            rank_zero_info("%s has a validation_step, but fit has no validation data.", type(module).__name__)
-        return None
-    if not has_step:
-        rank_zero_warn(
-            f"there are validation loaders, but {type(module).__name__} has no validation_step, so fit does not validate. "
-            "Define it, or do not pass the loaders.",
-            stacklevel=2,
-        )
-        return None
-    return source
+from trainwright.trainer.sources import LoaderSource, find_source, read_datamodule
 
 
 class Request(NamedTuple):

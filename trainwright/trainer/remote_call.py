@@ -29,12 +29,17 @@ OWN_ARGUMENTS = ("callbacks", "logger", "profiler")
 
 
 def call_remotely(
-    run: Run, function: Callable[..., Any], arguments: dict[str, Any], others: tuple[Any, ...], options: dict[str, Any]
+    trainer: Any,
+    run: Run,
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    others: Any,
+    options: dict[str, Any],
 ) -> Any:
     """Make a call in the workers of a new job, load its changes into `run`, and return its result.
 
     `function` makes the call on a rank and returns `changes`. It gets the folder, `arguments` as "Trainer", `others`, the parts
-    of the run and `options`.
+    of the trainer and `options`.
 
     Raises:
         TypeError: something that cannot be copied to other processes.
@@ -46,16 +51,16 @@ def call_remotely(
         "model": run.module,
         **options,
         "datamodule": run.datamodule,
-        "callbacks": run.callbacks,
-        "loggers": run.loggers,
-        "profiler": run.profiler,
+        "callbacks": trainer.callbacks,
+        "loggers": trainer.loggers,
+        "profiler": trainer.profiler,
         "Trainer": {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS},
         "others": others,
     }
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as name:
         folder, num_workers = Path(name), run.engine.num_workers
         changed = call_in_workers(function, handed, num_workers, asked=f"trainer.{run.call}", folder=folder)
-        _load_changes(run, changed)
+        _load_changes(trainer, run, changed)
         if changed["has_weights"]:
             _load_weights(run, str(folder / WEIGHTS), changed["buffers"])
     return changed["result"]
@@ -90,27 +95,28 @@ def _load_weights(run: Run, path: str, buffers: dict[str, Any]) -> None:
                 value.copy_(buffers[name])
 
 
-def _load_changes(run: Run, changed: dict[str, Any]) -> None:
+def _load_changes(trainer: Any, run: Run, changed: dict[str, Any]) -> None:
     """Load the workers' report of the run into this process's objects."""
     module = run.module
     assert module is not None
     # The optimizers ended with the workers.
     run.engine.modules, run.engine.optimizers = [module], []
-    module.trainer = run.trainer
+    module.trainer = trainer
     run.load_changes(changed["run"])
-    for callback, state in zip(run.callbacks, changed["callback_states"], strict=False):
+    for callback, state in zip(trainer.callbacks, changed["callback_states"], strict=False):
         if state:
             callback.load_state_dict(state)
-    for part, attributes in zip([*run.loggers, *run.callbacks], changed["attributes"], strict=False):
+    for part, attributes in zip([*trainer.loggers, *trainer.callbacks], changed["attributes"], strict=False):
         vars(part).update(attributes)
 
 
-def changes(run: Run, result: Any, folder: Path) -> dict[str, Any]:
-    """Return a worker's report of its run, and save the weights in the folder. Collective."""
+def changes(trainer: Any, result: Any, folder: Path) -> dict[str, Any]:
+    """Return a worker's report of its latest run, and save the weights in the folder. Collective."""
+    run: Run = trainer.run
     module = run.module
     assert module is not None
     # Other calls do not change the weights.
-    has_weights = run.call == "fit" or run.ckpt_path is not None
+    has_weights = run.call == "fit" or trainer.ckpt_path is not None
     if has_weights:
         run.engine.save(str(folder / WEIGHTS), step=0, epoch=0, state={}, weights_only=True)
     # Buffers with persistent=False are in no checkpoint, so they come back by themselves.
@@ -119,9 +125,9 @@ def changes(run: Run, result: Any, folder: Path) -> dict[str, Any]:
         "result": result,
         "has_weights": has_weights,
         "buffers": {name: value for name, value in module.named_buffers() if name not in kept},
-        "run": run.changes(),
-        "callback_states": [_plain_state(each) for each in run.callbacks],
-        "attributes": [_plain_attributes(part) for part in (*run.loggers, *run.callbacks)],
+        "run": trainer.run.changes(),
+        "callback_states": [_plain_state(each) for each in trainer.callbacks],
+        "attributes": [_plain_attributes(part) for part in (*trainer.loggers, *trainer.callbacks)],
     }
 
 

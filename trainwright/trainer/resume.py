@@ -18,7 +18,6 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.evaluate import sanity_check
 from trainwright.trainer.metrics import merged
 from trainwright.trainer.oversights import warn_of_open_end
-from trainwright.trainer.preparation import prepare_fit
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import AFTER_EPOCH_START, CHECKPOINT, EPOCH_START, VALIDATION_LOADERS
 from trainwright.trainer.saving import check_state, edit_with_hooks
@@ -45,10 +44,7 @@ class Resumption:
             # Before optimizers are made: a callback that changes the module or adds parameter groups does so again in
             # on_fit_start.
             opened, unused = self._load_parts(checkpoint)
-        prepare_fit(run)
-        run.hooks.call("on_fit_start")
-        run.log_hyper_parameters()  # after a search's callback has set the value that the saved run has found
-        run.replace_schedulers()  # a callback's scheduler has state as well
+        run.prepare()
         if checkpoint is not None:
             self._load_state(checkpoint, opened, unused)
         if run.validation is not None:
@@ -66,7 +62,7 @@ class Resumption:
         if run.stop.number:  # a signal came in the sanity check
             run.stop.save()
             return False
-        warn_of_open_end(run.settings, run.callbacks)
+        warn_of_open_end(run.settings, run.trainer.callbacks)
         run.logbook.start(run.module)
         run.hooks.call("on_train_start")  # before the RNG is restored: it used random numbers in the original run too
         if checkpoint is not None:
@@ -84,8 +80,8 @@ class Resumption:
         with isolate_rng():
             opened = open_with_hooks(run, checkpoint)
             # A raw loop saves none. Only another ModelCheckpoint can miss the scores of one.
-            unused = load_states(run.callbacks, opened.state.get("callbacks", {}))
-            scores = bool(run.checkpoint_callbacks)
+            unused = load_states(run.trainer.callbacks, opened.state.get("callbacks", {}))
+            scores = bool(run.trainer.checkpoint_callbacks)
             restore_datamodule(run, opened.state)
         return opened, [key for key in unused if ", save_top_k=" not in key or (scores and monitor_of(key))]
 
@@ -123,7 +119,6 @@ class Resumption:
                 optimizer._opt_called = True  # it stepped before this process began, and torch would warn of the order
         unfinished = self._unfinished_metrics(checkpoint, restored.rank_state) if run.state.batch else None
         run.logbook.load_state_dict(state.get("metrics", {}), unfinished)
-        run.update_trained(resume_source=path)
         last, epoch = run.settings.last_epoch, run.state.epoch
         if last is not None and epoch >= last and run.state.batch == 0:
             run.trainer.print(

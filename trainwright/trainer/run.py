@@ -30,7 +30,7 @@ from trainwright.profilers import Profiler
 from trainwright.profilers.base import instrument, is_measuring
 from trainwright.rank_zero import rank_zero_warn, say
 from trainwright.strategies.base import Clipping
-from trainwright.trainer.checkpoint_choice import Choice, FolderLocks
+from trainwright.trainer.checkpoint_choice import Choice, lock_folders
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.run_position import Position, Saver
@@ -86,15 +86,8 @@ class Outcome:
             if self.error is None:
                 self.error = error
                 raise
-            say(f"trainwright: {_name_of(call)} failed too: {type(error).__name__}: {error}")
-
-
-def _name_of(call: Callable[..., Any]) -> str:
-    """Return a function's name, for a method with the class of its object."""
-    function = getattr(call, "func", call)
-    owner = getattr(function, "__self__", None)
-    name = getattr(function, "__qualname__", repr(function))
-    return name if owner is None else f"{type(owner).__name__}.{function.__name__}"
+            name = getattr(getattr(call, "func", call), "__qualname__", repr(call))
+            say(f"trainwright: {name} failed too: {type(error).__name__}: {error}")
 
 
 class Run:
@@ -122,8 +115,10 @@ class Run:
         self.stages: Stages = Stages() if previous is None else previous.stages
         if previous is None or call == "fit":
             self.state = state or Position()
-            self.stop = Stop(self.engine, self.settings, self.state, self.trainer)
-            self.trained = Trained(self.settings.accumulate_grad_batches)
+            rerunnable = choice.is_rerunnable
+            self.stop = Stop(self.engine, self.settings, self.state, self.trainer, is_rerunnable=rerunnable)
+            source = None if choice.checkpoint is None else choice.path
+            self.trained = Trained(self.settings.accumulate_grad_batches, source)
         else:
             self.state, self.stop, self.trained = previous.state, previous.stop, previous.trained
         self.saver = Saver(self.state)
@@ -172,11 +167,6 @@ class Run:
         """Return how loaders are sharded."""
         pins = has_pinned_memory(self.engine.device.type)
         return {"shard": self.settings.use_distributed_sampler, "pin_memory": pins}
-
-    @property
-    def uses_inference_mode(self) -> bool:
-        """Return whether evaluations run under torch.inference_mode: on request, and outside fit only."""
-        return self.settings.inference_mode and self.call != "fit"
 
     def update_trained(self, **changes: Any) -> None:
         """Replace some of the objects that the fit has made."""
@@ -277,8 +267,7 @@ class Run:
             if is_measuring(self.profiler):
                 stack.callback(instrument(engine, self.profiler))
             stack.callback(self._withdraw_loggers, outcome)
-            locks = FolderLocks(engine.ranks, self.trainer.print)
-            stack.callback(locks.release)
+            locks = stack.enter_context(ExitStack())
             for logger in reversed(self.loggers) if engine.rank == 0 else ():
                 stack.callback(self._close_logger, logger, outcome)
             # Reversed, so that they are called in the order of the hooks.
@@ -294,16 +283,21 @@ class Run:
                 engine.finish_save()
             except BaseException as error:
                 outcome.error = error
-                if self.is_prepared:
-                    self.state.progress.fail(self.obstacle(error))
-                self.stop.note_end(error)
-                # A save in flight can commit while every rank lives, whatever they raise, but not if a rank is gone.
-                outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
-                for hook in self.hooks["on_exception"]:
-                    outcome.after(hook, error)
-                if datamodule is not None:
-                    outcome.after(hook_of(datamodule, "on_exception", DataModule), error)
+                self._fail(error, outcome)
                 raise
+
+    def _fail(self, error: BaseException, outcome: Outcome) -> None:
+        """Record the error that ends the run, and call on_exception."""
+        engine = self.engine
+        if self.is_prepared:
+            self.state.progress.fail(self.obstacle(error))
+        self.stop.note_end(error)
+        # A save in flight can commit while every rank lives, whatever they raise, but not if a rank is gone.
+        outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
+        for hook in self.hooks["on_exception"]:
+            outcome.after(hook, error)
+        if self.datamodule is not None:
+            outcome.after(hook_of(self.datamodule, "on_exception", DataModule), error)
 
     def _position(self) -> tuple[tuple[int, ...], str]:
         """Return how far the run is, in counts that are the same on every rank, and in words. Another thread calls it."""
@@ -317,13 +311,13 @@ class Run:
             parts.append(collector.hook)
         return (self.state.progress.batches_begun, self.logbook.reductions), ", ".join(parts)
 
-    def _start_loggers(self, locks: FolderLocks) -> None:
+    def _start_loggers(self, locks: ExitStack) -> None:
         """Let the loggers choose their folders, and lock the checkpoint folders before anything is written. Collective."""
         ranks, choice = self.engine.ranks, self.choice
         # Rank 0's, because the working directories of the ranks may differ.
         self.root = ranks.broadcast(self.root, START_OF_LOGGERS)
         saving = self.checkpoint_callbacks if self.call == "fit" and not self.settings.fast_dev_run else []
-        locks.take(each.given_dirpath for each in saving)
+        lock_folders(ranks, [callback.given_dirpath for callback in saving], locks, self.trainer.print)
         path = choice.path or ""
         if choice.continues:
             matches = ranks.decide(lambda: match_states(self.loggers, choice.loggers, path), START_OF_LOGGERS)
@@ -335,9 +329,7 @@ class Run:
             logger.begin_fit()
         agreed = partial(ranks.broadcast, call=START_OF_LOGGERS)
         start_loggers(self.loggers, agreed, is_writer=self.engine.rank == 0, call=self.call)
-        locks.take(each.folder_in(self.trainer) for each in saving)
-        # Under the locks no other run can change the folders any more.
-        choice.refuse_overtaken(ranks)
+        lock_folders(ranks, [callback.folder_in(self.trainer) for callback in saving], locks, self.trainer.print)
 
     def _set_up(self) -> None:
         """Prepare the data on one process of each node, then set up every part in the order of hooks.py. Collective."""

@@ -408,18 +408,20 @@ class Position:
         was_stepped, self.schedulers_stepped = self.schedulers_stepped, True
         return not was_stepped
 
-    def postpone_schedulers(self) -> None:
-        """Let step-wise schedulers that follow a metric wait for the validation after their step."""
-        self.schedulers_wait = True
+    def postpone_schedulers(self, is_due: bool) -> bool:
+        """Let step-wise schedulers that follow a metric wait if a validation is due after their step; return `is_due`."""
+        self.schedulers_wait = is_due
+        return is_due
 
     def claim_postponed_schedulers(self) -> bool:
         """Return whether such schedulers have waited, and count them as stepped."""
         waited, self.schedulers_wait = self.schedulers_wait, False
         return waited
 
-    def keep_gradients(self) -> None:
-        """Store gradients that wait over an epoch's end for a step of manual optimization."""
+    def keep_gradients(self, window: AccumulationWindow) -> None:
+        """Store gradients that wait over an epoch's end for a step of manual optimization, and begin another window."""
         self.holds_gradients = True
+        window.drop()
 
     @contextmanager
     def ending_epoch(self, is_complete: bool) -> Iterator[None]:

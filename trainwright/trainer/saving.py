@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.contents import encode_state, extra_states
@@ -20,16 +18,13 @@ from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import rng_state
 from trainwright.data.transfer import map_leaves
 from trainwright.engine.named_state import computed_keys, held_gradients, model_pieces
-from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import UNSAVED_KEYS
-from trainwright.strategies.divided_optimizers import parameters_of, unwrap_optimizer
-from trainwright.strategies.module_checks import sparse_weights
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import CHECKPOINT, EPOCH_LEFT, EPOCH_START, OpenEpoch
-from trainwright.value_kinds import is_dtensor
+from trainwright.trainer.training_run import TrainingRun
 
 SAVE_HOOK = "on_save_checkpoint"
 
@@ -45,7 +40,7 @@ def check_save(run: Run, weights_only: bool) -> bool:
             stacklevel=4,
         )
         weights_only = True
-    if not weights_only and run.running_call != "fit" and not run.engine.optimizers:
+    if not weights_only and run.call != "fit" and not run.engine.optimizers:
         raise RuntimeError(
             "the latest run was an evaluation, which has no optimizer to save. Pass weights_only=True, or save after fit."
         )
@@ -70,7 +65,7 @@ def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
         return state
     epoch = run.state.open_epoch
     copied = None if epoch is None else epoch.callbacks
-    own = callback_states(run.trainer.callbacks if copied is None else run.checkpoint_callbacks)
+    own = callback_states(run.trainer.callbacks if copied is None else run.trainer.checkpoint_callbacks)
     return {
         **state,
         "position": {**run.state.state_dict(), "places": data["places"]},
@@ -79,12 +74,6 @@ def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
         "callbacks": {**(copied or {}), **own},
         "loggers": run.logbook.logger_states() if epoch is None else epoch.loggers,
     }
-
-
-def position_in_data(run: Run) -> LoaderState:
-    """Return the position in the training data of the current or the latest fit."""
-    assert run.trained.data is not None
-    return run.trained.data.state_dict()
 
 
 def sharded_state(run: Run) -> dict[str, Mapping[str, Tensor]]:
@@ -100,15 +89,11 @@ def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
     return {each.state_key: state for each in callbacks if (state := each.state_dict())}
 
 
-def check_state(run: Run) -> None:
+def check_state(run: TrainingRun) -> None:
     """Refuse, before anything is trained, state that checkpoints cannot hold (CheckpointError on every rank). Collective."""
     engine = run.engine
-    if run.settings.fast_dev_run or not any(each.keeps_any for each in run.checkpoint_callbacks):
+    if run.settings.fast_dev_run or not any(each.keeps_any for each in run.trainer.checkpoint_callbacks):
         return
-
-    sparse = {id(weight) for _, _, weight in sparse_weights(engine.modules)}
-    stepped = [unwrap_optimizer(each) for each in engine.optimizers]
-    others = [each for each in stepped if _makes_own_state(each) or not sparse.isdisjoint(map(id, parameters_of(each)))]
 
     def look() -> None:
         for optimizer in engine.optimizers:
@@ -117,7 +102,7 @@ def check_state(run: Run) -> None:
                 encode_state(stored, f"a parameter group of {type(optimizer).__name__}")
         try:
             state = {
-                **run_state(run, position_in_data(run)),
+                **run_state(run, run.data.state_dict()),
                 "extra": [extra_states(module) for module in engine.modules],
             }
         except Exception:  # a state_dict may not be ready before the first batch, and the save will report the error
@@ -129,40 +114,8 @@ def check_state(run: Run) -> None:
         for piece in model_pieces(engine.strategy, engine.modules) if edit_with_hooks(run, SAVE_HOOK) is None else ():
             check_storable(piece.name, piece.tensor)
 
-    for optimizer in others:
-        _check_first_step(optimizer)
     subject = "checkpoints of this run could not be written"
     engine.ranks.run_on_all(look, "the start of fit", subject=subject)
-
-
-def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:
-    """Refuse sparse state, and name optimizers without it (CheckpointError)."""
-    if tensor.layout is torch.sparse_coo:
-        raise CheckpointError(
-            f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are. A "
-            "checkpoint stores dense tensors. Use torch.optim.SparseAdam, or SGD without momentum, or leave sparse out."
-        )
-
-
-def _makes_own_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is not torch's or DeepSpeed's, whose state is plain tensors, and steps by itself."""
-    is_known = type(optimizer).__module__.startswith(("torch.optim", "deepspeed.ops."))
-    return not is_known and hasattr(optimizer, "_optimizer_step_post_hooks")
-
-
-def _check_first_step(optimizer: Optimizer) -> None:
-    """Check, once, the state that an optimizer makes in its first step."""
-
-    def look(stepped: Optimizer, *_: Any) -> None:
-        handle.remove()
-        for state in stepped.state.values():
-            for key, value in state.items() if isinstance(state, dict) else ():
-                local = value.to_local() if is_dtensor(value) else value
-                if isinstance(local, Tensor):
-                    _check_dense(stepped, key, local)
-                    check_storable(f"{key} of {type(stepped).__name__}", local)
-
-    handle = optimizer.register_step_post_hook(look)
 
 
 def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
@@ -211,8 +164,10 @@ def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
 def open_epoch(run: Run) -> OpenEpoch:
     """Return the state after the latest batch, for checkpoints of a run that stops within the epoch."""
     logbook, callbacks = run.logbook, None
-    if any(each.keeps_any for each in run.checkpoint_callbacks):  # whose states can be stored, so they can be copied
-        states = callback_states(each for each in run.trainer.callbacks if each not in run.checkpoint_callbacks)
+    if any(
+        each.keeps_any for each in run.trainer.checkpoint_callbacks
+    ):  # whose states can be stored, so they can be copied
+        states = callback_states(each for each in run.trainer.callbacks if each not in run.trainer.checkpoint_callbacks)
         callbacks = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
     return OpenEpoch(logbook.state_dict(), logbook.epoch_state(), logbook.logger_states(), callbacks)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
@@ -26,7 +27,6 @@ from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
 from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.loops import FitLoop
 from trainwright.trainer.parts import arranged_loggers, settings_of
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import Position
@@ -67,6 +67,30 @@ class Setting(Forwarded[T]):
 
     def __set__(self, trainer: Any, value: Any) -> None:
         trainer._change_setting(self._name, value)
+
+
+class FitLoop:
+    """`trainer.fit_loop`: the limits of a fit, and its counters at this moment.
+
+    `change` changes a setting by name, which the next fit takes; within a run it raises.
+    """
+
+    def __init__(self, settings: Settings, state: Position, change: Callable[[str, Any], None]) -> None:
+        self._last_epoch, self._change = settings.last_epoch, change
+        self.min_epochs, self.min_steps, self.max_steps = settings.min_epochs, settings.min_steps, settings.max_steps
+        self.epoch_progress = SimpleNamespace(current=SimpleNamespace(completed=state.shown_epoch))
+        self.epoch_loop = SimpleNamespace(
+            batch_idx=state.batch - 1, total_batch_idx=state.total_batches - 1, global_step=state.step
+        )
+
+    @property
+    def max_epochs(self) -> int:
+        """The number of epochs to train; -1 for no limit."""
+        return -1 if self._last_epoch is None else self._last_epoch
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        self._change("max_epochs", value)
 
 
 class Status:

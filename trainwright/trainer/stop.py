@@ -35,10 +35,13 @@ class Stop:
     """The stop of one fit: by max_steps, because a rank has set `requested`, or by a signal.
 
     The loop asks it after every batch that stepped, and after every batch of manual optimization. Entered around the fit, it
-    raises RunStopped at the end of a fit that a signal has stopped. `trainer` has the ModelCheckpoints that save the run.
+    raises RunStopped at the end of a fit that a signal has stopped. `trainer` has the ModelCheckpoints that save the run. If
+    `is_rerunnable`, the same command may be repeated, and is then to find the run's end.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, state: Position, trainer: Any) -> None:
+    def __init__(
+        self, engine: Engine, settings: Settings, state: Position, trainer: Any, *, is_rerunnable: bool = False
+    ) -> None:
         self.requested = False
         """The value of `trainer.should_stop`."""
         self.is_agreed = False
@@ -57,7 +60,7 @@ class Stop:
         """The sync point at which all ranks stop training. None outside of fit."""
         self._abandonment: SyncPoint | None = None
         """The sync point at which all ranks leave a validation before one batch."""
-        self._is_saved = False
+        self._is_saved, self._is_rerunnable = False, is_rerunnable
         self._evaluations = 0
 
     @property
@@ -112,7 +115,7 @@ class Stop:
     def is_due(self) -> bool:
         """Return, the same on every rank, whether the run ends at this optimizer step. Call it at every step on every rank."""
         settings, state = self._settings, self._state
-        if self._is_at_limit:
+        if -1 < settings.max_steps <= state.step:
             return True
         if state.progress.is_within_window:  # no checkpoint within an epoch has gradients
             return False
@@ -123,18 +126,16 @@ class Stop:
                 self.requested = self.is_agreed = True
         elif self.requested and not self._is_requested:
             self.point.request()  # perhaps only this rank has set it
+        if self.number or not self.requested:
+            return self.number != 0
         is_long_enough = state.epoch >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
-        return bool(self.number) or (self._is_requested and is_long_enough)
+        return self._is_requested and is_long_enough
 
     def is_due_after(self, has_stepped: bool) -> bool:
         """Return whether the run ends after a batch: `is_due`, if there is any reason to look."""
         assert self.point is not None
         may_end = self._settings.max_steps != -1 or self.point.is_pending or self.requested
         return has_stepped and may_end and self.is_due()
-
-    @property
-    def _is_at_limit(self) -> bool:
-        return -1 < self._settings.max_steps <= self._state.step
 
     @property
     def _is_requested(self) -> bool:
@@ -167,7 +168,7 @@ class Stop:
     @property
     def _ends_by_itself(self) -> bool:
         """Return whether the run ends here without a signal, and a resumed run would not train on."""
-        return self._is_at_limit or self._is_requested
+        return -1 < self._settings.max_steps <= self._state.step or self._is_requested
 
     def begin_evaluation(self) -> SyncPoint | None:
         """Begin an evaluation; return the sync point to check before every batch, None if it cannot be abandoned."""
@@ -205,8 +206,9 @@ class Stop:
                 self.path = checkpoint.save_stop(self._trainer)
 
     def save_end(self) -> None:
-        """Save a run that has ended by itself, so that the same command finds nothing left to train. Collective."""
-        if not self.number and self._settings.limit_train_batches != 0 and (checkpoint := self._checkpoint) is not None:
+        """Save a rerunnable run that ended by itself, so that the same command finds nothing left to train. Collective."""
+        checkpoint, has_trained = self._checkpoint, self._settings.limit_train_batches != 0
+        if self._is_rerunnable and not self.number and has_trained and checkpoint is not None:
             checkpoint.save_stop(self._trainer, "end")
 
     @property

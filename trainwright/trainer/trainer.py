@@ -241,12 +241,11 @@ class Trainer(Status):
             run.hooks.call("on_tune", {**loaders, "datamodule": datamodule})
         self.run = run
         # The stop is outermost, because it raises RunStopped once everything else is closed.
-        with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
+        with run.stop, self.run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
             run.stop.open()
             if Resumption(run, choice.checkpoint, request.fresh).run():
                 fit(run)
-            if choice.is_rerunnable:
-                run.stop.save_end()
+            run.stop.save_end()
             run.hooks.call("on_fit_end")
 
     def trial(self, **changes: Any) -> Trainer:
@@ -468,10 +467,10 @@ class Trainer(Status):
         # If the strategy drops optimizers together with other state, the module stays as the fit has left it.
         stays = bool(trained) and not engine.strategy.capabilities.keeps_optimizers
         self.run = run
-        with run.opened(stays):
+        with self.run.opened(stays):
             # Before the strategy wraps the module, since on_load_checkpoint may still build layers.
             opened = open_with_hooks(run, choice.checkpoint) if choice.checkpoint is not None else None
-            run.prepare_module(module)
+            self.run.prepare_module(module)
             if not stays:
                 engine.prepare_module(module, None)
             if opened is not None:
@@ -483,7 +482,7 @@ class Trainer(Status):
         # The optimizers of the fit can still be saved, unless the module has other weights now.
         engine.optimizers = trained
         if not trained:
-            run.update_trained(optimizers=[], prepared_optimizers=[], schedulers=[])
+            self.run.update_trained(optimizers=[], prepared_optimizers=[], schedulers=[])
         return result
 
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
@@ -491,7 +490,7 @@ class Trainer(Status):
         self.run.stop.note_end(None)
         others = (run.call, run.ckpt_path, self.run.module is run.module, self.state.plain())
         try:
-            result = call_remotely(run, call_in_worker, self._arguments, others, options)
+            result = call_remotely(self, run, call_in_worker, self._arguments, others, options)
         except KeyboardInterrupt as error:
             self.run.stop.note_end(error)
             raise
@@ -523,4 +522,4 @@ def call_in_worker(
     trainer = home.Trainer(**Trainer)
     trainer._take_parts((model if is_known else None, state), callbacks, loggers, profiler)
     result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
-    return changes(trainer.run, result, folder)
+    return changes(trainer, result, folder)
