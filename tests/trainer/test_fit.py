@@ -463,7 +463,7 @@ def test_compiling_does_not_change_the_names_of_the_state(tmp_path: Any) -> None
     names = list(module.state_dict())
     trainer = fit(module, compile={"backend": "eager"}, limit_train_batches=2)
     assert list(module.state_dict()) == names
-    assert module.compiled == {"Sequential", "Linear"}
+    assert module.compiled >= {"Sequential", "Linear"}
     assert module.net._compiled_call_impl is None  # a later run may be eager
     trainer.save_checkpoint(str(tmp_path / "compiled.ckpt"))
     eager = Compiled()
