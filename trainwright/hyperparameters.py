@@ -214,38 +214,46 @@ def build(
         TypeError: an argument is missing, or its value has no form or cannot be rebuilt.
     """
     parameters = inspect.signature(cls).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind not in variable}
-
-    def is_taken(name: str) -> bool:
-        return takes_all or name in named
-
+    takes_all = inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in parameters.values()}
     forms = {name: form for name, form in (forms or {}).items() if name not in overrides}
+    names = hyper_parameters.keys() | overrides.keys() | forms.keys()
+    taken = names if takes_all else names & named.keys()
     if hparams_name in named and hparams_name not in (AS_ARGUMENTS, *hyper_parameters):
-        within = (overrides.keys() & hyper_parameters.keys()) - named.keys()
-        stored = {**hyper_parameters, **{key: overrides[key] for key in within}}
+        within = {key: overrides[key] for key in (overrides.keys() & hyper_parameters.keys()) - named.keys()}
         overrides = {key: value for key, value in overrides.items() if key not in within}
-        values = {} if hparams_name in overrides else {hparams_name: _content(cls, hparams_name, stored, forms)}
+        values = (
+            {}
+            if hparams_name in overrides
+            else {hparams_name: _content(cls, hparams_name, {**hyper_parameters, **within}, forms)}
+        )
+        taken = taken | {hparams_name}
     else:
-        rebuilt = {name: _rebuilt(cls, name, form) for name, form in forms.items() if is_taken(name)}
-        values = {**hyper_parameters, **rebuilt}
-    if unknown := [key for key in overrides if not is_taken(key)]:
+        values = {**hyper_parameters, **{name: _rebuilt(cls, name, forms[name]) for name in forms.keys() & taken}}
+    if unknown := sorted(overrides.keys() - taken):
         warn(
             f"{cls.__name__} takes no argument {', '.join(unknown)}, so load_from_checkpoint drops it. It takes "
             f"{_listed(named)}.",
             stacklevel=4,
         )
-    values = {key: value for key, value in {**values, **overrides}.items() if is_taken(key)}
+    values = {key: value for key, value in {**values, **overrides}.items() if key in taken}
+    _refuse_missing(cls, named, values, hyper_parameters)
+    return cls(**values)
+
+
+def _refuse_missing(
+    cls: type[Any], named: Mapping[str, inspect.Parameter], values: Mapping[str, Any], stored: Mapping[str, Any]
+) -> None:
+    """Raise TypeError if arguments without a default have no value."""
     missing = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in values]
     if missing:
         example = ", ".join(f"{name}=..." for name in missing)
         raise TypeError(
             f"{cls.__name__} cannot be constructed: its argument {', '.join(missing)} is not among the hyper-parameters "
-            f"that were stored ({_listed(hyper_parameters)}). Pass it: {cls.__name__}.load_from_checkpoint(path, {example}). "
+            f"that were stored ({_listed(stored)}). Pass it: {cls.__name__}.load_from_checkpoint(path, {example}). "
             "save_hyperparameters() in __init__ stores arguments that are plain data."
         )
-    return cls(**values)
 
 
 def _content(cls: type[Any], name: str, stored: Mapping[str, Any], forms: Mapping[str, Form]) -> Any:

@@ -12,7 +12,7 @@ import enum
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -58,25 +58,29 @@ def _describe(value: Any, is_plain: Callable[[Any], bool], depth: int = 0) -> Fo
         return {"form": kind.__name__, "items": [inner(item) for item in value]}
     if kind.__module__.split(".")[0] == "omegaconf":
         return {"form": "omegaconf", "content": inner(_omegaconf_content(value))}
-    form: Form = {}
+    form, items = _container(value, inner)
+    return {**form, "items": {key: inner(item) for key, item in items.items()}}
+
+
+def _container(value: Any, inner: Callable[[Any], Form]) -> tuple[Form, Mapping[str, Any]]:
+    """Return the form of a container without its named items, and these items (TypeError for any other value)."""
+    kind = type(value)
     if isinstance(value, functools.partial):
         function, args = value.func, value.args
         if function.__module__.startswith("jsonargparse.") and isinstance(args[-1], type):  # it makes this class
             function, args = args[-1], ()
         form = {"form": "partial", "function": inner(function), "args": [inner(item) for item in args]}
-        items = value.keywords
-    elif dataclasses.is_dataclass(value):  # a class has its name above
+        return form, value.keywords
+    if dataclasses.is_dataclass(value):  # a class has its name above
         if dataclasses.replace(value) != value:  # type: ignore[type-var]
             raise TypeError(f"a {kind.__qualname__} constructed from its fields is another one")
-        form = {"form": "dataclass", "path": path_of(kind)}
-        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-    elif kind is argparse.Namespace:
-        form, items = {"form": "namespace"}, vars(value)
-    elif kind.__name__ in ("dict", "AttributeDict") and all(type(key) is str for key in value):
-        form, items = {"form": "dict"}, value
-    else:
-        raise TypeError(f"a {kind.__module__}.{kind.__qualname__} has no plain form")
-    return {**form, "items": {key: inner(item) for key, item in items.items()}}
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return {"form": "dataclass", "path": path_of(kind)}, {name: getattr(value, name) for name in names}
+    if kind is argparse.Namespace:
+        return {"form": "namespace"}, vars(value)
+    if kind.__name__ in ("dict", "AttributeDict") and all(type(key) is str for key in value):
+        return {"form": "dict"}, value
+    raise TypeError(f"a {kind.__module__}.{kind.__qualname__} has no plain form")
 
 
 def _omegaconf_content(value: Any) -> Any:

@@ -45,12 +45,6 @@ def test_bar_writes_one_plain_line_an_epoch_without_a_terminal(capsys: pytest.Ca
     assert all("val_shown 2" in line for line in lines)
 
 
-def test_a_package_that_imports_ipykernel_makes_no_notebook(capsys: pytest.CaptureFixture[str]) -> None:
-    __import__("ipykernel")
-    tw.Trainer(max_epochs=1, **SETTINGS).fit(Shown(), make_loader(8))
-    assert capsys.readouterr().err.startswith("epoch 0: 2/2 batches")
-
-
 def test_bar_writes_lines_within_a_long_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(line_seconds=0.0)], **SETTINGS)
     trainer.fit(Shown(), make_loader())

@@ -192,7 +192,7 @@ def test_an_export_can_change_names_and_dtypes(
     assert moments["0/net.0.weight/exp_avg"].shape == (13, 8)
     code, _, err = run(capsys, "export", saved, tmp_path / "c.safetensors", "--strip-prefix", "nett.")
     assert code == 77
-    assert "has no model tensor whose name begins with 'nett.'; its names are for example scale, net.0.weight" in err
+    assert "has no tensor whose name begins with 'nett.'; its names are for example scale, net.0.weight" in err
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors", "runs"]
 
 

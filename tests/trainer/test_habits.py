@@ -256,7 +256,7 @@ def test_weights_are_exported(tmp_path: Path) -> None:
     with pytest.raises(tw.CheckpointError, match="exists already"):
         module.export(path)
     with pytest.raises(
-        tw.CheckpointError, match=r"no tensor's name begins with 'nte\.'; the names are for example net"
+        tw.CheckpointError, match=r"no tensor whose name begins with 'nte\.'; its names are for example net"
     ):
         module.export(tmp_path / "b.safetensors", strip_prefix="nte.")
     module.export(tmp_path / "all.safetensors")

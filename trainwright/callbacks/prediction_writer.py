@@ -23,7 +23,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.filesystem import note_new, resolve
 from trainwright.data.transfer import to_device
-from trainwright.distributed import collectives
+from trainwright.distributed.vendor import count_issued
 from trainwright.errors import a_type_of
 from trainwright.paths import absolute
 
@@ -108,10 +108,10 @@ class BasePredictionWriter(Callback):
         # A dummy batch is written only if writing communicates: other ranks would wait.
         indices, is_own = trainer.batch_indices, not trainer.is_dummy_batch
         if self.write_interval != "epoch" and (is_own or self._communicates):
-            before = collectives.count_issued() if batch_idx == 0 else None
+            before = count_issued() if batch_idx == 0 else None
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
             if before is not None and is_own:
-                self._communicates = collectives.count_issued() != before
+                self._communicates = count_issued() != before
         if self.write_interval != "batch" and is_own:
             self._predictions[dataloader_idx].append(to_device(outputs, HOST))
             self._indices[dataloader_idx].append(indices)

@@ -106,10 +106,11 @@ class ShardedCombination(StatefulLoader):
             return {}
         planned: dict[IndexStream | None, dict[int, list[int]]] = {stream: {} for stream in streams}
         for number in sorted({number for rounds in short for number in rounds or ()}):
-            sizes: dict[IndexStream, int] = {}
-            for part, stream, rounds in zip(self.parts, streams, short, strict=True):
-                if stream.cycles or number < (part.exact_length or 0):
-                    sizes[stream] = (rounds or {}).get(number, stream.item_size * self.world_size)
+            sizes = {
+                stream: (rounds or {}).get(number, stream.item_size * self.world_size)
+                for part, stream, rounds in zip(self.parts, streams, short, strict=True)
+                if stream.cycles or number < (part.exact_length or 0)
+            }
             cuts = in_proportion(list(sizes.values()), self.world_size, [stream.item_size for stream in sizes])
             split = dict(zip(sizes, cuts, strict=True))
             if not are_proportional(list(cuts)):

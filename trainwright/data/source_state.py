@@ -239,10 +239,8 @@ class SourceStates:
         """Return the state at a position, or the latest known state before it."""
         passes, items = position["passes"], position["items"]
         ending = self.ending() if passes > self._passes or items >= self._read else None
-        if ending is not None and passes > self._passes:
-            return {**ending, "passes": passes, "items": 0}
-        if ending is not None and items >= self._read:  # a round with fewer batches than ranks counts as a full round
-            return {**ending, "items": items}
+        if ending is not None:  # a round with fewer batches than ranks counts as a full round
+            return {**ending, "passes": max(passes, self._passes), "items": 0 if passes > self._passes else items}
         if not self._is_trusted:  # re-reading from the start of the pass is always right
             return self._beginning()
         is_here = self._is_open and self._read == items and not self._num_workers and not self._has_ended

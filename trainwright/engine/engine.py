@@ -30,7 +30,7 @@ from trainwright.precision import Precision
 from trainwright.precision.base import Closure, Sender
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Clipping, Optimization, StepResult
-from trainwright.strategies.divided_optimizers import make_whole
+from trainwright.strategies.divided_optimizers import refuse_divided
 from trainwright.strategies.module_checks import changed
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
@@ -152,7 +152,7 @@ class Engine(EngineCheckpoints):
                 rank, if the ranks have optimizers of different kinds or options.
         """
         self.replaced.update(optimizer for optimizer in optimizers if optimizer not in self.optimizers)
-        make_whole(optimizers, self.strategy.name)
+        refuse_divided(optimizers)
         refuse_unlike_optimizers(optimizers, self.ranks)
         self.script.note_optimizers(optimizers, is_first=not self.optimizers)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)

@@ -9,9 +9,9 @@ import torch
 
 from trainwright.devices.abilities import num_together
 from trainwright.devices.hardware import count, names, resolve_device_type, use
-from trainwright.distributed import collectives
 from trainwright.distributed.connection import Connection, open_process_group, pick_backend
 from trainwright.distributed.environment import Environment
+from trainwright.distributed.vendor import set_timeout
 from trainwright.errors import a_type_of
 from trainwright.overrides import overridden
 from trainwright.precision import Precision, is_spelling_of, resolve_precision
@@ -76,7 +76,7 @@ def join_job(
         environment, backend, seconds, needs_group=chosen.capabilities.needs_group, device_types=device_types
     )
     if chosen_seconds is not None or connection.owns_group:
-        collectives.set_timeout(seconds)  # the group may have been opened before, with a different timeout
+        set_timeout(seconds)  # the group may have been opened before, with a different timeout
     connection.before_close(chosen.close)
     return environment, chosen, chosen_precision, device, connection, seconds, num_workers
 

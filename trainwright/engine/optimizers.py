@@ -236,7 +236,8 @@ def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
                 if "step" in (state := optimizer.state.get(parameter, {})):
                     state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    if is_fused and kind is SGD and optimizer not in _watched:
+    has_momentum = kind is SGD and any(group["momentum"] for group in optimizer.param_groups)
+    if is_fused and has_momentum and optimizer not in _watched:
         _watched.add(optimizer)
         optimizer.register_step_pre_hook(_add_momentum)
     return is_fused

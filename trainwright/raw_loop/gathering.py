@@ -14,10 +14,10 @@ from torch import nn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.devices import hardware
-from trainwright.distributed.collectives import count_issued
 from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
+from trainwright.distributed.vendor import count_issued
 from trainwright.engine import nests
 from trainwright.engine.engine import Engine
 from trainwright.raw_loop.dataloaders import SkippedBatches, skip_first_batches, synchronize

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 import torch
@@ -308,7 +309,7 @@ def sanity_check(evaluation: Evaluation) -> None:
             rank_zero_info("the sanity check is left out: the validation data can be read only once.")
             run.hooks.call("on_sanity_check_end")
             return
-        most = None if steps == -1 else steps
+        most = int(steps) if isfinite(steps) else None
         evaluation.run.stages.sanity_check.note(
             None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders]
         )

@@ -199,14 +199,10 @@ class Settings:
         return 50 if self.log_every_n_steps is None else self.log_every_n_steps
 
     @property
-    def sanity_steps(self) -> int:
-        """The validation batches to run before training, -1 for all."""
-        given = self.num_sanity_val_steps
-        return 2 if given is None else -1 if given == float("inf") else given
-
-    @property
-    def shown_sanity_steps(self) -> int | float:
-        return float("inf") if self.sanity_steps == -1 else self.sanity_steps
+    def sanity_steps(self) -> int | float:
+        """The validation batches to run before training, inf for all."""
+        steps = self.num_sanity_val_steps
+        return 2 if steps is None else float("inf") if steps == -1 else steps
 
     @property
     def validation_seconds(self) -> float | None:

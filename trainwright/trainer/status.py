@@ -52,11 +52,8 @@ class Forwarded(Generic[T]):
         found = self._read(trainer)
         return cast(T, self._default if found is None else found)
 
-    # Without it an assignment would hide the attribute on this Trainer.
     def __set__(self, trainer: Any, value: Any) -> None:
-        raise AttributeError(
-            f"trainer.{self._name} cannot be set: it shows what the Trainer was given, or what it does."
-        )
+        raise AttributeError(f"trainer.{self._name} cannot be set.")
 
 
 class Setting(Forwarded[T]):
@@ -238,7 +235,7 @@ class Status:
     overfit_batches = Setting[Batches]("overfit", "The number or fraction of batches to overfit, 0.0 for none.", 0.0)
     val_check_interval = Setting[Any]("val_check_interval", "A fraction of an epoch, batches, or a time.", 1.0)
     check_val_every_n_epoch = Setting[int | None]("check_val_every_n_epoch", "Epochs between two validations.")
-    num_sanity_val_steps = Setting[Batches]("shown_sanity_steps", "Validation batches before training, inf for all.")
+    num_sanity_val_steps = Setting[Batches]("sanity_steps", "Validation batches before training, inf for all.")
     reload_dataloaders_every_n_epochs = Setting[int]("reload_dataloaders_every_n_epochs", "0 for never.")
     log_every_n_steps = Setting[int]("log_every", "Steps between two rows of step values, 0 for none.")
     gradient_clip_val = Setting[float | None]("gradient_clip_val", "The limit of the gradients.")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.distributed import collectives
+from trainwright.distributed.vendor import count_issued
 from trainwright.module import Module
 from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.stage import Shard
@@ -85,7 +86,7 @@ class Communication:
 
     def look(self) -> None:
         """Count the collectives issued so far. Called four times in the first batch, the last time after its last hooks."""
-        self.counts.append(collectives.count_issued())
+        self.counts.append(count_issued())
         known = [number for number in self.counts if number is not None]
         if len(known) == 4:
             start, before, after, end = known
