@@ -298,6 +298,18 @@ def release_module(module: nn.Module) -> None:
                 wrapped.cache_clear()
 
 
+def release_parameters(part: nn.Module) -> None:
+    """Shard the parameters that a failed forward or backward has left gathered, because no later engine could."""
+    in_flight = getattr(part, "ds_inflight_param_registry", {})
+    sharded: list[Any] = [p for p in part.parameters() if hasattr(p, "ds_active_sub_modules")]
+    for parameter in sharded:
+        if (gathering := in_flight.pop(parameter, None)) is not None:
+            gathering.wait()
+        parameter.ds_active_sub_modules.clear()
+        if not parameter.ds_persist and parameter.ds_status.name == "AVAILABLE":
+            parameter.partition()
+
+
 def end_training(engines: Iterable[Any]) -> None:
     """Remove stage 3 engines' buffers and gradient hooks, which outlive the modules. The modules can still be called."""
     for engine in dict.fromkeys(engines):
@@ -315,6 +327,7 @@ def destroy(engines: Iterable[Any]) -> None:
         # An engine destroys itself again when it is collected, and would clear the attributes of the module's next engine.
         engine.destroy = _do_nothing
         release_module(engine.module)
+        release_parameters(engine.module)
 
 
 def _do_nothing() -> None:
