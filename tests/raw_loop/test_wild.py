@@ -4,8 +4,11 @@ They use the features of Accelerate's documentation, on one process and on two:
 
 | feature | script of `wild/` |
 |---|---|
+| gradient accumulation | gradient_accumulation |
 | gradient accumulation for autoregressive models | autoregressive |
+| automatic gradient accumulation, memory | memory |
 | checkpointing | mid_epoch_resume |
+| early stopping | early_stopping |
 | tracking | tracking |
 | metrics on several processes | tracking, cross_validation |
 | cross validation, profiler | cross_validation |
@@ -16,6 +19,7 @@ Others are written anew after public training scripts, and stop within an epoch 
 | kind | script of `wild/` |
 |---|---|
 | diffusers' text-to-image | diffusion |
+| diffusers' dreambooth LoRA | lora |
 | transformers' run_glue_no_trainer | glue |
 | transformers' run_clm_no_trainer | causal_lm |
 | a GAN | gan |
@@ -57,11 +61,15 @@ from trainwright.tools.migrate import migrate
 FOLDER = Path(__file__).with_name("wild")
 RECORDED = FOLDER / "recorded.json"
 RUNS: dict[str, list[list[str]]] = {
+    "text_classifier": [["--cpu"]],
     "mid_epoch_resume": [
         ["--checkpointing_steps", "7", "--stop_after", "16"],
         ["--resume_from_checkpoint", "checkpoints/step_14"],
     ],
+    "gradient_accumulation": [[]],
     "autoregressive": [[]],
+    "memory": [[]],
+    "early_stopping": [[]],
     "tracking": [[]],
     "cross_validation": [[]],
     "communication": [
@@ -72,6 +80,11 @@ RUNS: dict[str, list[list[str]]] = {
         [],
         ["--output_dir", "out", "--checkpointing_steps", "5", "--stop_after", "11"],
         ["--output_dir", "out", "--checkpointing_steps", "5", "--resume_from_checkpoint", "latest"],
+    ],
+    "lora": [
+        [],
+        ["--resume_from_checkpoint", "checkpoint-5"],  # into the folders of the first run
+        ["--resume_from_checkpoint", "latest"],
     ],
     "glue": [
         [],
@@ -87,7 +100,7 @@ RUNS: dict[str, list[list[str]]] = {
     "gan": [[], ["--save_every", "4", "--stop_after", "15"], ["--save_every", "4", "--resume"]],
 }
 """The arguments of the scripts' runs, one after another in one folder."""
-ON_TWO = RUNS | {
+ON_TWO = {name: runs for name, runs in RUNS.items() if name != "text_classifier"} | {
     "mid_epoch_resume": [
         ["--checkpointing_steps", "3", "--stop_after", "10"],
         ["--resume_from_checkpoint", "checkpoints/step_9"],
@@ -102,6 +115,7 @@ ON_TWO = RUNS | {
 """The same on two processes, on which an epoch has half as many steps."""
 TWO = " on 2 processes"
 EXACT = 5e-5
+HEAVY = pytest.param("text_classifier", marks=pytest.mark.slow)  # imports transformers, which takes seconds
 
 
 def metrics_of(output: str, folder: Path) -> dict[str, float]:
@@ -167,20 +181,25 @@ def test_only_import_lines_change(name: str) -> None:
     assert "accelerate " not in "\n".join(after).replace("for Accelerate", "")
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [HEAVY, *(name for name in RUNS if name != "text_classifier")])
 def test_the_metrics_are_those_that_accelerate_computed(tmp_path: Path, name: str) -> None:
     from forked import run_python
 
-    (tmp_path / "script.py").write_text(converted(name))
-    output = ""
-    for arguments in RUNS[name]:
-        done = run_python("script.py", *arguments, folder=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        output += done.stdout
-    check(metrics_of(output, tmp_path), recorded(name))
+    if name == "text_classifier":
+        pytest.importorskip("transformers")
+        ours = run_script(converted(name), RUNS[name], tmp_path)
+    else:
+        (tmp_path / "script.py").write_text(converted(name))
+        output = ""
+        for arguments in RUNS[name]:
+            done = run_python("script.py", *arguments, folder=tmp_path)
+            assert done.returncode == 0, done.stdout + done.stderr
+            output += done.stdout
+        ours = metrics_of(output, tmp_path)
+    check(ours, recorded(name))
 
 
-RESUMED = {"diffusion": "latest", "glue": "resumed", "causal_lm": "step_5", "gan": "resumed"}
+RESUMED = {"diffusion": "latest", "lora": "latest", "glue": "resumed", "causal_lm": "step_5", "gan": "resumed"}
 """The names that the scripts print for their resumed runs, beside "whole"."""
 
 
