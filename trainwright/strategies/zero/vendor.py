@@ -68,8 +68,7 @@ def keep_to_current_device(accelerator: Any) -> None:
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    known = ("untested optimizer", "learning rate from scheduler before it has started")
-    return not any(text in record.getMessage() for text in known)
+    return not any(text in record.getMessage() for text in ("untested optimizer", "learning rate from scheduler before it"))
 
 
 def make_engine(
@@ -298,11 +297,10 @@ def release_module(module: nn.Module) -> None:
                 wrapped.cache_clear()
 
 
-def release_parameters(part: nn.Module) -> None:
+def release_parameters(part: Any) -> None:
     """Shard the parameters that a failed forward or backward has left gathered, because no later engine could."""
     in_flight = getattr(part, "ds_inflight_param_registry", {})
-    sharded: list[Any] = [p for p in part.parameters() if hasattr(p, "ds_active_sub_modules")]
-    for parameter in sharded:
+    for parameter in (p for p in part.parameters() if hasattr(p, "ds_active_sub_modules")):
         if (gathering := in_flight.pop(parameter, None)) is not None:
             gathering.wait()
         parameter.ds_active_sub_modules.clear()
@@ -325,13 +323,9 @@ def destroy(engines: Iterable[Any]) -> None:
     for engine in dict.fromkeys(engines):
         engine.destroy()
         # An engine destroys itself again when it is collected, and would clear the attributes of the module's next engine.
-        engine.destroy = _do_nothing
+        engine.destroy = lambda: None
         release_module(engine.module)
         release_parameters(engine.module)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def gather_whole(parameter: Any) -> Tensor:
