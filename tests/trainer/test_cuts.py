@@ -274,16 +274,6 @@ def test_a_save_at_an_epochs_end_includes_the_decision_of_early_stopping(tmp_pat
 # -- validations that are due --------------------------------------------------------------------------------------------
 
 
-class Pulls(Falling):
-    """Takes two batches a step."""
-
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-        _, index, _ = next(dataloader_iter)
-        self.seen.append((self.trainer.current_epoch, index))
-        next(dataloader_iter)
-        return self.weight * 1.0
-
-
 class Steps(Falling):
     """Steps by itself, every third batch, over the ends of epochs too."""
 
@@ -298,7 +288,7 @@ class Steps(Falling):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", [Falling, Pulls, Steps])
+@pytest.mark.parametrize("kind", [Falling, Steps])
 @pytest.mark.parametrize(
     "interval", [{"val_check_interval": 3}, {"val_check_interval": 5, "check_val_every_n_epoch": None}]
 )
