@@ -118,7 +118,7 @@ def _training_step(c: Config, on: set[str]) -> list[str]:
     lines = ["    def training_step(self, batch, batch_idx):", "        loss = self.loss(batch)"]
     lines += ['        self.log("loss", loss, on_step=True, on_epoch=True)']
     lines += ["        self.mean(loss.detach().float())", '        self.log("mean", self.mean)'] * ("metric" in on)
-    lines += [f"        if batch_idx % 5 == 3:", "            return None"] * ("none" in on)
+    lines += ["        if batch_idx % 5 == 3:", "            return None"] * ("none" in on)
     if c["manual"]:
         share = f" / {c['window']}" if c["window"] > 1 else ""
         lines += [f"        self.manual_backward(loss{share})"]

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.sync_points import SyncPoint
-from trainwright.engine.fused import use_fused
 from trainwright.engine.memory_estimate import warn_of_memory
 from trainwright.engine.optimizers import (
     SchedulerConfig,
@@ -19,6 +18,7 @@ from trainwright.engine.optimizers import (
     may_use_closure,
     needs_closure,
     read_optimizers,
+    use_fused,
 )
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow

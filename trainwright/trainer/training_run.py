@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainwright.data.transfer import map_tensors
 from trainwright.distributed.failures import is_secondary_failure
-from trainwright.engine.fused import use_fused
+from trainwright.engine.optimizers import use_fused
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
