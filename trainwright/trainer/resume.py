@@ -55,6 +55,7 @@ class Resumption:
         if run.settings.limit_train_batches == 0:
             return False
         run.data.seek(run.trained.resume_source)
+        run.data.warn_of_iterators()
         if checkpoint is not None:
             run.hooks.call("on_resume_start")  # callbacks that had stopped the run stop it again
             run.stop.agree()

@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.combined import ShardedCombination, shard
+from trainwright.data.combined_loader import is_read_once
 from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loader_state import NOT_BEGUN, LoaderState
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SPACING
 from trainwright.data.stateful_iterable import ONCE
 from trainwright.engine.engine import Engine
+from trainwright.errors import a_type_of
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.trainer.oversights import parts_of
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource
@@ -165,6 +169,16 @@ class TrainData:
             raise ValueError(
                 f"{origin} was saved after batch {state.batch} of its epoch, but the training loader has {whole} batches. "
                 "Resume with the data that it was saved with, or from a checkpoint of an epoch's end."
+            )
+
+    def warn_of_iterators(self) -> None:
+        """Warn of an iterator in a resumed run, since earlier epochs may have read another iterator."""
+        once = next(filter(is_read_once, parts_of(self._users)), None) if self._state.epoch else None
+        if once is not None:
+            rank_zero_warn(
+                f"the run continues in epoch {self._state.epoch}, and reads {a_type_of(once)} from its start. Pass an iterator "
+                "that begins at this epoch's data, or an object whose __iter__ starts again.",
+                stacklevel=2,
             )
 
     def plan_states(self, window: int, callbacks: Iterable[ModelCheckpoint]) -> None:
