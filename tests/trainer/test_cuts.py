@@ -518,28 +518,6 @@ def gathers_over_ends(folder: Path) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("combined", [False, True])
-def test_batches_of_a_step_that_pulls_are_drawn_once(tmp_path: Path, combined: bool) -> None:
-    """One batch is read ahead, so its random numbers precede the checkpoint. This holds for the next loader too."""
-
-    class Learns(Pulls):
-        def training_step(self, dataloader_iter: Any) -> Tensor:
-            batch, _, _ = next(dataloader_iter)
-            batch = batch if isinstance(batch, Tensor) else next(each for each in batch if each is not None)
-            return (self.weight * batch * torch.rand(())).sum()
-
-    def run(*callbacks: tw.Callback, path: Any = None) -> Tensor:
-        torch.manual_seed(3)
-        module, loader = Learns(), DataLoader(Random())
-        data: Any = CombinedLoader([loader, DataLoader(Stream(3))], "sequential") if combined else loader
-        fit(module, *callbacks, data=data, path=path, max_epochs=2)
-        return module.weight.detach()
-
-    whole = run(every_step(tmp_path))
-    for step in (3, 7, 8, 9, 13):
-        assert torch.equal(run(path=tmp_path / f"{step}.ckpt"), whole), step
-
-
 def test_a_reused_name_contains_the_weights_of_its_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"monitor": "val_loss", "async_save": True, "save_weights_only": True}
     best = tw.ModelCheckpoint(tmp_path / "best", "best", **options)
