@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
 from trainwright.checkpoint.reader import open_checkpoint
-from trainwright.data.combined import CombinedLoader
 from trainwright.errors import RunStopped
 
 
