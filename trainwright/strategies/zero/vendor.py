@@ -68,7 +68,9 @@ def keep_to_current_device(accelerator: Any) -> None:
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    return not any(text in record.getMessage() for text in ("untested optimizer", "learning rate from scheduler before it"))
+    return not any(
+        text in record.getMessage() for text in ("untested optimizer", "learning rate from scheduler before it")
+    )
 
 
 def make_engine(
