@@ -68,9 +68,8 @@ def keep_to_current_device(accelerator: Any) -> None:
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    return not any(
-        text in record.getMessage() for text in ("untested optimizer", "learning rate from scheduler before it")
-    )
+    known = ("untested optimizer", "learning rate from scheduler before it has started")
+    return not any(text in record.getMessage() for text in known)
 
 
 def make_engine(
@@ -119,14 +118,13 @@ def scale_losses(engine: Any) -> None:
     """Give an engine with float32 weights the loss scale of its float16 configuration."""
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
-    zero = engine.optimizer
-    zero.loss_scaler = CreateLossScaler(
+    engine.optimizer.loss_scaler = CreateLossScaler(
         dtype=torch.float16,
         static_loss_scale=engine.loss_scale(),
         dynamic_scaling=engine.dynamic_loss_scale(),
         dynamic_loss_args=engine.dynamic_loss_scale_args(),
     )
-    zero.dynamic_loss_scale = zero.loss_scaler.dynamic
+    engine.optimizer.dynamic_loss_scale = engine.optimizer.loss_scaler.dynamic
 
 
 def refuse_plain_backward(zero: Any, is_expected: Callable[[], bool], name: str) -> None:
