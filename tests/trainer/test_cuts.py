@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
 from trainwright.checkpoint.reader import open_checkpoint
-from trainwright.data.combined import CombinedLoader
 from trainwright.errors import RunStopped
 
 
@@ -276,16 +275,6 @@ def test_a_save_at_an_epochs_end_includes_the_decision_of_early_stopping(tmp_pat
 # -- validations that are due --------------------------------------------------------------------------------------------
 
 
-class Pulls(Falling):
-    """Takes two batches a step."""
-
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-        _, index, _ = next(dataloader_iter)
-        self.seen.append((self.trainer.current_epoch, index))
-        next(dataloader_iter)
-        return self.weight * 1.0
-
-
 class Steps(Falling):
     """Steps by itself, every third batch, over the ends of epochs too."""
 
@@ -300,7 +289,7 @@ class Steps(Falling):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", [Falling, Pulls, Steps])
+@pytest.mark.parametrize("kind", [Falling, Steps])
 @pytest.mark.parametrize(
     "interval", [{"val_check_interval": 3}, {"val_check_interval": 5, "check_val_every_n_epoch": None}]
 )
@@ -526,28 +515,6 @@ def gathers_over_ends(folder: Path) -> dict[str, bool]:
         run(1)
         found[strategy] = run(3, str(folder / f"{strategy}-1-True.ckpt")) == whole
     return found
-
-
-@pytest.mark.parametrize("combined", [False, True])
-def test_batches_of_a_step_that_pulls_are_drawn_once(tmp_path: Path, combined: bool) -> None:
-    """One batch is read ahead, so its random numbers precede the checkpoint. This holds for the next loader too."""
-
-    class Learns(Pulls):
-        def training_step(self, dataloader_iter: Any) -> Tensor:
-            batch, _, _ = next(dataloader_iter)
-            batch = batch if isinstance(batch, Tensor) else next(each for each in batch if each is not None)
-            return (self.weight * batch * torch.rand(())).sum()
-
-    def run(*callbacks: tw.Callback, path: Any = None) -> Tensor:
-        torch.manual_seed(3)
-        module, loader = Learns(), DataLoader(Random())
-        data: Any = CombinedLoader([loader, DataLoader(Stream(3))], "sequential") if combined else loader
-        fit(module, *callbacks, data=data, path=path, max_epochs=2)
-        return module.weight.detach()
-
-    whole = run(every_step(tmp_path))
-    for step in (3, 7, 8, 9, 13):
-        assert torch.equal(run(path=tmp_path / f"{step}.ckpt"), whole), step
 
 
 def test_a_reused_name_contains_the_weights_of_its_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

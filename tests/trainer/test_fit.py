@@ -324,30 +324,12 @@ def test_a_batch_that_is_none_is_skipped_and_counted() -> None:
 # -- steps ---------------------------------------------------------------------------------------------------------------
 
 
-def test_steps_can_take_several_batches_from_an_iterator() -> None:
-    """A training step takes two batches, and the last of 11 has one."""
-    seen: list[Any] = []
-
-    class Pulling(Classifier):
-        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-            batch, index, loader = next(dataloader_iter)
-            seen.append((index, loader))
-            pair = next(dataloader_iter, None)
-            return loss_of(self.net, batch) if pair is None else loss_of(self.net, batch) + loss_of(self.net, pair[0])
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            begun.append((batch is None, batch_idx))
-
-        def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
-            raise AssertionError
-
-    begun: list[Any] = []
-    _, trainer = run(Pulling(), max_epochs=2)
-    assert begun[:3] == [(True, 0), (True, 2), (True, 4)]
-    assert seen == [(index, 0) for index in range(0, 11, 2)] * 2
-    assert (trainer.global_step, trainer.state.total_batches) == (12, 22)
-    with pytest.raises(TypeError, match="validation_step takes dataloader_iter, as only training_step can"):
-        trainer.validate(Pulling(), make_loader(10))
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_a_step_cannot_take_its_batches_from_an_iterator(step: str) -> None:
+    module = Classifier()
+    setattr(module, step, lambda dataloader_iter: None)
+    with pytest.raises(TypeError, match=rf"{step}\(dataloader_iter\) cannot take .* pass a larger batch_size"):
+        tw.Trainer(max_epochs=1, **QUIET).fit(module, make_loader(10), make_loader(10))
 
 
 # -- settings around the loop --------------------------------------------------------------------------------------------

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 class TrainData:
     """The training data of one fit. Its loader owns the position in the data, the run's state the epoch and the batch.
 
-    `options` go to `shard`. If training_step `pulls` its batches, they are read one ahead to know the last. `note` is called
-    with the user's loaders and this rank's batches in an epoch, whenever they change.
+    `options` go to `shard`. `note` is called with the user's loaders and this rank's batches in an epoch, whenever they change.
     """
 
     def __init__(
@@ -40,11 +39,10 @@ class TrainData:
         state: Position,
         options: dict[str, bool],
         *,
-        pulls: bool,
         note: Callable[[Any, int | float], None],
     ) -> None:
         self._source, self._engine, self._settings, self._state = source, engine, settings, state
-        self._options, self._note, self._validates, self._pulls = options, note, False, pulls
+        self._options, self._note, self._validates = options, note, False
         self._loader: ShardedLoader | ShardedCombination | None = None
         self._users: Any = None
         self._loaded = NOT_BEGUN
@@ -106,8 +104,6 @@ class TrainData:
         self.close()  # the old workers end before new ones start
         self._loader = loader = self._shard("train")
         loader.load_state_dict(position)
-        if self._pulls:
-            loader.read_ahead()
         length, limit = limited(loader.length, settings.limit_train_batches), settings.limit_train_batches
         # Compared before the first batch: a rank that ended early would leave the others waiting in a collective.
         lengths = engine.ranks.exchange(str(loader.length), "the start of the data")
