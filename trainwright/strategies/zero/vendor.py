@@ -85,13 +85,11 @@ def make_engine(
 
     announce_local_rank(Environment.detect())
     deepspeed = import_deepspeed(device)
-    stage = config["zero_optimization"]["stage"]
-    whole = [p for p in part.parameters() if not hasattr(p, "ds_id")] if stage == 3 else []
-    for parameter in whole:
-        parameter.data = parameter.data.contiguous()  # stage 3 shards the memory, whatever its strides
+    is_stage_3 = config["zero_optimization"]["stage"] == 3
+    whole = [p for p in part.parameters() if is_stage_3 and not hasattr(p, "ds_id")]
     scalars = [p for p in whole if p.dim() == 0]
-    for parameter in scalars:
-        parameter.data = parameter.data.reshape(1)
+    for parameter in whole:  # stage 3 shards the memory, whatever its strides
+        parameter.data = parameter.data.contiguous().reshape(parameter.shape or (1,))
     try:
         with _patched(deepspeed.DeepSpeedEngine, check):
             engine = deepspeed.initialize(
