@@ -57,10 +57,7 @@ class classonly(classmethod):  # type: ignore[type-arg]
 
         @functools.wraps(bound)  # raising in __get__ would break tools that look at every attribute of an instance
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-            raise TypeError(
-                f"{name} makes a new instance and does not change this one. Call it on the class and use what it returns: "
-                f"instance = {kind}.{name}(path)."
-            )
+            raise TypeError(f"{name} makes a new instance. Call it on the class: instance = {kind}.{name}(path).")
 
         return refuse
 
@@ -75,7 +72,6 @@ class HyperParameters:
     _is_omegaconf: bool = False
     """Whether they are the content of an OmegaConf container, which a new module gets again."""
     _log_hyperparams: bool = False
-    _has_named_left_out: bool = False
 
     def save_hyperparameters(
         self,
@@ -108,8 +104,8 @@ class HyperParameters:
             values = _chosen(self, arguments, args)
         elif len(args) > 1:
             raise TypeError(
-                f"save_hyperparameters got {len(args)} values that are not all names. Expected names of the "
-                'arguments ("lr", "width"), or one dict, Namespace or dataclass instance. Give names, not values.'
+                f"save_hyperparameters got {len(args)} values that are not all names. Pass names of arguments, or one dict, "
+                "Namespace or dataclass instance."
             )
         else:
             values = _from_collection(args[0])
@@ -137,8 +133,7 @@ class HyperParameters:
     @property
     def hparams_initial(self) -> AttributeDict:
         """Return a copy of the hyper-parameters as they were saved, with the values that a search has set since."""
-        copied: AttributeDict = _copied(self._hparams_initial or AttributeDict())
-        return copied
+        return AttributeDict(_copied(self._hparams_initial or {}))
 
 
 def kept_hyper_parameters(owner: Any) -> list[AttributeDict]:
@@ -162,10 +157,9 @@ def divided(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> tuple
 def hyper_parameter_entries(
     owner: HyperParameters, prefix: str, is_plain: Callable[[Any], bool]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a checkpoint's entries for an owner, and at the first call the names of values without a form."""
+    """Return a checkpoint's entries for an owner, and the names of its values without a form."""
     plain, forms = divided(owner.hparams, is_plain)
-    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT and not owner._has_named_left_out]
-    owner._has_named_left_out = True
+    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT]
     if not plain and not forms:
         return {}, left_out
     if owner._is_omegaconf and not forms:
@@ -213,31 +207,26 @@ def build(
     Raises:
         TypeError: an argument is missing, or its value has no form or cannot be rebuilt.
     """
-    parameters = inspect.signature(cls).parameters
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = {name: parameter for name, parameter in parameters.items() if parameter.kind not in variable}
-    takes_all = inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in parameters.values()}
+    parameters = inspect.signature(cls).parameters.values()
+    named = {each.name: each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     forms = {name: form for name, form in (forms or {}).items() if name not in overrides}
-    names = hyper_parameters.keys() | overrides.keys() | forms.keys()
-    taken = names if takes_all else names & named.keys()
-    if hparams_name in named and hparams_name not in (AS_ARGUMENTS, *hyper_parameters):
-        within = {key: overrides[key] for key in (overrides.keys() & hyper_parameters.keys()) - named.keys()}
-        overrides = {key: value for key, value in overrides.items() if key not in within}
-        values = (
-            {}
-            if hparams_name in overrides
-            else {hparams_name: _content(cls, hparams_name, {**hyper_parameters, **within}, forms)}
-        )
-        taken = taken | {hparams_name}
-    else:
-        values = {**hyper_parameters, **{name: _rebuilt(cls, name, forms[name]) for name in forms.keys() & taken}}
-    if unknown := sorted(overrides.keys() - taken):
+    values: dict[str, Any] = {}
+    if hparams_name not in named or hparams_name in (AS_ARGUMENTS, *hyper_parameters):
+        rebuilt = {name: _rebuilt(cls, name, form) for name, form in forms.items() if takes_all or name in named}
+        values = {**hyper_parameters, **rebuilt}
+    elif hparams_name not in overrides:
+        items = {key: value for key, value in overrides.items() if key in hyper_parameters and key not in named}
+        overrides = {key: value for key, value in overrides.items() if key not in items}
+        values = {hparams_name: _content(cls, hparams_name, {**hyper_parameters, **items}, forms)}
+    unknown = sorted(overrides.keys() - named.keys())
+    if unknown and not takes_all:
         warn(
             f"{cls.__name__} takes no argument {', '.join(unknown)}, so load_from_checkpoint drops it. It takes "
             f"{_listed(named)}.",
             stacklevel=4,
         )
-    values = {key: value for key, value in {**values, **overrides}.items() if key in taken}
+    values = {key: value for key, value in {**values, **overrides}.items() if takes_all or key in named}
     _refuse_missing(cls, named, values, hyper_parameters)
     return cls(**values)
 
@@ -268,10 +257,7 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     kind = path.rpartition(".")[2].lower()
     if kind not in ("json", "yaml", "yml"):
         raise ValueError(f"hparams_file={path!r} is of an unknown kind. Expected a .json, .yaml or .yml file.")
-    try:
-        loads = json.loads if kind == "json" else importlib.import_module("yaml").safe_load
-    except ImportError as error:
-        raise ImportError(f"reading {path} needs PyYAML: pip install pyyaml, or give a .json file.") from error
+    loads = json.loads if kind == "json" else importlib.import_module("yaml").safe_load
     with fsspec.open(path, "r", encoding="utf-8") as file:
         text = file.read()
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -22,15 +22,7 @@ EVAL_DATALOADERS: TypeAlias = Any
 LRSchedulerTypeUnion: TypeAlias = LRScheduler
 LRSchedulerPLType: TypeAlias = LRScheduler
 OptimizerLRSchedulerConfig: TypeAlias = Mapping[str, Any]
-"""A dict with "optimizer", and if it has a scheduler "lr_scheduler"."""
-OptimizerLRScheduler: TypeAlias = (
-    Optimizer
-    | Sequence[Optimizer]
-    | tuple[Sequence[Optimizer], Sequence[LRScheduler | Mapping[str, Any]]]
-    | OptimizerLRSchedulerConfig
-    | Sequence[OptimizerLRSchedulerConfig]
-    | None
-)
+OptimizerLRScheduler: TypeAlias = Any
 """The result of configure_optimizers."""
 
 
@@ -192,25 +184,12 @@ class ModuleHooks:
         self.zero_grad()  # type: ignore[attr-defined]
 
     def on_validation_model_eval(self) -> None:
-        """Called to switch the module to evaluation mode for a validation."""
+        """Called to switch the module to evaluation mode for a validation, a test or predicting."""
         self.eval()  # type: ignore[attr-defined]
 
     def on_validation_model_train(self) -> None:
-        """Called after a validation. If not overridden, it restores the submodules' earlier modes."""
+        """Called after a validation, a test or predicting. If not overridden, it restores the submodules' earlier modes."""
         self.train()  # type: ignore[attr-defined]
 
-    def on_test_model_eval(self) -> None:
-        """Called to switch the module to evaluation mode for a test."""
-        self.eval()  # type: ignore[attr-defined]
-
-    def on_test_model_train(self) -> None:
-        """Called after a test. If not overridden, it restores the submodules' earlier modes."""
-        self.train()  # type: ignore[attr-defined]
-
-    def on_predict_model_eval(self) -> None:
-        """Called to switch the module to evaluation mode for predicting."""
-        self.eval()  # type: ignore[attr-defined]
-
-    def on_predict_model_train(self) -> None:
-        """Called after predicting. If not overridden, it restores the submodules' earlier modes."""
-        self.train()  # type: ignore[attr-defined]
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+    on_test_model_train = on_predict_model_train = on_validation_model_train
