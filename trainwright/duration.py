@@ -36,11 +36,9 @@ def to_seconds(
 
 def seconds_of(timeout: float | timedelta | None) -> float | None:
     """Return a timeout in seconds, or raise ValueError or TypeError."""
-    if timeout is None:
-        return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+    if seconds is not None and not isinstance(seconds, (int, float)):
         raise TypeError(f"timeout={timeout!r} is not accepted. Pass seconds, a timedelta, or None.")
-    if not 0 < seconds < math.inf:
+    if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"timeout={timeout!r} is not accepted. Pass a positive number of seconds, or None.")
-    return float(seconds)
+    return seconds

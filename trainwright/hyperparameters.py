@@ -7,7 +7,6 @@ plain_forms.py turns values that are not plain data into plain data.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import enum
 import functools
@@ -20,11 +19,9 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import fsspec
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 from trainwright.errors import a_type_of
-from trainwright.plain_forms import LEFT_OUT, Form, form_of, is_same, readable, rebuild
+from trainwright.plain_forms import LEFT_OUT, Form, form_of, readable, rebuild
 from trainwright.rank_zero import warn
 
 T = TypeVar("T")
@@ -74,11 +71,7 @@ class HyperParameters:
     _log_hyperparams: bool = False
 
     def save_hyperparameters(
-        self,
-        *args: Any,
-        ignore: str | Sequence[str] | None = None,
-        frame: FrameType | None = None,
-        logger: bool = True,
+        self, *args: Any, ignore: str | Sequence[str] | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
         """Store the arguments of `__init__`, and of the subclasses' `__init__`, as `hparams`.
 
@@ -92,11 +85,6 @@ class HyperParameters:
             ignore: names to skip, also if a base class has stored them.
             frame: where to look for the constructor's arguments, by default the calling frames.
             logger: whether the loggers get them.
-
-        Raises:
-            ValueError: a name that is not an argument of the constructor.
-            TypeError: values that are neither names nor one collection of hyper-parameters.
-            RuntimeError: called outside the constructor with no collection of hyper-parameters.
         """
         arguments = _constructor_arguments(self, sys._getframe(1) if frame is None else frame)
         name: str | None = AS_ARGUMENTS
@@ -171,18 +159,14 @@ def hyper_parameter_entries(
 def logged_hyper_parameters(
     owners: Iterable[HyperParameters | None], is_plain: Callable[[Any], bool]
 ) -> dict[str, Any]:
-    """Return the hyper-parameters for the loggers: the initial ones of all owners that log theirs.
-
-    Raises:
-        ValueError: two owners have different values under one name.
-    """
+    """Return the initial hyper-parameters of all owners that log theirs (ValueError if two differ)."""
     merged: dict[str, Any] = {}
     for owner in owners:
         if owner is None or not owner._log_hyperparams:
             continue
         plain, forms = divided(owner.hparams_initial, is_plain)
         plain |= {name: readable(form) for name, form in forms.items() if form["form"] != LEFT_OUT}
-        different = sorted(key for key in merged.keys() & plain.keys() if not is_same(merged[key], plain[key]))
+        different = sorted(key for key in merged.keys() & plain.keys() if repr(merged[key]) != repr(plain[key]))
         if different:
             raise ValueError(
                 f"the module and the datamodule both log hyper-parameters named {', '.join(different)}, with different "
@@ -240,8 +224,7 @@ def _refuse_missing(
         example = ", ".join(f"{name}=..." for name in missing)
         raise TypeError(
             f"{cls.__name__} cannot be constructed: its argument {', '.join(missing)} is not among the hyper-parameters "
-            f"that were stored ({_listed(stored)}). Pass it: {cls.__name__}.load_from_checkpoint(path, {example}). "
-            "save_hyperparameters() in __init__ stores arguments that are plain data."
+            f"that were stored ({_listed(stored)}). Pass it: {cls.__name__}.load_from_checkpoint(path, {example})."
         )
 
 
@@ -310,9 +293,6 @@ def _from_collection(value: Any) -> AttributeDict:
             f"hyper-parameters were given as {value!r:.80}, {a_type_of(value)}. Expected names of arguments, "
             "or one dict, Namespace or dataclass instance."
         )
-    wrong = [key for key in value if not isinstance(key, str)]
-    if wrong:
-        raise TypeError(f"hyper-parameters are named by str; {wrong[0]!r:.80} is {a_type_of(wrong[0])}.")
     return AttributeDict(value if isinstance(value, dict) else _opened(value))
 
 
@@ -352,17 +332,12 @@ def _rebuilt(cls: type[Any], name: str, form: Form) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy, in which large objects (a network, a dataset) and uncopyable ones are the same objects."""
+    """Return a copy of nested dicts, lists and tuples, with the same objects in them."""
     if type(value) in (dict, AttributeDict):
         return type(value)({key: _copied(item) for key, item in value.items()})
     if type(value) in (list, tuple):
         return type(value)([_copied(item) for item in value])
-    if isinstance(value, (nn.Module, Dataset, DataLoader)):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # from a foreign __deepcopy__ or __reduce__
-        return value
+    return value
 
 
 def _listed(names: Iterable[str]) -> str:

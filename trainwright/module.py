@@ -91,16 +91,11 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Optimizer,
-        optimizer_closure: Callable[[], Any] | None = None,
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step the optimizer at the end of a window. Override it to step differently, or not at all.
+        """Step the optimizer with the clipped gradients of a window. Override it to step differently, or not at all.
 
-        The gradients are computed and clipped by then. The closure's first call returns their loss. Later calls recompute
-        the window, for optimizers such as LBFGS.
+        The closure's first call returns their loss. Later calls recompute the window, for optimizers such as LBFGS.
         """
         optimizer.step(closure=optimizer_closure)
 
@@ -109,10 +104,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         optimizer.zero_grad()
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradients before a step. Override it to clip differently. The values are the Trainer's."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -194,10 +186,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             self.log(name, value, *args, **kwargs)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or a list of several, for manual optimization.
-
-        They step through the strategy and the precision. With use_pl_optimizer=False the original ones are returned.
-        """
+        """Return the optimizer, or a list of several, for manual optimization. `use_pl_optimizer=False`: the original ones."""
         trainer = self.trainer
         optimizers = trainer.run.trained.prepared_optimizers if use_pl_optimizer else trainer.optimizers
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
@@ -208,10 +197,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward on a loss under manual optimization, scaled and averaged over ranks as needed.
-
-        The other arguments go to `Tensor.backward`, such as retain_graph=True.
-        """
+        """Run backward on a loss under manual optimization. `Tensor.backward` gets the other arguments."""
         if self.automatic_optimization:
             raise RuntimeError(
                 f"manual_backward was called, but {type(self).__name__}.automatic_optimization is True, so the Trainer runs "
@@ -225,10 +211,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         self.trainer.run.backward(loss, send, options)
 
     def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradients of one optimizer, by "norm" (the default) or by "value". It does nothing without a limit."""
         self.trainer.run.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -339,11 +322,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         return module if map_location is None else module.to(_device_of(map_location))
 
     def export(
-        self,
-        file_path: str | os.PathLike[str],
-        *,
-        strip_prefix: str = "",
-        dtype: torch.dtype | None = None,
+        self, file_path: str | os.PathLike[str], *, strip_prefix: str = "", dtype: torch.dtype | None = None
     ) -> None:
         """Write the weights as one safetensors file that other libraries read, on rank 0, as `checkpoint export` does.
 
@@ -351,10 +330,6 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             file_path: a local path that ends in .safetensors and does not exist yet.
             strip_prefix: write only the tensors whose names begin with this, without it.
             dtype: the dtype to convert floating-point tensors to.
-
-        Raises:
-            CheckpointError: the file exists or cannot be written, or no name begins with the prefix.
-            ValueError: the weights are divided over the ranks: export the result of tw.gather_module.
         """
         if any(is_dtensor(each) or hasattr(each, "ds_id") for each in self.parameters()):
             raise ValueError(
@@ -369,10 +344,6 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         sample = self.example_input_array if input_sample is None else input_sample
         if sample is None:
             raise ValueError("to_onnx has no input: pass input_sample=, or set example_input_array on the module.")
-        try:
-            import onnxscript  # noqa: F401 - torch's exporter needs it
-        except ImportError as error:
-            raise ImportError('to_onnx needs torch\'s exporter: pip install "onnx" "onnxscript"') from error
         sample = to_device(sample, self.device)
         was_training = {child: child.training for child in self.modules()}
         self.eval()

@@ -40,10 +40,7 @@ class ModuleHooks:
         """Called after the callbacks' setup, on every rank. Stage is "fit", "validate", "test" or "predict"."""
 
     def configure_model(self) -> None:
-        """Called after setup, before the module moves to its device and the optimizers are made. Make large layers here.
-
-        It is called at the start of every run, so do nothing if the layers exist already.
-        """
+        """Called after setup in every run, before the module moves to its device. Make large layers here if there are none."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader, or several. It is used if none is passed to fit."""
@@ -76,8 +73,7 @@ class ModuleHooks:
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written, with its contents. Keys may be added or removed.
 
-        `checkpoint["state_dict"]` maps names to this rank's tensors. "callbacks", "lr_schedulers", "position" and
-        "hyper_parameters" are plain data. Added values must be plain data and tensors.
+        `checkpoint["state_dict"]` maps names to this rank's tensors. Added values must be plain data and tensors.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -108,10 +104,7 @@ class ModuleHooks:
         """Called with the batch on its device, before training_step. Return -1 on every rank to end the epoch here."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after the steps of optimizer and schedulers, with training_step's outputs as a dict, its loss as "loss".
-
-        The tensors in it are detached.
-        """
+        """Called after the steps of optimizer and schedulers, with training_step's detached outputs, its loss as "loss"."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called before the gradients of a new accumulation window are cleared."""

@@ -1,8 +1,7 @@
 """Overrides: arguments that something outside a script sets. No other file replaces an argument that a script passes.
 
 There are three sources: the flags of `trainwright launch` and its config, variables TRAINWRIGHT_<OWNER>_<ARGUMENT>, and the
-file that TRAINWRIGHT_RUNG names. A tool such as `trainwright ladder` writes that file. It also names the tool's observer,
-which watches the Trainers and loops of a process, such as the LadderObserver.
+file that TRAINWRIGHT_RUNG names. A tool such as `trainwright ladder` writes it. It also names the tool's observer of loops.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -27,7 +24,6 @@ P = ParamSpec("P")
 OPEN = (None, "auto")
 """The values by which a script leaves an argument open."""
 _PLAIN = (str, int, float, bool, type(None), list, tuple)
-_is_aside = ContextVar("_is_aside", default=False)
 
 __all__ = ["Override", "OverrideFile", "active_file"]
 
@@ -45,11 +41,7 @@ class Override:
 
 
 class OverrideFile:
-    """The file of overrides under which this process runs, and which of the script's arguments it has replaced.
-
-    Raises:
-        ValueError: the path is not a file of overrides.
-    """
+    """The file of overrides under which this process runs, and which of the script's arguments it has replaced."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -107,16 +99,6 @@ def active_observer() -> Any:
     return None if file is None else file.observer
 
 
-@contextmanager
-def aside() -> Iterator[None]:
-    """Exempt the Trainers made in the block from the file of overrides and its observer: they make trial runs."""
-    token = _is_aside.set(True)
-    try:
-        yield
-    finally:
-        _is_aside.reset(token)
-
-
 def overridden(
     owner: str,
     argument: str,
@@ -127,12 +109,8 @@ def overridden(
 ) -> Any:
     """Return the value of an argument: from the file of overrides, from a flag if it is open, or else the script's.
 
-    Args:
-        owner: the class or function that takes the argument.
-        argument: its name.
-        given: the script's value.
-        is_open: whether the script leaves the argument open. By default, whether `given` is None or "auto".
-        is_like: whether the script's value is the override's, perhaps with more options. Such a value stays.
+    The argument is open if `is_open` says so, or by default if `given` is None or "auto". A script's value that `is_like` the
+    override's, perhaps with more options, stays.
     """
     if (file := active_file()) is not None:
         for override in file.overrides:
@@ -184,7 +162,7 @@ def overridable(owner: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
         def constructed(*args: P.args, **arguments: P.kwargs) -> None:
             filled = [each for each in _variables(owner, parameters) if each.argument not in arguments]
             arguments.update({each.argument: each.value for each in filled})
-            file = None if _is_aside.get() else active_file()
+            file = active_file()
             if file is not None:
                 arguments.update(_replaced(file, owner, arguments, parameters))
             try:

@@ -14,12 +14,11 @@ __all__ = ["absolute"]
 def absolute(path: str | os.PathLike[str]) -> str:
     """Return a local path as an absolute one, with `~` expanded, and a URL unchanged. ValueError for a path with "::"."""
     text = os.path.expanduser(os.fspath(path))
-    text = text if "://" in text else os.path.abspath(text)
     if "::" in text and "://" not in text:
         raise ValueError(
             f"the path {text!r} has '::', which fsspec reads as a chain of file systems. Choose a name without it."
         )
-    return text
+    return text if "://" in text else os.path.abspath(text)
 
 
 def machine() -> str:

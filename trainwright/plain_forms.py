@@ -93,14 +93,6 @@ def _omegaconf_content(value: Any) -> Any:
     return content
 
 
-def is_same(left: Any, right: Any) -> bool:
-    """Return whether two values have the same type and compare equal."""
-    try:
-        return left is right or (type(left) is type(right) and bool(left == right))
-    except (RuntimeError, ValueError):  # tensors and arrays of several elements have no truth
-        return False
-
-
 def readable(form: Form) -> Any:
     """Return plain data for the loggers, with names instead of classes, functions and enum members."""
     kind, items = form["form"], form.get("items", [])
@@ -119,12 +111,7 @@ def readable(form: Form) -> Any:
 
 
 def rebuild(form: Form, cls: type[Any]) -> Any:
-    """Return the value of a form, for the constructor of a class.
-
-    Raises:
-        LookupError: a name does not exist, or is not allowed (see `find`).
-        ValueError, TypeError, KeyError: the form is malformed, or its class has changed.
-    """
+    """Return the value of a form, for the constructor of a class (LookupError for a name that `find` rejects)."""
     kind, items = form["form"], form.get("items", [])
     again = functools.partial(rebuild, cls=cls)
     if kind == "plain":
@@ -181,13 +168,10 @@ def look_up(path: str) -> Any:
 
 
 def find(path: str, cls: type[Any]) -> Any:
-    """Return the class or function of a name in a checkpoint, for the constructor of a class.
+    """Return the class or function of a name in a checkpoint, for the constructor of a class (LookupError if not allowed).
 
     Allowed are the package of the class, torch's modules, optimizers, schedulers and functions of tensors, and everything
     passed to `torch.serialization.add_safe_globals`.
-
-    Raises:
-        LookupError: it is not imported, or not allowed.
     """
     if path.startswith("__main__:"):  # of the training script, which this script may import as a module
         with suppress(LookupError):

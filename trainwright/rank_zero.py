@@ -1,7 +1,4 @@
-"""Rank zero: functions to call on every rank that act on rank 0 only, and warnings that show the user's line.
-
-Messages to stderr appear above the progress bars of tqdm.
-"""
+"""Rank zero: functions to call on every rank that act on rank 0 only, and warnings that show the user's line."""
 
 from __future__ import annotations
 

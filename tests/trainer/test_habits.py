@@ -167,7 +167,7 @@ def test_a_variable_sets_what_the_script_leaves_open(monkeypatch: pytest.MonkeyP
     said = "trainwright: TRAINWRIGHT_TRAINER_LIMIT_TRAIN_BATCHES=3 sets Trainer(limit_train_batches=3).\n"
     assert capsys.readouterr().err == said
     monkeypatch.setenv("TRAINWRIGHT_TRAINER_PRECISON", "bf16")
-    with pytest.raises(ValueError, match=r"no argument precison\. .* Did you mean TRAINWRIGHT_TRAINER_PRECISION\?"):
+    with pytest.raises(ValueError, match=r"no argument precison\. .* Did you mean 'precision'\?"):
         trainer_of()
 
 
