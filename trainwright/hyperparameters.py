@@ -42,6 +42,11 @@ class AttributeDict(dict[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
+    def __repr__(self) -> str:
+        keys = [f'"{name}":' for name in self]
+        width = max(map(len, keys), default=0)
+        return "\n".join(f"{key:<{width}} {value}" for key, value in zip(keys, self.values(), strict=True))
+
 
 class classonly(classmethod):  # type: ignore[type-arg]
     """A class method that raises TypeError when it is called on an instance, which it would not change."""

@@ -37,7 +37,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     Override `training_step` and `configure_optimizers`, and any other method as needed. A step is called with the batch on its
     device, the batch's index within the epoch, and with several loaders the loader's index. It may take only the first, or the
-    first two. If training_step has an argument `dataloader_iter`, it gets an iterator of (batch, batch_idx, dataloader_idx).
+    first two.
 
     >>> class Classifier(tw.Module):
     ...     def __init__(self):

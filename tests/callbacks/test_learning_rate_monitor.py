@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import trainwright as tw
 from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
+from trainwright.errors import RunStopped
 
 
 class Memory(tw.Logger):
@@ -158,3 +161,24 @@ def test_two_monitors_with_different_settings_work_in_one_run() -> None:
     trainer = tw.Trainer(max_epochs=1, callbacks=callbacks, **{**QUIET, "logger": Memory()})
     trainer.fit(Classifier(), make_loader(8))
     assert {"lr-AdamW", "lr-AdamW-momentum"} <= trainer.callback_metrics.keys()
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_run_that_a_signal_ends_at_an_epochs_start_writes_its_row_once(tmp_path: Path, epoch: int) -> None:
+    class Signals(tw.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == epoch and trainer.resume_source is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(*callbacks: tw.Callback) -> str:
+        settings = {**QUIET, "enable_checkpointing": True, "logger": tw.CSVLogger(tmp_path, version=0), "max_epochs": 2}
+        saves = tw.ModelCheckpoint(tmp_path / "checkpoints")
+        trainer = tw.Trainer(callbacks=[LearningRateMonitor(), saves, *callbacks], **settings)
+        trainer.fit(Classifier(), make_loader(8), ckpt_path="auto")
+        return Path(f"{trainer.log_dir}/metrics.csv").read_text()
+
+    with pytest.raises(RunStopped):
+        run(Signals())
+    rows = [line.split(",") for line in run().splitlines()]
+    column = rows[0].index("lr-AdamW")
+    assert [row[column] for row in rows[1:] if row[column]] == ["0.05"] * 2

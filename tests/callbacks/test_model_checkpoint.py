@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
 from torch import Tensor
 from torch.utils.data import default_collate
 
 import trainwright as tw
+from trainwright.checkpoint.discovery import latest_checkpoint
 
 
 class Scored(Classifier):
@@ -606,3 +607,37 @@ def test_two_ranks_save_alike(tmp_path: Path) -> None:
     assert first["first"]["best_model_score"] == 35.0
     assert names(tmp_path / "first") == ["step=36.ckpt"]
     assert not (tmp_path / "missing").exists()
+
+
+def test_of_two_runs_in_one_folder_the_newer_is_the_last(tmp_path: Path) -> None:
+    run(tmp_path, [1.0])
+    newer = run(tmp_path, [1.0])
+    assert newer.last_model_path.endswith("epoch=0-step=11-v1.ckpt")
+    entry = latest_checkpoint(str(tmp_path))
+    assert entry is not None
+    assert entry.path == newer.last_model_path
+
+
+def test_checkpoint_counts_the_steps_of_two_optimizers(tmp_path: Path) -> None:
+    """One step in the first batch and two in the others: the number of steps is odd after every batch."""
+
+    class Two(Classifier):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            self.zero_grad()
+            self.manual_backward(loss_of(self.net, batch))
+            first.step()
+            if self.trainer.global_step > 1:
+                second.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[each].parameters(), 0.1) for each in (0, -1)]
+
+    callback = tw.ModelCheckpoint(str(tmp_path), "{step}", save_top_k=-1, every_n_train_steps=6)
+    whole = end(train(callback, module=Two, max_epochs=1))
+    assert names(tmp_path) == ["step=13.ckpt", "step=19.ckpt", "step=7.ckpt"]
+    again = tw.ModelCheckpoint(str(tmp_path / "again"), "{step}", save_top_k=-1, every_n_train_steps=6)
+    assert_equal(end(train(again, module=Two, max_epochs=1, ckpt_path=str(tmp_path / "step=7.ckpt"))), whole)
+    assert names(tmp_path / "again") == ["step=13.ckpt", "step=19.ckpt"]

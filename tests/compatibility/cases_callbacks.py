@@ -91,6 +91,12 @@ def case_early_stopping_state(L: Any, folder: Any) -> Any:
     return {name: state[name] for name in ("best_score", "patience", "stopped_epoch", "wait_count")}
 
 
+def case_early_stopping_attributes(L: Any, folder: Any) -> Any:
+    callback = part(L, "callbacks").EarlyStopping("score", min_delta=0.5, mode="max")
+    names = ("monitor", "min_delta", "patience", "mode", "wait_count", "stopped_epoch", "best_score", "strict")
+    return {name: getattr(callback, name, "missing") for name in names}
+
+
 def _scheduled(L: Any, names: int = 1, **scheduler: Any) -> type[Any]:
     class Module(regression(L)):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
@@ -122,6 +128,13 @@ def case_learning_rate_monitor_names(L: Any, folder: Any) -> Any:
     run.fit(_scheduled(L, name="my_rate")(), loader(8))
     without = trainer(L, folder, callbacks=[part(L, "callbacks").LearningRateMonitor()], logger=False)
     return [callback.lrs, refusal(lambda: without.fit(_scheduled(L)(), loader(4)))]
+
+
+def case_learning_rate_monitor_without_schedulers(L: Any, folder: Any) -> Any:
+    callback = part(L, "callbacks").LearningRateMonitor()
+    run = trainer(L, folder, callbacks=[callback], logger=part(L, "loggers").CSVLogger(folder), log_every_n_steps=1)
+    run.fit(regression(L)(), loader(8))
+    return callback.lrs
 
 
 def case_timer(L: Any, folder: Any) -> Any:
@@ -198,6 +211,50 @@ def case_backbone_finetuning(L: Any, folder: Any) -> Any:
     return seen
 
 
+def case_own_finetuning(L: Any, folder: Any) -> Any:
+    seen: list[Any] = []
+
+    class Finetuning(part(L, "callbacks").BaseFinetuning):  # type: ignore[misc]
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.layer)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.layer, optimizer, lr=0.5)
+            seen.append([pl_module.layer.weight.requires_grad, [group["lr"] for group in optimizer.param_groups]])
+
+    class Module(regression(L)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(1, 1)
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.layer(x))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+    trainer(L, folder, callbacks=[Finetuning()], max_epochs=3).fit(Module(), loader(8))
+    return seen
+
+
+def case_device_stats_monitor(L: Any, folder: Any) -> Any:
+    logger = part(L, "loggers").CSVLogger(folder)
+    seen: list[Any] = []
+
+    class Spy(type(logger)):  # type: ignore[misc]
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            seen.extend(name for name in metrics if "DeviceStats" in name)
+            super().log_metrics(metrics, step)
+
+    spy = Spy(folder)
+    run = trainer(
+        L, folder, callbacks=[part(L, "callbacks").DeviceStatsMonitor(cpu_stats=True)], logger=spy, log_every_n_steps=1
+    )
+    run.fit(regression(L)(), loader(4))
+    return sorted({name.split("cpu_")[0] for name in seen})
+
+
 def case_model_summary(L: Any, folder: Any) -> Any:
     class Module(regression(L)):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -233,6 +290,15 @@ def case_progress_bar_metrics(L: Any, folder: Any) -> Any:
     run = trainer(L, folder, callbacks=[Bar(refresh_rate=1)], enable_progress_bar=True)
     run.fit(Module(), loader(8))
     return [seen[-1] if seen else "none", type(run.progress_bar_callback).__name__, bool(seen)]
+
+
+def case_progress_bar_options(L: Any, folder: Any) -> Any:
+    kind = part(L, "callbacks").TQDMProgressBar
+    bar = kind(refresh_rate=5, process_position=0, leave=True)
+    bar.disable()
+    first = bar.is_enabled
+    bar.enable()
+    return [bar.refresh_rate, first, bar.is_enabled, bar.process_position, kind(refresh_rate=0).is_disabled]
 
 
 def case_callback_state_keys(L: Any, folder: Any) -> Any:

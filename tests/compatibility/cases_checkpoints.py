@@ -263,6 +263,24 @@ def case_load_of_a_missing_file(L: Any, folder: Any) -> Any:
         return "there is no such file"
 
 
+def case_load_without_saved_hparams(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.width = width
+
+    path = _saved(L, folder, Module(3))
+    return [refusal(lambda: Module.load_from_checkpoint(path)), Module.load_from_checkpoint(path, width=5).width]
+
+
+def case_load_of_a_subclass_in_memory(L: Any, folder: Any) -> Any:
+    module = regression(L)()
+    path = _saved(L, folder, module)
+    fresh = regression(L)()
+    loaded = type(fresh).load_from_checkpoint(path, lr=0.7)
+    return [loaded.lr, loaded is fresh, torch.equal(loaded.layer.bias, module.layer.bias)]
+
+
 def case_checkpoint_hooks_of_a_module(L: Any, folder: Any) -> Any:
     seen: list[Any] = []
 
@@ -438,6 +456,29 @@ def case_save_checkpoint_in_a_hook(L: Any, folder: Any) -> Any:
     return [files(folder), run.current_epoch, run.global_step]
 
 
+def case_dirpath_and_filename_after_construction(L: Any, folder: Any) -> Any:
+    callback = part(L, "callbacks").ModelCheckpoint()
+    callback.dirpath = str(folder / "later")
+    callback.filename = "{epoch}"
+    trainer(L, folder, callbacks=[callback], enable_checkpointing=True).fit(regression(L)(), loader(4))
+    return files(folder)
+
+
+def case_weights_of_a_loaded_datamodule(L: Any, folder: Any) -> Any:
+    class Data(L.LightningDataModule):
+        def __init__(self, size: int, seed: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return loader(self.hparams.size)
+
+    run = trainer(L, folder)
+    run.fit(regression(L)(), datamodule=Data(8))
+    run.save_checkpoint(folder / "my.ckpt")
+    return dict(Data.load_from_checkpoint(folder / "my.ckpt", seed=5).hparams)
+
+
 def case_on_exception_checkpoint(L: Any, folder: Any) -> Any:
     callback = part(L, "callbacks").OnExceptionCheckpoint(folder, filename="broken")
 
@@ -452,6 +493,16 @@ def case_on_exception_checkpoint(L: Any, folder: Any) -> Any:
         )
     )
     return [refused, files(folder)]
+
+
+def case_time_interval(L: Any, folder: Any) -> Any:
+    from datetime import timedelta
+
+    callback = part(L, "callbacks").ModelCheckpoint(
+        dirpath=folder, train_time_interval=timedelta(seconds=0), save_top_k=-1
+    )
+    trainer(L, folder, callbacks=[callback], enable_checkpointing=True).fit(regression(L)(), loader(12))
+    return len(files(folder)) >= 2
 
 
 def case_checkpoint_before_the_first_step(L: Any, folder: Any) -> Any:

@@ -47,6 +47,16 @@ def case_combined_loader_modes(L: Any, folder: Any) -> Any:
     }
 
 
+def case_combined_loader_alone(L: Any, folder: Any) -> Any:
+    kind = part(L, "utilities.combined_loader").CombinedLoader
+    found = {}
+    for mode in ("min_size", "max_size_cycle", "max_size", "sequential"):
+        combined = kind({"a": range(3), "b": range(10, 15)}, mode)
+        items = list(combined)
+        found[mode] = [[list(map(str, each)) for each in items], len(combined)]
+    return [found, refusal(lambda: kind([], "other"))]
+
+
 def case_plain_lists_as_data(L: Any, folder: Any) -> Any:
     batches = [[torch.ones(2, 2), torch.ones(2, 1)], [torch.zeros(3, 2), torch.zeros(3, 1)]]
 
@@ -118,6 +128,34 @@ def case_drop_last_and_collate(L: Any, folder: Any) -> Any:
     return _seen(L, folder, batches, lambda batch: batch["sum"])
 
 
+def case_own_batch_class(L: Any, folder: Any) -> Any:
+    class Batch:
+        def __init__(self, x: Any) -> None:
+            self.x, self.moved = x, ""
+
+        def to(self, device: Any, *args: Any, **kwargs: Any) -> Any:
+            self.moved = str(device)
+            return self
+
+    batches = DataLoader(list(range(4)), 2, collate_fn=lambda items: Batch(items))
+    return _seen(L, folder, batches, lambda batch: [type(batch).__name__, batch.x])
+
+
+def case_datamodule_hyperparameters(L: Any, folder: Any) -> Any:
+    class Data(L.LightningDataModule):
+        def __init__(self, size: int = 8, batch: int = 4) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return loader(self.hparams.size, self.hparams.batch)
+
+    datamodule = Data(batch=2)
+    run = trainer(L, folder)
+    run.fit(regression(L)(), datamodule)
+    return [dict(datamodule.hparams), run.num_training_batches, datamodule.trainer is run]
+
+
 def case_datamodule_from_datasets(L: Any, folder: Any) -> Any:
     datamodule = L.LightningDataModule.from_datasets(data(8), [data(4), data(6)], test_dataset=data(4), batch_size=2)
     run, module = trainer(L, folder), regression(L)()
@@ -155,6 +193,24 @@ def case_seed_everything(L: Any, folder: Any) -> Any:
     return [*found, L.seed_everything(5, workers=True), refusal(lambda: L.seed_everything(-1))]
 
 
+def case_isolate_rng(L: Any, folder: Any) -> Any:
+    isolate = part(L, "utilities.seed").isolate_rng
+    L.seed_everything(1)
+    with isolate():
+        first = [torch.rand(1).item(), random.random()]
+    return first == [torch.rand(1).item(), random.random()]
+
+
+def case_seeded_runs_are_equal(L: Any, folder: Any) -> Any:
+    found = []
+    for _ in range(2):
+        L.seed_everything(4, workers=True)
+        module = regression(L)()
+        trainer(L, folder, max_epochs=2).fit(module, loader(12, shuffle=True))
+        found.append(module.layer.weight.tolist())
+    return found[0] == found[1]
+
+
 def case_empty_loader(L: Any, folder: Any) -> Any:
     return refusal(lambda: trainer(L, folder).fit(regression(L)(), DataLoader(TensorDataset(torch.zeros(0, 2)))))
 
@@ -169,6 +225,19 @@ def case_loaders_as_arguments_replace_those_of_the_module(L: Any, folder: Any) -
     return run.num_training_batches
 
 
+def case_an_empty_list_of_validation_loaders(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            return loader(8)
+
+        def val_dataloader(self) -> Any:
+            return []
+
+    run = trainer(L, folder)
+    run.fit(Module())
+    return [run.global_step, run.num_val_batches]
+
+
 def case_small_fraction_of_a_loader(L: Any, folder: Any) -> Any:
     return [
         refusal(lambda: trainer(L, folder, limit_val_batches=0.01).fit(regression(L)(), loader(8), loader(8))),
@@ -179,3 +248,11 @@ def case_small_fraction_of_a_loader(L: Any, folder: Any) -> Any:
 def case_workers(L: Any, folder: Any) -> Any:
     indices = TensorDataset(torch.arange(6))
     return _seen(L, folder, DataLoader(indices, 2, num_workers=1), lambda batch: batch[0].tolist())
+
+
+def case_use_distributed_sampler_on_one_process(L: Any, folder: Any) -> Any:
+    seen = []
+    run = trainer(L, folder, use_distributed_sampler=False)
+    run.fit(regression(L)(), loader(8))
+    seen.append(type(run.train_dataloader).__name__)
+    return seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from projects import loader, part, refusal, regression, trainer
+from projects import files, loader, part, refusal, regression, trainer
 
 
 def case_validate_returns_the_metrics(L: Any, folder: Any) -> Any:
@@ -133,6 +133,10 @@ def case_prediction_writer_without_returning(L: Any, folder: Any) -> Any:
     return [run.predict(regression(L)(), loader(10), return_predictions=False), seen]
 
 
+def case_wrong_interval_of_a_writer(L: Any, folder: Any) -> Any:
+    return refusal(lambda: _writer(L, "sometimes", []))
+
+
 def case_limits_of_evaluation(L: Any, folder: Any) -> Any:
     run = trainer(L, folder, limit_test_batches=2, limit_val_batches=0.5, limit_predict_batches=1)
     module = regression(L)()
@@ -181,6 +185,14 @@ def case_metrics_of_validate_within_fit_and_after(L: Any, folder: Any) -> Any:
     return [fitted, run.callback_metrics, run.logged_metrics]
 
 
+def case_evaluation_leaves_counters(L: Any, folder: Any) -> Any:
+    run, module = trainer(L, folder, max_epochs=2), regression(L)()
+    run.fit(module, loader(12))
+    run.test(module, loader(4), verbose=False)
+    run.validate(module, loader(4), verbose=False)
+    return [run.current_epoch, run.global_step]
+
+
 def case_gradients_in_evaluation(L: Any, folder: Any) -> Any:
     class Module(regression(L)):  # type: ignore[misc]
         def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -211,9 +223,39 @@ def case_an_evaluation_of_a_checkpoint(L: Any, folder: Any) -> Any:
     return [found, torch.equal(fresh.layer.weight, module.layer.weight)]
 
 
+def case_weights_of_a_test_stay(L: Any, folder: Any) -> Any:
+    run, module = trainer(L, folder, enable_checkpointing=True), regression(L)()
+    run.fit(module, loader(12), loader(4))
+    run.test(ckpt_path="best", dataloaders=loader(4), verbose=False)
+    return [module.layer.weight, len(files(folder))]
+
+
+def case_dataloader_names_of_predict(L: Any, folder: Any) -> Any:
+    seen: list[Any] = []
+
+    class Module(regression(L)):  # type: ignore[misc]
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            seen.append([batch_idx, dataloader_idx])
+
+    trainer(L, folder).predict(Module(), [loader(8), loader(4)])
+    return seen
+
+
 def case_eval_with_arguments_that_are_missing(L: Any, folder: Any) -> Any:
     class Module(regression(L)):  # type: ignore[misc]
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("v", 1.0)
 
     return refusal(lambda: trainer(L, folder).validate(Module(), [loader(4), loader(4)], verbose=False))
+
+
+def case_combined_loader_in_validation(L: Any, folder: Any) -> Any:
+    seen: list[Any] = []
+    combined = part(L, "utilities.combined_loader").CombinedLoader({"a": loader(4), "b": loader(8)}, "max_size_cycle")
+
+    class Module(regression(L)):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append([sorted(batch), batch_idx])
+
+    trainer(L, folder).validate(Module(), combined, verbose=False)
+    return seen

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from projects import FIT_HOOKS, STEP_HOOKS, hooks_of, loader, part, raised, recording, regression, trainer
+from projects import FIT_HOOKS, STEP_HOOKS, data, hooks_of, loader, part, raised, recording, regression, trainer
+from torch.utils.data import DataLoader
 
 
 def case_fit_hooks_of_a_module(L: Any, folder: Any) -> Any:
@@ -51,6 +52,23 @@ def case_step_hooks_with_accumulation(L: Any, folder: Any) -> Any:
     return [seen, run.global_step]
 
 
+def case_gradients_in_the_hooks(L: Any, folder: Any) -> Any:
+    seen: list[Any] = []
+
+    class Module(regression(L)):  # type: ignore[misc]
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            seen.append(["before_zero_grad", self.layer.bias.grad is not None])
+
+        def on_after_backward(self) -> None:
+            seen.append(["after_backward", self.layer.bias.grad])
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(["batch_end", self.layer.bias.grad is not None])
+
+    trainer(L, folder).fit(Module(), loader(8))
+    return seen
+
+
 def case_hooks_of_manual_optimization(L: Any, folder: Any) -> Any:
     seen: list[str] = []
 
@@ -87,6 +105,15 @@ def case_predict_hooks(L: Any, folder: Any) -> Any:
     seen: list[str] = []
     callback = recording(L.Callback, hooks_of("predict"), seen.append)()
     trainer(L, folder, callbacks=callback).predict(regression(L)(), loader(8))
+    return seen
+
+
+def case_callbacks_come_before_the_module(L: Any, folder: Any) -> Any:
+    seen: list[str] = []
+    names = ["on_train_start", "on_train_epoch_end", "on_train_batch_start", "on_validation_epoch_end", "teardown"]
+    callbacks = [recording(L.Callback, names, lambda name, i=i: seen.append(f"{name} {i}"))() for i in (1, 2)]
+    module = recording(regression(L), names, lambda name: seen.append(f"{name} module"))()
+    trainer(L, folder, callbacks=callbacks, num_sanity_val_steps=0).fit(module, loader(4), loader(4))
     return seen
 
 
@@ -164,6 +191,24 @@ def case_setup_and_configure_order(L: Any, folder: Any) -> Any:
             return []
 
     trainer(L, folder).fit(recording(Module, names, seen.append)())
+    return seen
+
+
+def case_stage_given_to_setup(L: Any, folder: Any) -> Any:
+    seen: list[str] = []
+
+    class Module(regression(L)):  # type: ignore[misc]
+        def setup(self, stage: str) -> None:
+            seen.append([each for each in ("fit", "validate", "test", "predict") if stage == each])
+
+        def teardown(self, stage: str) -> None:
+            seen.append([each for each in ("fit", "validate", "test", "predict") if stage == each])
+
+    run, module = trainer(L, folder), Module()
+    run.fit(module, loader(4))
+    run.validate(module, loader(4), verbose=False)
+    run.test(module, loader(4), verbose=False)
+    run.predict(module, loader(4))
     return seen
 
 
@@ -297,18 +342,17 @@ def case_epoch_hooks_see_the_counters(L: Any, folder: Any) -> Any:
     return [seen, run.current_epoch, run.global_step]
 
 
-def case_dataloader_iter(L: Any, folder: Any) -> Any:
-    seen: list[Any] = []
-
+def case_step_without_batch_idx(L: Any, folder: Any) -> Any:
     class Module(regression(L)):  # type: ignore[misc]
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, batch_idx, _ = next(dataloader_iter)
-            seen.append(batch_idx)
+        def training_step(self, batch: Any) -> Any:
             return self.loss(batch)
 
+        def validation_step(self, batch: Any) -> None:
+            self.log("val_loss", self.loss(batch))
+
     run = trainer(L, folder)
-    run.fit(Module(), loader())
-    return [seen, run.global_step]
+    run.fit(Module(), loader(), loader(4))
+    return [run.global_step, sorted(run.callback_metrics)]
 
 
 def case_configure_callbacks_replace_those_of_the_same_type(L: Any, folder: Any) -> Any:
@@ -353,3 +397,19 @@ def case_state_flags_in_the_hooks(L: Any, folder: Any) -> Any:
     run.predict(module, loader(4))
     note("after", run)
     return seen
+
+
+def case_loaders_from_the_module(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            return DataLoader(data(6), batch_size=2)
+
+        def val_dataloader(self) -> Any:
+            return [loader(4), loader(8)]
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("val_loss", self.loss(batch))
+
+    run = trainer(L, folder)
+    run.fit(Module())
+    return [run.num_training_batches, run.num_val_batches, run.num_sanity_val_batches, sorted(run.callback_metrics)]

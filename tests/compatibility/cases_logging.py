@@ -260,6 +260,12 @@ def case_csv_steps_of_epoch_values(L: Any, folder: Any) -> Any:
     return _merged(_rows(f"{logger.log_dir}/metrics.csv"), "value_step", "value_epoch")
 
 
+def case_csv_columns(L: Any, folder: Any) -> Any:
+    logger = part(L, "loggers").CSVLogger(folder)
+    trainer(L, folder, logger=logger, log_every_n_steps=1).fit(regression(L)(), loader(8), loader(4))
+    return sorted({key for row in _rows(f"{logger.log_dir}/metrics.csv") for key in row})
+
+
 def case_csv_rows(L: Any, folder: Any) -> Any:
     logger = part(L, "loggers").CSVLogger(folder)
     trainer(L, folder, logger=logger, log_every_n_steps=1).fit(regression(L)(), loader(8), loader(4))
@@ -289,6 +295,22 @@ def case_csv_steps_of_learning_rates(L: Any, folder: Any) -> Any:
         trainer(L, folder, logger=logger, **options).fit(Module(), loader(12))
         found.append(_merged(_rows(f"{logger.log_dir}/metrics.csv"), "lr-SGD"))
     return found
+
+
+def case_csv_steps_of_values_from_hooks(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        def on_train_epoch_start(self) -> None:
+            self.log("start", 1.0)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("end", 2.0)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("batch_end", float(batch_idx))
+
+    logger = part(L, "loggers").CSVLogger(folder)
+    trainer(L, folder, logger=logger, log_every_n_steps=2, max_epochs=2).fit(Module(), loader(16), loader(4))
+    return _merged(_rows(f"{logger.log_dir}/metrics.csv"), "start", "end", "batch_end", "val_loss")
 
 
 def case_csv_steps_of_validations_within_epochs(L: Any, folder: Any) -> Any:
@@ -338,6 +360,17 @@ def case_csv_hyperparameters(L: Any, folder: Any) -> Any:
         return file.read().strip().splitlines()
 
 
+def case_logger_called_directly(L: Any, folder: Any) -> Any:
+    logger = part(L, "loggers").CSVLogger(folder, name="direct", version=0)
+    logger.log_hyperparams({"a": 1})
+    logger.log_metrics({"x": 1.0}, step=0)
+    logger.log_metrics({"x": 2.0, "y": torch.tensor(3.0)}, step=1)
+    logger.save()
+    logger.finalize("success")
+    there = [name in files(folder) for name in ("direct/version_0/metrics.csv", "direct/version_0/hparams.yaml")]
+    return [_merged(_rows(f"{logger.log_dir}/metrics.csv"), "x", "y"), there]
+
+
 def case_tensorboard_folder(L: Any, folder: Any) -> Any:
     logger = part(L, "loggers").TensorBoardLogger(folder, name="tb", version="v", sub_dir="sub")
     run = trainer(L, folder, logger=logger, log_every_n_steps=1)
@@ -363,6 +396,19 @@ def case_tensorboard_values(L: Any, folder: Any) -> Any:
     return {tag: [[each.step, each.value] for each in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])}
 
 
+def case_experiment_of_the_logger(L: Any, folder: Any) -> Any:
+    logger = part(L, "loggers").TensorBoardLogger(folder)
+
+    class Module(regression(L)):  # type: ignore[misc]
+        def on_train_epoch_end(self) -> None:
+            self.logger.experiment.add_scalar("own", 3.0, self.global_step)
+            self.logger.experiment.add_histogram("weights", self.layer.weight, self.current_epoch)
+            self.logger.log_metrics({"direct": 1.0}, step=self.global_step)
+
+    trainer(L, folder, logger=logger).fit(Module(), loader())
+    return [type(logger.experiment).__name__, any("events" in each for each in files(folder))]
+
+
 def case_several_loggers(L: Any, folder: Any) -> Any:
     loggers = part(L, "loggers")
     run = trainer(L, folder, logger=[loggers.CSVLogger(folder, name="a"), loggers.CSVLogger(folder, name="b")])
@@ -377,10 +423,46 @@ def case_several_loggers(L: Any, folder: Any) -> Any:
     ]
 
 
+def case_own_logger(L: Any, folder: Any) -> Any:
+    loggers = part(L, "loggers")
+    seen: list[Any] = []
+
+    class Mine(loggers.Logger):
+        @property
+        def name(self) -> str:
+            return "mine"
+
+        @property
+        def version(self) -> str:
+            return "1"
+
+        @part(L, "utilities").rank_zero_only
+        def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+            seen.append(["hyper-parameters", dict(params)])
+
+        @part(L, "utilities").rank_zero_only
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            seen.append([sorted(metrics), step])
+
+        def save(self) -> None:
+            pass
+
+        def finalize(self, status: str) -> None:
+            seen.append(["finalize", status])
+
+    trainer(L, folder, logger=Mine(), log_every_n_steps=1).fit(regression(L)(), loader(8))
+    return seen
+
+
 def case_logger_true(L: Any, folder: Any) -> Any:
     run = trainer(L, folder, logger=True, log_every_n_steps=1)
     run.fit(regression(L)(), loader(8))
     return [len(run.loggers), type(run.logger).__name__, str(run.log_dir)]
+
+
+def case_log_dir_without_a_logger(L: Any, folder: Any) -> Any:
+    run = trainer(L, folder)
+    return [str(run.log_dir), run.logger, run.loggers]
 
 
 def case_print(L: Any, folder: Any) -> Any:
@@ -406,3 +488,15 @@ def case_log_before_each_row(L: Any, folder: Any) -> Any:
 
     trainer(L, folder, log_every_n_steps=2).fit(Module(), DataLoader(data(12), batch_size=4))
     return seen
+
+
+def case_log_graph(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.example_input_array = torch.zeros(1, 2)
+
+    logger = part(L, "loggers").TensorBoardLogger(folder, log_graph=True)
+    module = Module()
+    trainer(L, folder, logger=logger).fit(module, loader(4))
+    return [any("events" in each for each in files(folder)), list(module.example_input_array.shape)]

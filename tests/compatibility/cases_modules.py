@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from projects import loader, part, raised, refusal, regression, trainer
+
+
+def _module(L: Any, init: Any) -> type[Any]:
+    return type("Module", (L.LightningModule,), {"__init__": init})
 
 
 def case_save_hyperparameters(L: Any, folder: Any) -> Any:
@@ -19,6 +24,15 @@ def case_save_hyperparameters(L: Any, folder: Any) -> Any:
     module = Module(1, c=2.0)
     hparams = module.hparams
     return [dict(hparams), hparams.a, hparams["b"], "c" in hparams, sorted(hparams), type(hparams).__name__]
+
+
+def case_save_hyperparameters_by_name(L: Any, folder: Any) -> Any:
+    class Module(L.LightningModule):
+        def __init__(self, a: int, b: str = "x", c: float = 1.0) -> None:
+            super().__init__()
+            self.save_hyperparameters("a", "c")
+
+    return dict(Module(1).hparams)
 
 
 def case_save_hyperparameters_ignore(L: Any, folder: Any) -> Any:
@@ -33,6 +47,15 @@ def case_save_hyperparameters_ignore(L: Any, folder: Any) -> Any:
             self.save_hyperparameters(ignore="net")
 
     return [dict(Module(torch.nn.Linear(1, 1)).hparams), dict(One(None).hparams)]
+
+
+def case_save_hyperparameters_of_kwargs(L: Any, folder: Any) -> Any:
+    class Module(L.LightningModule):
+        def __init__(self, a: int, *args: Any, **kwargs: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    return dict(Module(1, b=2, c="d").hparams)
 
 
 def case_save_hyperparameters_of_a_dict(L: Any, folder: Any) -> Any:
@@ -59,6 +82,18 @@ def case_save_hyperparameters_of_a_dataclass(L: Any, folder: Any) -> Any:
     return [sorted(hparams), hparams.conf.width]
 
 
+def case_save_hyperparameters_of_omegaconf(L: Any, folder: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    class Module(L.LightningModule):
+        def __init__(self, conf: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(conf)
+
+    hparams = Module(OmegaConf.create({"a": 1, "b": {"c": [1, 2]}})).hparams
+    return [hparams.a, hparams.b.c[1], sorted(hparams)]
+
+
 def case_hyperparameters_of_a_subclass(L: Any, folder: Any) -> Any:
     class Base(L.LightningModule):
         def __init__(self, a: int = 1) -> None:
@@ -71,6 +106,19 @@ def case_hyperparameters_of_a_subclass(L: Any, folder: Any) -> Any:
             self.save_hyperparameters()
 
     return [dict(Child(b=3).hparams), dict(Child(b=3, a=7).hparams)]
+
+
+def case_hyperparameters_can_be_changed(L: Any, folder: Any) -> Any:
+    class Module(L.LightningModule):
+        def __init__(self, a: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.hparams.added = 5
+
+    module = Module()
+    module.hparams["a"] = 9
+    module.hparams.update({"z": 0})
+    return [dict(module.hparams), dict(module.hparams_initial)]
 
 
 def case_hyperparameters_without_the_logger(L: Any, folder: Any) -> Any:
@@ -107,6 +155,15 @@ def case_hyperparameters_as_an_attribute(L: Any, folder: Any) -> Any:
     return dict(Module().hparams)
 
 
+def case_hyperparameters_shown(L: Any, folder: Any) -> Any:
+    class Module(L.LightningModule):
+        def __init__(self, a: int = 1, bcd: str = "x") -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    return repr(Module().hparams)
+
+
 def case_freeze_and_unfreeze(L: Any, folder: Any) -> Any:
     module = regression(L)()
     module.freeze()
@@ -135,6 +192,32 @@ def case_properties_in_a_run(L: Any, folder: Any) -> Any:
 
     trainer(L, folder).fit(Module(), loader(8))
     return seen
+
+
+def case_device_and_dtype_follow(L: Any, folder: Any) -> Any:
+    module = regression(L)()
+    found = [str(module.dtype)]
+    module.double()
+    found.append(str(module.dtype))
+    module.to(torch.bfloat16)
+    found += [str(module.dtype), str(module.device)]
+    module.half().float()
+    return [*found, str(module.dtype)]
+
+
+def case_buffers_made_on_the_device(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean += batch[0].mean(0) + torch.zeros(2, device=self.device)
+            return self.loss(batch)
+
+    module = Module()
+    trainer(L, folder).fit(module, loader(8))
+    return module.mean
 
 
 def case_all_gather_on_one_process(L: Any, folder: Any) -> Any:
@@ -205,6 +288,14 @@ def case_exceptions(L: Any, folder: Any) -> Any:
     return [issubclass(kinds.MisconfigurationException, Exception), refusal(lambda: kinds.Unheard)]
 
 
+def case_type_names(L: Any, folder: Any) -> Any:
+    types = part(L, "utilities.types")
+    return [
+        hasattr(types, name)
+        for name in ("STEP_OUTPUT", "EVAL_DATALOADERS", "TRAIN_DATALOADERS", "OptimizerLRScheduler")
+    ]
+
+
 def case_names_of_the_package(L: Any, folder: Any) -> Any:
     names = (
         "Trainer",
@@ -234,6 +325,27 @@ def case_configure_model(L: Any, folder: Any) -> Any:
     run.fit(module, loader(4))
     run.test(module, loader(4), verbose=False)
     return [module.count, sorted(module.state_dict())]
+
+
+def case_nested_lightning_modules(L: Any, folder: Any) -> Any:
+    class Outer(regression(L)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = regression(L)()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.inner.loss(batch)
+
+    run, module = trainer(L, folder), Outer()
+    run.fit(module, loader(4))
+    return [run.global_step, module.inner.trainer is run, module.inner.current_epoch]
+
+
+def case_simple_namespace_attributes(L: Any, folder: Any) -> Any:
+    module = regression(L)()
+    module.config = SimpleNamespace(a=1)
+    trainer(L, folder).fit(module, loader(4))
+    return module.config.a
 
 
 def case_strict_loading_attribute(L: Any, folder: Any) -> Any:

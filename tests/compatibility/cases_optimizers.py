@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from projects import loader, refusal, regression, trainer
+from projects import loader, part, refusal, regression, trainer
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
 
 def _with(L: Any, configure: Any) -> Any:
@@ -203,6 +203,18 @@ def case_optimizer_step_with_accumulation(L: Any, folder: Any) -> Any:
     return seen
 
 
+def case_optimizer_zero_grad_override(L: Any, folder: Any) -> Any:
+    seen: list[Any] = []
+
+    class Module(regression(L)):  # type: ignore[misc]
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            seen.append([epoch, batch_idx])
+            optimizer.zero_grad(set_to_none=False)
+
+    trainer(L, folder).fit(Module(), loader(8))
+    return seen
+
+
 def case_configure_gradient_clipping_override(L: Any, folder: Any) -> Any:
     seen: list[Any] = []
 
@@ -225,6 +237,18 @@ def case_clipping_by_norm_and_value(L: Any, folder: Any) -> Any:
         trainer(L, folder, **options).fit(module, loader(12))
         found.append([module.layer.weight, module.layer.bias])
     return found
+
+
+def case_gradients_of_on_before_optimizer_step(L: Any, folder: Any) -> Any:
+    seen: list[Any] = []
+    grad_norm = part(L, "utilities").grad_norm
+
+    class Module(regression(L)):  # type: ignore[misc]
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen.append(grad_norm(self.layer, norm_type=2))
+
+    trainer(L, folder, gradient_clip_val=0.001).fit(Module(), loader(4))
+    return seen
 
 
 def case_override_of_backward(L: Any, folder: Any) -> Any:
@@ -293,6 +317,22 @@ def case_wrapped_and_plain_optimizers(L: Any, folder: Any) -> Any:
     return seen
 
 
+def case_accumulation_by_hand(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch) / 2)
+            if (batch_idx + 1) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    module, run = Module(), trainer(L, folder)
+    run.fit(module, loader(16))
+    return [run.global_step, module.layer.weight]
+
+
 def case_manual_optimization_refuses_settings(L: Any, folder: Any) -> Any:
     class Module(regression(L)):  # type: ignore[misc]
         automatic_optimization = False
@@ -307,6 +347,26 @@ def case_manual_optimization_refuses_settings(L: Any, folder: Any) -> Any:
             self.manual_backward(self.loss(batch))
 
     return [*found, refusal(lambda: trainer(L, folder).fit(Automatic(), loader(4)))]
+
+
+def case_step_with_a_closure_by_hand(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> Any:
+                loss = self.loss(batch)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure=closure)
+
+    module, run = Module(), trainer(L, folder)
+    run.fit(module, loader(8))
+    return [run.global_step, module.layer.weight]
 
 
 def case_lbfgs(L: Any, folder: Any) -> Any:
@@ -327,6 +387,24 @@ def case_no_optimizer(L: Any, folder: Any) -> Any:
     module, run = Module(), trainer(L, folder)
     run.fit(module, loader(8))
     return [run.global_step, module.layer.weight]
+
+
+def case_warmup_of_a_lambda(L: Any, folder: Any) -> Any:
+    return _rates(
+        L, folder, lambda optimizer: {"scheduler": LambdaLR(optimizer, lambda step: (step + 1) / 4), "interval": "step"},
+        epochs=1,
+    )  # fmt: skip
+
+
+def case_sequential_schedule(L: Any, folder: Any) -> Any:
+    from torch.optim.lr_scheduler import ConstantLR, SequentialLR
+
+    return _rates(
+        L,
+        folder,
+        lambda o: {"scheduler": SequentialLR(o, [ConstantLR(o, 0.1, 2), ExponentialLR(o, 0.9)], [2])},
+        epochs=4,
+    )
 
 
 def case_one_cycle_by_estimated_steps(L: Any, folder: Any) -> Any:

@@ -315,6 +315,23 @@ def case_two_trainers_one_module(L: Any, folder: Any) -> Any:
     return [run.current_epoch, run.global_step, module.trainer is run, module.layer.weight.tolist()]
 
 
+def case_reload_dataloaders(L: Any, folder: Any) -> Any:
+    seen: list[str] = []
+
+    class Module(regression(L)):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            seen.append(f"train {self.current_epoch}")
+            return loader(8)
+
+        def val_dataloader(self) -> Any:
+            seen.append(f"val {self.current_epoch}")
+            return loader(4)
+
+    run = trainer(L, folder, max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    run.fit(Module())
+    return seen
+
+
 def case_interrupt_by_a_user(L: Any, folder: Any) -> Any:
     seen: list[str] = []
 
@@ -369,6 +386,28 @@ def case_missing_parts_of_a_module(L: Any, folder: Any) -> Any:
     return {name: refusal(call) for name, call in calls.items()}
 
 
+def case_precisions(L: Any, folder: Any) -> Any:
+    found: dict[str, Any] = {}
+    for precision in (32, "32-true", "bf16-mixed", "bf16-true", "64-true", "bf16", 64):
+        seen: list[str] = []
+
+        class Module(regression(L)):  # type: ignore[misc]
+            def training_step(self, batch: Any, batch_idx: int, seen: Any = seen) -> Any:
+                seen.append(f"{batch[0].dtype} {self(batch[0]).dtype} {self.dtype}")
+                return self.loss(batch)
+
+        run = trainer(L, folder, precision=precision)
+        run.fit(Module(), loader(4))
+        found[str(precision)] = [run.precision, *seen]
+    return found
+
+
+def case_barebones(L: Any, folder: Any) -> Any:
+    run = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, default_root_dir=folder)
+    run.fit(regression(L)(), loader(8))
+    return [run.barebones, run.logger, [type(each).__name__ for each in run.callbacks], run.global_step]
+
+
 def case_default_callbacks(L: Any, folder: Any) -> Any:
     run = L.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, logger=False)
     kinds = [type(each).__name__ for each in run.callbacks]
@@ -382,6 +421,17 @@ def case_profilers(L: Any, folder: Any) -> Any:
         run.fit(regression(L)(), loader(4))
         found.append(type(run.profiler).__name__ if profiler else "none")
     return [found, sorted(path.name for path in folder.iterdir())]
+
+
+def case_detect_anomaly(L: Any, folder: Any) -> Any:
+    class Module(regression(L)):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) + torch.sqrt(self.layer.bias * 0.0 - 1.0).sum()
+
+    return [
+        refusal(lambda: trainer(L, folder, detect_anomaly=True).fit(Module(), loader(4))),
+        refusal(lambda: trainer(L, folder).fit(Module(), loader(4))),
+    ]
 
 
 def case_inference_mode(L: Any, folder: Any) -> Any:
@@ -420,6 +470,27 @@ def case_devices_and_accelerators(L: Any, folder: Any) -> Any:
 def case_callbacks_given_alone_or_none(L: Any, folder: Any) -> Any:
     mine = L.Callback()
     return [len(trainer(L, folder, callbacks=each).callbacks) for each in (mine, [mine], None, [])]
+
+
+def case_is_last_batch(L: Any, folder: Any) -> Any:
+    seen: list[Any] = []
+
+    class Module(regression(L)):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(self.trainer.is_last_batch)
+            return self.loss(batch)
+
+    trainer(L, folder).fit(Module(), loader(12))
+    return seen
+
+
+def case_init_module_and_context(L: Any, folder: Any) -> Any:
+    run = trainer(L, folder)
+    with run.init_module():
+        module = regression(L)()
+    with run.init_module(empty_init=True):
+        layer = torch.nn.Linear(2, 2)
+    return [str(module.layer.weight.device), list(layer.weight.shape)]
 
 
 def case_trained_weights(L: Any, folder: Any) -> Any:

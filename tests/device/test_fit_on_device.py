@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import ON_DEVICE, TOLERANCE, adamw, on_host, train_by_hand
-from small import QUIET, Classifier, assert_close, make_loader, make_net, weights
+from small import QUIET, Classifier, assert_close, make_data, make_loader, make_net, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -238,3 +238,40 @@ class Sums(tw.Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())
+
+
+class Metered(Classifier):
+    """Keeps a metric of torchmetrics, which moves with the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics.classification import MulticlassAccuracy
+
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.accuracy(self.net(batch[0]), batch[1])
+        self.log("acc", self.accuracy)
+
+
+def test_lbfgs_calls_its_closure_on_the_device() -> None:
+    class Quasi(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    found = []
+    for settings in (ON_DEVICE, QUIET):
+        module = Quasi()
+        tw.Trainer(max_epochs=1, **settings).fit(module, DataLoader(make_data(44), batch_size=44))
+        found.append(on_host(weights(module)))
+    assert_close(*found, tolerance=TOLERANCE)
+
+
+def test_metric_objects_count_on_the_device() -> None:
+    pytest.importorskip("torchmetrics", exc_type=ImportError)
+    found = []
+    for settings in (ON_DEVICE, QUIET):
+        module = Metered()
+        (metrics,) = tw.Trainer(**settings).validate(module, make_loader(), verbose=False)
+        found.append(metrics["acc"])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import trainwright as tw
-from trainwright.devices.abilities import autocasts
+from trainwright.devices.abilities import autocasts, fuses
+from trainwright.precision.mixed import MixedPrecision
 
 pytestmark = pytest.mark.gpu
 
@@ -155,3 +156,28 @@ def test_what_is_gathered_stays_on_the_device(device: torch.device) -> None:
     assert gathered.device == device
     assert gathered.tolist() == [0, 1, 2]
     assert accelerator.reduce(tensor, "mean").device == device
+
+
+def made(net: nn.Module) -> torch.optim.Optimizer:
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.optim.AdamW(net.parameters(), lr=0.05, fused=fuses(kind.type, "Adam", torch.float32) or None)
+
+
+def test_training_continues_after_an_overflow(device: torch.device) -> None:
+    if not autocasts(device.type, torch.float16):
+        pytest.skip(f"{device.type} has no autocast in float16")
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**26, growth_interval=4)
+    accelerator = tw.Accelerator(devices=1, precision=MixedPrecision("16-mixed", device.type, scaler))
+    net = make_net()
+    model, optimizer, loader = accelerator.prepare(net, made(net), make_loader())
+    skipped = 0
+    for _ in range(4):
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            skipped += accelerator.optimizer_step_was_skipped
+            optimizer.zero_grad()
+    assert 2 < skipped < 22
+    assert all(each.isfinite().all() for each in net.parameters())
+    assert not torch.equal(net[0].weight.cpu(), make_net()[0].weight)

@@ -102,19 +102,6 @@ def test_evaluations_and_raw_loops_load_lazy_weights(saved: str) -> None:
     assert_equal(weights(module), weights(Lazy.load_from_checkpoint(saved)))
 
 
-def test_the_second_of_two_models_may_be_lazy(tmp_path: Path) -> None:
-    def prepared() -> tuple[tw.Accelerator, nn.Module, nn.Module]:
-        accelerator = tw.Accelerator(cpu=ON_HOST)
-        return accelerator, *accelerator.prepare(nn.Linear(2, 4), nn.LazyLinear(3))
-
-    accelerator, first, second = prepared()
-    second(first(torch.ones(1, 2, device=accelerator.device)))
-    path = accelerator.save_state(str(tmp_path / "a.ckpt"))
-    accelerator, *_, again = prepared()
-    accelerator.load_state(path)
-    assert_equal(weights(second), weights(again))
-
-
 def test_a_layer_that_has_not_run_is_not_saved(tmp_path: Path) -> None:
     accelerator = tw.Accelerator(cpu=ON_HOST)
     accelerator.prepare(nn.LazyLinear(3))
@@ -137,18 +124,3 @@ def test_a_checkpoint_that_lacks_a_lazy_layer_is_rejected(saved: str) -> None:
     module.strict_loading = False
     tw.Trainer(**QUIET).validate(module, make_loader(8), ckpt_path=saved)
     assert [name for name, each in module.named_parameters() if is_lazy(each)] == ["unused.weight", "unused.bias"]
-
-
-def test_tied_lazy_layers_share_one_tensor(tmp_path: Path) -> None:
-    class Tied(Lazy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.LazyLinear(8, bias=False), nn.LazyLinear(8, bias=False))
-            self.net[1].weight = self.net[0].weight
-
-    torch.manual_seed(1)
-    first, second = Tied(), Tied()
-    fit(first, 2).save_checkpoint(tmp_path / "a.ckpt")
-    fit(second, 2, ckpt_path=tmp_path / "a.ckpt")
-    assert_equal(weights(first), weights(second))
-    assert second.net[0].weight is second.net[1].weight

@@ -12,7 +12,6 @@ from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader
 from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.strategies.module_checks import refuse_sparse_weights
 
 
 class Packed(nn.Module):
@@ -154,22 +153,6 @@ def test_extra_state_has_the_names_of_a_plain_module_and_is_not_missed_in_silenc
         accelerator.load_state(tmp_path / "without.ckpt")
 
 
-def test_an_expanded_buffer_comes_back(tmp_path: Path) -> None:
-    class Expanded(Classifier):
-        def __init__(self, value: float) -> None:
-            super().__init__()
-            self.register_buffer("scale", torch.full((1, 3), value).expand(4, 3))
-
-    trainer = tw.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(Expanded(2.0), make_loader(8))
-    trainer.save_checkpoint(tmp_path / "expanded.ckpt")
-    for call in ("fit", "test"):
-        again = Expanded(0.0)
-        trainer = tw.Trainer(max_epochs=2, **QUIET)
-        getattr(trainer, call)(again, make_loader(8), ckpt_path=tmp_path / "expanded.ckpt")
-        assert torch.equal(again.scale, torch.full((4, 3), 2.0))
-
-
 @pytest.mark.parametrize(
     ("value", "match"),
     [
@@ -216,36 +199,6 @@ def test_a_save_rejects_sparse_state_of_an_optimizer(tmp_path: Path) -> None:
     trainer = tw.Trainer(**settings)
     trainer.fit(Words(0.0), make_loader(16))
     assert trainer.global_step > 0
-
-
-def test_what_only_looks_sparse_is_trained(tmp_path: Path) -> None:
-    class Routed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sparse, self.scale = True, nn.Parameter(torch.ones(()))
-
-    class Tied(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.head, self.routed = nn.Embedding(9, 3, sparse=True), nn.Linear(3, 9), Routed()
-            self.head.weight = self.words.weight
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.head(self.words(batch[1])).square().mean() * self.routed.scale
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([*self.head.parameters(), *self.routed.parameters()], lr=0.1, momentum=0.9)
-
-    settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
-    trainer = tw.Trainer(**settings)
-    trainer.fit(Tied(), make_loader(16))
-    assert trainer.global_step > 0
-    refuse_sparse_weights(Tied(), "fsdp", True)
-    holder = nn.ModuleDict({"words": nn.Embedding(9, 3, sparse=True)})
-    with pytest.raises(
-        ValueError, match="'words' of ModuleDict is an Embedding with sparse=True, and strategy='fsdp' "
-    ):
-        refuse_sparse_weights(holder, "fsdp", True)
 
 
 def test_a_parameter_group_that_no_checkpoint_can_hold_is_refused_before_training(tmp_path: Path) -> None:

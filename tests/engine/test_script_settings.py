@@ -146,16 +146,6 @@ def test_another_scheduler_is_rejected_unless_it_begins_at_step_zero(
     assert resumed.rates == fit(tmp_path, Rated(schedule, lr=0.3), 1).rates  # from the script's rate, at step 0
 
 
-def test_a_scheduler_of_another_class_within_a_sequence_is_rejected(tmp_path: Path) -> None:
-    fit(tmp_path, Rated(SCHEDULES["SequentialLR"]), 1)
-    other = Rated(lambda each: SequentialLR(each, [LinearLR(each), StepLR(each, 5)], [2]))
-    with pytest.raises(
-        tw.CheckpointError,
-        match=r"saved with SequentialLR, LinearLR, CosineAnnealingLR as .* has SequentialLR, LinearLR, StepLR",
-    ):
-        fit(tmp_path, other, 2, f"{tmp_path}/epoch=0.ckpt")
-
-
 @pytest.mark.parametrize("name", ["LambdaLR", "StepLR", "SequentialLR", "CosineAnnealingLR", "ExponentialLR"])
 def test_a_schedule_goes_on_from_the_rate_of_the_script(name: str, tmp_path: Path) -> None:
     fit(tmp_path, Rated(SCHEDULES[name]), 1)

@@ -200,3 +200,41 @@ def test_no_state_remains_of_gradients_dropped_after_clipping() -> None:
     assert not precision.step(optimizer)
     assert parameter.item() == -3.0
     assert precision.state_dict()["scale"] == 2.0
+
+
+def test_two_steps_may_use_the_same_gradients() -> None:
+    precision, parameter, optimizer = scaled(growth_interval=1)
+    precision.backward(parameter * 3.0)
+    for _ in range(2):
+        precision.step(optimizer)
+    assert parameter.item() == -6.0
+    precision.backward(parameter * 3.0)  # added to those, as without a scale
+    precision.step(optimizer)
+    assert parameter.item() == -12.0
+    assert precision.state_dict()["scale"] == 16.0
+
+
+def test_an_optimizer_without_gradients_is_clipped_and_cleared() -> None:
+    precision, parameter, optimizer = scaled()
+    idle = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    for _ in range(2):
+        precision.backward(parameter * 3.0)
+        precision.unscale(idle)
+        idle.zero_grad()
+        precision.release(idle)
+        for _ in range(2):
+            assert not precision.step(idle)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+    assert parameter.item() == -6.0
+
+
+def test_sparse_gradients_go_on_under_the_scale() -> None:
+    precision = scaled()[0]
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    for _ in range(2):
+        precision.backward(embedding(torch.tensor([1, 1, 2])).sum())
+        precision.unscale(optimizer)
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.to_dense()[:, 0].tolist() == [0.0, 4.0, 2.0, 0.0]

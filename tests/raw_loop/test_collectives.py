@@ -166,7 +166,7 @@ def test_collectives_agree_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_collectives_need_no_second_process(tmp_path: Path) -> None:
-    assert tw.gather([torch.ones(1), 2, None]) == [torch.ones(1), [2], None]
+    assert tw.gather([torch.ones(1), None]) == [torch.ones(1), None]
     assert (tw.reduce(3.0), tw.broadcast("x"), tw.pad_across_processes(torch.ones(2)).tolist()) == (
         3.0,
         "x",
@@ -198,9 +198,9 @@ def test_wrong_arguments_of_collectives_are_rejected() -> None:
         tw.DataLoaderConfiguration(even_batches=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"data_seed='x' is a str. Expected an int, or None"):
         tw.DataLoaderConfiguration(data_seed="x")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"prepare_data_loader was given a Sequential. Expected a torch DataLoader"):
+    with pytest.raises(TypeError, match="prepare_data_loader was given a Sequential, which is not a loader"):
         accelerator.prepare_data_loader(make_net())
-    with pytest.raises(TypeError, match="prepare was given what skip_first_batches returned"):
+    with pytest.raises(TypeError, match="prepare was given an object of type SkippedBatches"):
         accelerator.prepare(tw.skip_first_batches(DataLoader([1, 2])))
     with pytest.raises(ValueError, match="num_batches=-1 is not accepted"):
         tw.skip_first_batches([1, 2], -1)

@@ -361,3 +361,45 @@ def test_two_ranks_choose_alike(tmp_path: Path) -> None:
     assert first["auto"].count("extra.bias") == 1
     assert not first["auto"].startswith("rank 1")
     assert first["resumed"] == (logs, f"{logs}/checkpoints/epoch=0-step=6.ckpt", 18)
+
+
+def test_auto_finds_an_earlier_run_if_something_was_logged_before(tmp_path: Path) -> None:
+    def start(max_steps: int) -> tw.Trainer:
+        logger = tw.CSVLogger(tmp_path)
+        logger.log_hyperparams({"width": 8})  # begins a folder
+        trainer = tw.Trainer(max_epochs=1, max_steps=max_steps, logger=logger, **QUIET_BAR)
+        trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
+        return trainer
+
+    assert start(3).resume_source is None
+    resumed = start(6)
+    assert resumed.resume_source == f"{tmp_path}/trainwright_logs/version_0/checkpoints/epoch=0-step=3.ckpt"
+    assert resumed.global_step == 6
+    assert start(7).resume_source == f"{tmp_path}/trainwright_logs/version_0/checkpoints/epoch=0-step=6.ckpt"
+
+
+def test_a_refused_run_leaves_the_rows(tmp_path: Path) -> None:
+    trainer = logged(tmp_path, 1)
+    before = Path(f"{trainer.log_dir}/metrics.csv").read_bytes()
+
+    class Other(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    again = tw.Trainer(max_epochs=2, default_root_dir=tmp_path, callbacks=tw.ModelCheckpoint(), **QUIET_BAR)
+    with pytest.raises(tw.CheckpointError, match="saved by AdamW"):
+        again.fit(Other(), make_loader(), ckpt_path="auto")
+    assert Path(f"{trainer.log_dir}/metrics.csv").read_bytes() == before
+    assert sorted(os.listdir(f"{tmp_path}/trainwright_logs")) == ["version_0"]
+    again.fit(Classifier(), make_loader())
+    assert again.log_dir == f"{tmp_path}/trainwright_logs/version_1"
+
+
+def test_the_folder_of_the_checkpoints_may_hold_the_logs_too(tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        trainer = tw.Trainer(
+            max_epochs=epochs, default_root_dir=tmp_path, callbacks=tw.ModelCheckpoint(tmp_path), **QUIET_BAR
+        )
+        trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
+        assert trainer.global_step == 11 * epochs
+    assert (tmp_path / "trainwright_logs").is_dir()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
+from small import ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_loader, weights
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
@@ -402,3 +402,51 @@ def test_the_script_is_run_again_and_goes_on_from_what_it_replaces(blocking: boo
         assert open_checkpoint(str(path)).epoch == epochs
         assert sorted(os.listdir(tmp_path)) == ["final.ckpt", "whole"]
     assert_equal(reached, whole)
+
+
+def test_a_hook_may_take_schedulers_and_callbacks_out(tmp_path: Path) -> None:
+    """A changed schedule: the run goes on, the schedule begins anew."""
+
+    class Scheduled(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [CosineAnnealingLR(optimizer, 4)]
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            del checkpoint["lr_schedulers"], checkpoint["callbacks"]
+
+    stopping = {"callbacks": tw.EarlyStopping("val_loss", mode="max")}
+    path = saved(fit(Scheduled(), epochs=2, **stopping), tmp_path / "run.ckpt")
+    trainer = fit(Scheduled(), path, 3, **stopping)
+    assert trainer.current_epoch == 3
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
+
+
+def test_save_state_replaces_an_earlier_checkpoint(tmp_path: Path) -> None:
+    path = str(tmp_path / "state")
+    accelerator = tw.Accelerator(cpu=ON_HOST)
+    net: Any = torch.nn.Linear(2, 2)
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    for step in range(4):
+        accelerator.save_state(path, blocking=step % 2 == 0)
+        accelerator.finish_save()
+        assert open_checkpoint(path).step == step
+        accelerator.backward(net(torch.ones(1, 2, device=accelerator.device)).sum())
+        optimizer.step()
+    with pytest.raises(tw.CheckpointError, match="exists already, and overwrite=False was given"):
+        accelerator.save_state(path, overwrite=False)
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_a_save_that_waits_for_its_windows_end_overwrites_too(tmp_path: Path) -> None:
+    path = tmp_path / "newest.ckpt"
+
+    class Saves(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            at_end = batch_idx % 4 == 3
+            assert trainer.save_checkpoint(path) is at_end
+
+    trainer = tw.Trainer(max_epochs=1, limit_train_batches=8, accumulate_grad_batches=4, callbacks=Saves(), **QUIET)
+    trainer.fit(Classifier(), make_loader())
+    assert open_checkpoint(str(path)).step == 2
+    assert os.listdir(tmp_path) == ["newest.ckpt"]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET
+from jobs import run_job
+from small import QUIET, Classifier, make_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -274,16 +275,6 @@ def test_a_save_at_an_epochs_end_includes_the_decision_of_early_stopping(tmp_pat
 # -- validations that are due --------------------------------------------------------------------------------------------
 
 
-class Pulls(Falling):
-    """Takes two batches a step."""
-
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-        _, index, _ = next(dataloader_iter)
-        self.seen.append((self.trainer.current_epoch, index))
-        next(dataloader_iter)
-        return self.weight * 1.0
-
-
 class Steps(Falling):
     """Steps by itself, every third batch, over the ends of epochs too."""
 
@@ -298,7 +289,7 @@ class Steps(Falling):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", [Falling, Pulls, Steps])
+@pytest.mark.parametrize("kind", [Falling, Steps])
 @pytest.mark.parametrize(
     "interval", [{"val_check_interval": 3}, {"val_check_interval": 5, "check_val_every_n_epoch": None}]
 )
@@ -476,3 +467,224 @@ def test_a_training_step_without_a_loss_is_explained() -> None:
         fit(Forgets())
     with pytest.raises(RuntimeError, match=r"If training_step calls loss.backward\(\) itself, leave that out"):
         fit(Sends())
+
+
+class Random(torch.utils.data.Dataset[Tensor]):
+    """Draws its items."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(1)
+
+
+class Gathers(Classifier):
+    """Steps every third batch of the run, also over the ends of epochs, and has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]) * self.scale, batch[1]))
+        if self.trainer.state.total_batches % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).double().sum() * self.scale
+
+
+def gathers_over_ends(folder: Path) -> dict[str, bool]:
+    found = {}
+    for strategy in ("ddp", "fsdp", "ddp_sharded"):
+
+        def run(epochs: int, path: str | None = None, name: str = strategy) -> Any:
+            tw.seed_everything(3)
+            module = Gathers()
+            options = {**QUIET, "devices": 2, "strategy": name, "max_epochs": epochs}
+            trainer = tw.Trainer(**options)
+            trainer.fit(module, make_loader(40), ckpt_path=path)  # five batches per rank
+            trainer.save_checkpoint(folder / f"{name}-{epochs}-{path is None}.ckpt")
+            return [float(each) for each in trainer.predict(module, make_loader(8))]
+
+        whole = run(3)
+        run(1)
+        found[strategy] = run(3, str(folder / f"{strategy}-1-True.ckpt")) == whole
+    return found
+
+
+def test_a_reused_name_contains_the_weights_of_its_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"monitor": "val_loss", "async_save": True, "save_weights_only": True}
+    best = tw.ModelCheckpoint(tmp_path / "best", "best", **options)
+    ends = Ends(tmp_path, "on_train_epoch_end", 2)
+    monkeypatch.setattr("trainwright.callbacks.checkpoint_files.PendingSave.conclude_alone", lambda *_: None)
+    with pytest.raises(Killed):
+        fit(Falling(7.0), best, tw.ModelCheckpoint(tmp_path / "newest"), ends)
+    monkeypatch.undo()
+    best = tw.ModelCheckpoint(tmp_path / "best", "best", **options)
+    fit(Falling(8.0), best, tw.ModelCheckpoint(tmp_path / "newest"), path="auto")
+    assert open_checkpoint(best.best_model_path, "off").step == 8
+    assert float(best.best_model_score or 9.0) == 1.0
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_save_in_on_train_start_contains_the_resumed_state(tmp_path: Path, step: int) -> None:
+    class Saves(tw.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            torch.rand(1)
+            trainer.save_checkpoint(tmp_path / "own.ckpt")
+            raise Killed
+
+    def run(*callbacks: tw.Callback, path: Any = None) -> list[Any]:
+        tw.seed_everything(3, verbose=False)
+        module = Drawing()
+        fit(module, *callbacks, path=path)
+        return module.seen
+
+    whole = run(every_step(tmp_path / "all"), tw.ModelCheckpoint(tmp_path / "ends"))
+    source = tmp_path / "all" / "2.ckpt" if step == 2 else tmp_path / "first" / "epoch=0-step=4.ckpt"
+    if step == 4:
+        with pytest.raises(Killed):
+            run(tw.ModelCheckpoint(tmp_path / "first"), Ends(tmp_path, "on_train_epoch_end", 1))
+    with pytest.raises(Killed):
+        run(Saves(), path=source)
+    later = tw.ModelCheckpoint(tmp_path / "first", save_top_k=-1)
+    assert run(later, path=tmp_path / "own.ckpt") == whole[step:]
+
+
+def test_a_resumed_stop_keeps_the_metrics_from_before_the_stop(tmp_path: Path) -> None:
+    known: list[set[str]] = []
+
+    class Stops(tw.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            trainer.should_stop = False
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            known.append(set(trainer.callback_metrics))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.should_stop = trainer.resume_source is None and trainer.global_step == 2
+
+    for _ in range(2):
+        trainer = fit(Falling(), Stops(), tw.ModelCheckpoint(tmp_path), path="auto", max_epochs=1)
+    assert trainer.global_step == 4
+    assert [("val_loss" in names) for names in known] == [False] * 4, "a longer run has no other metrics"
+
+
+def test_should_stop_within_an_epoch_leaves_the_rng_of_a_longer_run(tmp_path: Path) -> None:
+    class Stopping(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.should_stop or trainer.global_step == 6
+
+    class Going(tw.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            trainer.should_stop = False
+
+    def run(callback: tw.Callback | None = None, path: Any = None) -> list[Any]:
+        torch.manual_seed(3)
+        module = Drawing()
+        trainer = fit(module, *([callback] if callback is not None else []), path=path)
+        trainer.save_checkpoint(tmp_path / "after.ckpt", overwrite=True)
+        return [*module.seen, torch.rand(()).item()]
+
+    whole = run()
+    part = run(Stopping())
+    assert run(path=tmp_path / "after.ckpt") == part[-1:], "should_stop is kept, and nothing is left to do"
+    rest = run(Going(), tmp_path / "after.ckpt")
+    assert part[:-1] + rest == whole
+
+
+def test_a_reloaded_stream_resumes_within_its_epoch(tmp_path: Path) -> None:
+    class Counting(IterableDataset[Tensor]):
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            while True:
+                self.at += 1
+                yield torch.tensor([float(self.at)])
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    class Making(Falling):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Counting())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen.append(batch.item())
+            return self.weight * 1.0
+
+    def run(path: Any = None) -> list[Any]:
+        module = Making()
+        settings = {
+            **QUIET,
+            "enable_checkpointing": True,
+            "limit_train_batches": 3,
+            "reload_dataloaders_every_n_epochs": 2,
+        }
+        trainer = tw.Trainer(max_epochs=4, callbacks=[every_step(tmp_path)] if path is None else [], **settings)
+        trainer.fit(module, ckpt_path=path)
+        return module.seen
+
+    whole = run()
+    assert whole == [1, 2, 3, 4, 5, 6] * 2
+    for step in range(1, 12):
+        assert run(tmp_path / f"{step}.ckpt") == whole[step:]
+
+
+@pytest.mark.slow
+def test_gradients_wait_over_an_epochs_end_on_two_ranks(tmp_path: Path) -> None:
+    for found in run_job(gathers_over_ends, 2, tmp_path):
+        assert found == {"ddp": True, "fsdp": True, "ddp_sharded": True}
+
+
+def test_a_stop_that_min_epochs_delays_stays_requested(tmp_path: Path, capsys: Any) -> None:
+    """This holds for early stopping, although the metric improves meanwhile, and for the user's request."""
+
+    class Bumpy(Falling):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", [3.0, 4.0, 4.0, 2.0, 1.0, 1.0][min(self.trainer.current_epoch, 5)])
+
+    for number, kind in enumerate((lambda: tw.EarlyStopping("val_loss", patience=2), lambda: StopsAt(10))):
+        folder = tmp_path / str(number)
+        whole = fit(Bumpy(), every_step(folder), kind(), min_epochs=5, max_epochs=10)
+        assert whole.current_epoch == 5
+        for step in (13, 16, 18):
+            path = folder / f"{step}.ckpt"
+            assert fit(Bumpy(), kind(), path=path, min_epochs=5, max_epochs=10).current_epoch == 5, step
+        if number == 0:  # a stop that new settings would not request is dropped
+            patient = tw.EarlyStopping("val_loss", patience=4)
+            assert fit(Bumpy(), patient, path=folder / "18.ckpt", min_epochs=5, max_epochs=8).current_epoch == 8
+    assert "To train on, set trainer.should_stop = False in on_train_start" in capsys.readouterr().out
+
+
+def test_a_checkpoint_callback_that_is_new_in_a_resumed_run_makes_up_nothing(tmp_path: Path) -> None:
+    fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), max_epochs=1)
+    new = tw.ModelCheckpoint(tmp_path / "b", "{epoch}", save_top_k=-1, save_on_exception=True)
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    killing = tw.LambdaCallback(on_train_epoch_start=kill)
+    with pytest.raises(Killed):
+        fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, killing, path="auto")
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["exception-epoch=1-step=4.ckpt"]
+    fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, path="auto")
+    assert sorted(Path(path).name for path in new.state_dict()["best_k_models"]) == ["epoch=1.ckpt", "epoch=2.ckpt"]
+
+
+def test_a_metric_that_nobody_logs_is_an_error_in_the_resumed_run_too(tmp_path: Path) -> None:
+    for _ in range(2):
+        wrong = tw.ModelCheckpoint(tmp_path / "b", monitor="val_los")
+        module = Falling()
+        with pytest.raises(ValueError, match="'val_los', which was not logged"):
+            fit(module, tw.ModelCheckpoint(tmp_path / "a"), wrong, path="auto")
+    assert module.seen == [], "before it trains on"

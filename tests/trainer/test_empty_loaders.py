@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import run_job
 from small import QUIET, Classifier, make_data, make_loader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -71,3 +73,35 @@ def test_a_hook_may_return_an_empty_one() -> None:
     for call in ("validate", "test"):
         assert run(call, None, Empty()) == [{}]
     assert run("predict", None, Empty()) == []
+
+
+def two_ranks(folder: Path) -> list[str]:
+    """Return the errors of the evaluations on this rank."""
+    rank, raised = int(tw.Trainer(devices="auto", **QUIET).global_rank), []
+    shared = [stream(0), stream(1), stream(3, drop_last=True)]
+    # The ranks have separate loaders; only the second kind knows its length
+    own = [
+        (stream(0), stream(0)),
+        (stream(8), stream(0)),
+        (make_loader(0), make_loader(0)),
+        (make_loader(8), make_loader(0)),
+    ]
+    cases: list[tuple[Any, dict[str, Any]]] = [(each, {}) for each in shared]
+    cases += [(pair[rank], {"use_distributed_sampler": False}) for pair in own]
+    for call in ("fit", "test", "predict"):
+        for loader, settings in cases:
+            try:
+                run(call, loader, **settings)
+                raised.append("")
+            except RuntimeError as error:
+                raised.append(str(error).partition(" (")[0])
+    return raised
+
+
+def test_ranks_agree_on_empty_loaders(tmp_path: Path) -> None:
+    """If the ranks have separate loaders and only one has batches, nothing is rejected."""
+    expected = []
+    for stage in ("validation", "test", "predict"):
+        refused = f"the {stage} loader yielded no batches"
+        expected += [refused, "", refused, refused, "", refused, ""]
+    assert run_job(two_ranks, 2, tmp_path) == [expected, expected]

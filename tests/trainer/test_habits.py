@@ -307,6 +307,29 @@ def test_parts_in_evaluation_mode_are_named_once() -> None:
         trainer.fit(module, *loaders)
 
 
+def test_an_error_in_a_step_names_its_batch() -> None:
+    class Fails(Validated):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0].double() if self.stage == "train" and batch_idx == 1 else batch[0]).sum()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if self.stage == "val" and batch_idx == 1:
+                raise IndexError("no such class")
+
+        def on_train_epoch_end(self) -> None:
+            raise ValueError("after the batches")
+
+    named = {"train": ["In training_step, with batch 1: (float32 [4, 8], int64 [4])."], "end": []}
+    named["val"] = ["In validation_step, with batch 1: {'x': float32 [2, 8], 'names': (str)}."]
+    batches = [{"x": torch.ones(2, 8), "names": ["a"]}] * 2
+    for stage, notes in named.items():
+        module = Fails()
+        module.stage = stage
+        with pytest.raises((RuntimeError, IndexError, ValueError)) as caught:
+            trainer_of(num_sanity_val_steps=2).fit(module, make_loader(16, 4), batches)
+        assert getattr(caught.value, "__notes__", []) == notes
+
+
 def test_a_script_tests_its_best_checkpoint_after_fast_dev_run(capsys: Any) -> None:
     settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "fast_dev_run": True}
     trainer, module = tw.Trainer(**settings, callbacks=tw.ModelCheckpoint(monitor="loss")), Classifier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -437,3 +438,68 @@ def test_manual_clipping_is_exact_under_a_loss_scale() -> None:
     assert_close(weights(manual), weights(automatic))
     assert trainer.global_step == 11
     assert max(norms) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_plateau_skips_the_steps_of_an_overflow() -> None:
+    class Overflows(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * torch.inf if batch_idx < 4 else loss
+
+    module = Overflows(lambda module: plateau(module, monitor="loss", interval="step"))
+    trainer = fit(module, precision="16-mixed")
+    assert trainer.state.skipped_steps == 4
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 7
+
+
+def test_the_closure_returns_the_computed_loss() -> None:
+    losses: list[Any] = []
+
+    class Looking(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            losses.append(loss.detach())
+            return loss
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            losses.append(optimizer_closure())
+            losses.append(optimizer.step())
+
+    module = Looking()
+    fit(module, limit_train_batches=3)
+    assert losses[0::3] == losses[1::3]
+    assert losses[2::3] == [None] * 3
+
+
+def test_a_step_wise_scheduler_follows_the_validation_after_its_step(tmp_path: Path) -> None:
+    """A checkpoint between that step and the validation has the scheduler wait in the resumed run too."""
+    rates: list[float] = []
+
+    class Follows(Plain):
+        def configure_optimizers(self) -> Any:
+            optimizer = self.sgd()
+            scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            config = {"scheduler": scheduler, "monitor": "score", "interval": "step", "frequency": 3}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", 1.0)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def run(name: str, path: str | None = None) -> Any:
+        rates.clear()
+        module, saving = Follows(), tw.ModelCheckpoint(tmp_path / name, "{step}", save_top_k=-1, every_n_train_steps=1)
+        settings = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 0, "callbacks": saving}
+        trainer = tw.Trainer(max_epochs=2, val_check_interval=3, **settings)
+        trainer.fit(module, make_loader(24), make_loader(4), ckpt_path=path)  # 6 batches an epoch
+        return weights(module), trainer.optimizers[0].param_groups[0]["lr"]
+
+    whole, rate = run("whole")
+    first = rates[0]
+    assert [each / first for each in rates] == [1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
+    for step in (2, 3, 5, 6, 9, 11):
+        resumed, rate_then = run(f"from {step}", str(tmp_path / "whole" / f"step={step}.ckpt"))
+        assert_equal(resumed, whole)
+        assert rate_then == rate

@@ -164,12 +164,95 @@ STOPS = {
 """The hook in which rank 1 requests a stop, and the (steps, epochs) after which all ranks stop. None means soon."""
 
 
+LAST_ROUNDS = (3, 5, 7)
+"""Samples in batches of two: the two ranks share the last round as 2 and 1, as 1 and none, and as 2 and 1."""
+
+
+class Leaves(tw.Callback):
+    """Ends the first epoch in the middle of a window."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+        return -1 if trainer.current_epoch == 0 and batch_idx == 3 else None
+
+
+def left_in_a_window(batch_size: int) -> dict[str, Tensor]:
+    module = Plain()
+    scheduler = tw.GradientAccumulationScheduler({0: 2, 1: 1})
+    trainer = fit(module, make_loader(32, batch_size), epochs=3, callbacks=[scheduler, Leaves()])
+    return {**weights(module), "steps": torch.tensor(trainer.global_step)}
+
+
+class Asks(torch.optim.SGD):
+    """Requests the loss twice in a step, and records the losses and gradients."""
+
+    def __init__(self, parameters: Any, notes: list[Any]) -> None:
+        super().__init__(parameters, lr=0.3)
+        self.notes = notes
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            gradients = [each.grad.clone() for group in self.param_groups for each in group["params"]]
+            self.notes.append(torch.cat([loss.reshape(1), *(each.flatten() for each in gradients)]))
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(0.0)  # as if it had looked elsewhere, and come back
+        return super().step()
+
+
+class Searching(Classifier):
+    """Trained by an optimizer that asks for the loss in its step."""
+
+    def __init__(self, notes: list[Any] | None) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def configure_optimizers(self) -> Any:
+        if self.notes is not None:
+            return Asks(self.parameters(), self.notes)
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3)
+
+
+def searched(batch_size: int, samples: int) -> dict[str, Any]:
+    notes: list[Tensor] = []
+    found = {}
+    for name, module in (("asks", Searching(notes)), ("lbfgs", Searching(None))):
+        fit(module, make_loader(samples, batch_size), epochs=2)
+        found[name] = weights(module)
+    return {**found, "notes": torch.stack(notes)}
+
+
+class Predicts(Plain):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
+def used_after_training(batch_size: int) -> dict[str, Any]:
+    """Predict, test and validate with the module that was just trained, and once more after another training."""
+    trainer, module = tw.Trainer(max_epochs=1, **SETTINGS), Predicts()
+    trainer.fit(module, make_loader(12, batch_size))
+    found: dict[str, Any] = {}
+    for turn in ("first", "second"):
+        predictions = trainer.predict(module, make_loader(7, 2))
+        found[turn] = {
+            "predicted": torch.cat(predictions),
+            "sizes": [len(each) for each in predictions],
+            "tested": trainer.test(module, make_loader(7, 2), verbose=False),
+            "validated": trainer.validate(module, make_loader(3, 2), verbose=False),
+        }
+        trainer.fit(module, make_loader(12, batch_size))
+    return {**found, "weights": weights(module)}
+
+
 def job(folder: Path) -> dict[str, Any]:
     return {
         "followed": {case: followed(*case) for case in FOLLOWED},
         "watched": watched_by_one_rank(),
         "one after the other": {samples: one_after_the_other(2, samples) for samples in FIRST_LOADERS},
         "unfrozen": unfrozen(2),
+        "left in a window": left_in_a_window(2),
+        "searched": {samples: searched(2, samples) for samples in LAST_ROUNDS},
+        "used": used_after_training(2),
         "stopped": {hook: stopped(hook) for hook in STOPS},
     }
 
@@ -218,3 +301,38 @@ def test_one_rank_may_ask_for_the_end(results: list[dict[str, Any]], hook: str) 
     assert ends[0] == ends[1]
     assert STOPS[hook] is None or ends[0] == STOPS[hook]
     assert 3 <= ends[0][0] < 400
+
+
+def test_ranks_agree_on_an_epoch_that_a_hook_ends_within_a_window(results: list[dict[str, Any]]) -> None:
+    trained, others = (result["left in a window"] for result in results)
+    assert_equal(trained, others)
+    assert_close(trained, left_in_a_window(4))
+    assert trained["steps"] == 1 + 8 + 8
+
+
+@pytest.mark.parametrize("samples", LAST_ROUNDS)
+def test_an_optimizer_that_asks_again_has_the_loss_of_all_ranks(results: list[dict[str, Any]], samples: int) -> None:
+    """This holds in an uneven last round too, and for the first and the second call of a closure."""
+    found, others = (result["searched"][samples] for result in results)
+    expected = searched(4, samples)
+    for name in ("asks", "lbfgs"):
+        assert_equal(found[name], others[name])
+        assert_close(found[name], expected[name])
+    assert torch.equal(found["notes"], others["notes"])
+    torch.testing.assert_close(found["notes"], expected["notes"])
+    torch.testing.assert_close(found["notes"][::2], found["notes"][1::2])
+
+
+def test_evaluations_after_a_training_are_exact(results: list[dict[str, Any]]) -> None:
+    zero, one = (result["used"] for result in results)
+    expected = used_after_training(4)
+    assert_equal(zero["weights"], one["weights"])
+    assert_close(zero["weights"], expected["weights"])
+    for turn in ("first", "second"):
+        assert torch.equal(zero[turn]["predicted"], one[turn]["predicted"])
+        torch.testing.assert_close(zero[turn]["predicted"], expected[turn]["predicted"])
+        assert zero[turn]["sizes"] == [2, 2, 2, 1]
+        for name, count in (("tested", 7), ("validated", 3)):
+            assert zero[turn][name] == one[turn][name]
+            assert zero[turn][name][0] == pytest.approx(expected[turn][name][0])
+            assert zero[turn][name][0]["count"] == count

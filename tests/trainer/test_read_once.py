@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small import QUIET, Classifier, assert_equal, make_loader, weights
 
 import trainwright as tw
@@ -72,3 +74,33 @@ def test_more_than_one_pass_is_refused() -> None:
     trainer.validate(module, once)
     with pytest.raises(RuntimeError, match="yields no batches: an iterator can be read only once"):
         trainer.validate(module, once)
+
+
+def test_a_number_of_batches_takes_the_next_ones_in_each_pass() -> None:
+    class Notes(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained: list[int] = []
+            self.validated: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.trained.append(batch)
+            return self.net[0].weight.sum()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.validated.append(batch)
+
+    module = Notes()
+    trainer = tw.Trainer(max_epochs=2, limit_train_batches=3, limit_val_batches=2, **QUIET)
+    trainer.fit(module, count(), count(10))
+    assert module.trained == [0, 1, 2, 3, 4, 5]
+    assert module.validated == [10, 11, 12, 13]  # no sanity check
+
+
+def test_a_resumed_run_says_that_it_reads_an_iterator_from_its_start(tmp_path: Path) -> None:
+    trainer, module = fit(cycle([next(batches())]), max_epochs=2, limit_train_batches=2)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    resumed = tw.Trainer(max_epochs=3, limit_train_batches=2, **QUIET)
+    with pytest.warns(UserWarning, match="continues in epoch 2, and reads a cycle from its start"):
+        resumed.fit(module, cycle([next(batches())]), ckpt_path=tmp_path / "two.ckpt")
+    assert resumed.global_step == 6

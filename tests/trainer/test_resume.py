@@ -316,3 +316,69 @@ def test_a_run_resumed_twice_is_bitwise_the_uninterrupted_one(tmp_path: Path) ->
     for result in results:
         assert_equal(result["resumed"], result["whole"])
         assert_equal(result["whole"], results[0]["whole"])
+
+
+class Counting(torch.optim.Optimizer):
+    """Makes a parameter's state where it has none, as `in` tells it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    if parameter not in self.state:
+                        self.state[parameter] = {"count": torch.zeros(())}
+                    self.state[parameter]["count"] += 1
+                    parameter.sub_(0.1 / self.state[parameter]["count"] * parameter.grad)
+        return loss
+
+
+def test_extra_states_are_kept(tmp_path: Path) -> None:
+    class Counter(torch.nn.Module):
+        count: Any = 0
+
+        def get_extra_state(self) -> Any:
+            return self.count
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state
+
+    class Counting(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.tensor = Counter(), Counter()
+
+    module = Counting()
+    module.plain.count, module.tensor.count = {"a": (1, None)}, torch.tensor([1, 2])
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, make_loader())
+    trainer.save_checkpoint(str(tmp_path / "extra.ckpt"))
+    again = Counting()
+    tw.Trainer(**QUIET).test(again, make_loader(), ckpt_path=str(tmp_path / "extra.ckpt"))
+    assert again.plain.count == {"a": (1, None)}
+    assert again.tensor.count.tolist() == [1, 2]
+
+
+def test_a_parameter_without_optimizer_state_has_none_in_a_resumed_run(tmp_path: Path) -> None:
+    class Thawed(Classifier):
+        def on_train_epoch_start(self) -> None:
+            self.net[-1].requires_grad_(self.trainer.current_epoch > 0)
+
+        def configure_optimizers(self) -> Any:
+            return Counting(self.parameters())
+
+    def train(folder: str, epochs: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
+        module = Thawed()
+        saver = tw.ModelCheckpoint(str(tmp_path / folder))
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=saver, **{**QUIET, "enable_checkpointing": True})
+        trainer.fit(module, make_loader(12, 4), ckpt_path=ckpt_path)
+        return {**weights(module), **optimizer_state(trainer)}
+
+    torch.manual_seed(2)
+    whole = train("whole", 2)
+    torch.manual_seed(2)
+    train("part", 1)
+    assert_equal(train("part", 2, "last"), whole)

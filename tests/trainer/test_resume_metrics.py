@@ -16,6 +16,9 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
 
 import trainwright as tw
+from trainwright.checkpoint.codec import decode, encode
+from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.trainer.metrics import MetricCollector
 
 BATCHES = 12  # of 45 samples
 SAVING: dict[str, Any] = {**QUIET, "enable_checkpointing": True}
@@ -208,3 +211,81 @@ def test_two_ranks_restore_the_metrics_of_an_epoch(tmp_path: Path) -> None:
         alone, _ = train(tmp_path / "8.ckpt", enable_checkpointing=False)
     assert alone.epochs[1]["seen"] == 45, "what both ranks had logged, and the rest of the epoch"
     assert alone.epochs[1]["least"] <= min(result["steps"][0] for result in results)
+
+
+def test_a_save_within_a_validation_keeps_the_metrics_of_the_epoch(tmp_path: Path) -> None:
+    """The training epoch's values are found while the validation has a collector, and its metrics do not mix."""
+
+    class Save(tw.Callback):
+        def save(self, trainer: Any, name: str) -> None:
+            if trainer.current_epoch == 1 and trainer.state.progress.is_mid_epoch_validation:
+                trainer.save_checkpoint(tmp_path / f"{name}-{trainer.global_step}.ckpt")
+
+        def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+            if not (tmp_path / f"within-{trainer.global_step}.ckpt").exists():
+                self.save(trainer, "within")
+
+        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+            self.save(trainer, "epoch end")
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.save(trainer, "end")
+
+    settings: dict[str, Any] = {"val_check_interval": 4, "enable_checkpointing": False}
+    whole, _ = train(callbacks=[Save()], **settings)
+    for name in ("within-16", "epoch end-16", "end-20"):
+        resumed, _ = train(tmp_path / f"{name}.ckpt", **settings)
+        assert resumed.epochs[2] == whole.epochs[2]
+        assert resumed.epochs[1] == whole.epochs[1]
+        state = open_checkpoint(str(tmp_path / f"{name}.ckpt")).rank_state(0)
+        assert state is not None
+        assert "accuracy" in state["metrics"]["metrics"]
+        assert "val_accuracy" not in state["metrics"]["metrics"]
+    resumed, _ = train(tmp_path / "end-20.ckpt", **settings)
+    assert resumed.at_start["val_loss"] == whole.batches[21]["val_loss"]
+
+
+def test_a_checkpoint_of_an_epochs_end_has_its_latest_values_only(tmp_path: Path) -> None:
+    """Whoever follows a metric finds it before it is logged anew."""
+    whole, _ = train(callbacks=[keep_all(tmp_path)])
+    path = tmp_path / "24.ckpt"
+    state = open_checkpoint(str(path)).rank_state(0)
+    assert state is not None
+    assert state["metrics"] is None
+    best = tw.ModelCheckpoint(str(tmp_path / "best"), monitor="val_loss", every_n_train_steps=2)
+    resumed, trainer = train(path, callbacks=[best], logger=False)
+    assert resumed.at_start == {name: value for name, value in whole.epochs[1].items() if name != "begun"}
+    assert best.best_model_score is not None
+    assert float(best.best_model_score) == pytest.approx(float(resumed.epochs[2]["val_loss"]), rel=1e-6)
+    assert resumed.epochs[2] == whole.epochs[2]
+    assert trainer.progress_bar_metrics["loss_epoch"] == pytest.approx(float(whole.epochs[2]["loss_epoch"]), rel=1e-6)
+    assert trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert "metrics" not in json.loads((tmp_path / "weights.ckpt" / "state.json").read_text())
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
+@pytest.mark.parametrize("even", [True, False])
+def test_pending_values_are_restored(reduce_fx: str, even: bool) -> None:
+    """So the sums are made of the same groups, and are the same numbers, with a save or without."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.rand(150, generator=generator).unbind()
+
+    def log(collector: MetricCollector, value: Tensor, size: int) -> None:
+        collector.hook = "training_step"
+        collector.log("x", value, (False, True, False, True, reduce_fx, True, False, None, True, None, False), size)
+
+    whole, part = (MetricCollector(torch.nn.Module()) for _ in range(2))
+    for number, value in enumerate(values):
+        size = 4 if even else 1 + number % 3
+        log(whole, value, size)
+        log(part, value, size)
+        if number in (3, 63, 100, 140):
+            before = part.state_dict()
+            assert len(before["values"][0]["pending"]) == (number + 1) % 64
+            assert part.state_dict() == before
+            part = MetricCollector(torch.nn.Module())
+            part.load_state_dict(decode(*encode(before)), torch.device("cpu"))
+            assert part.state_dict() == before
+    results = [next(iter(each.values.values())).total() for each in (whole, part)]
+    assert float(results[0][0]) == float(results[1][0])
+    assert results[0][1] == results[1][1]

@@ -508,3 +508,133 @@ def test_estimated_steps_include_scheduled_windows(
 def test_two_limits_of_the_time_are_refused() -> None:
     with pytest.raises(ValueError, match=r"max_time=.* and a Timer in callbacks= both limit the time. Omit one"):
         tw.Trainer(max_time="00:01:00:00", callbacks=[tw.Timer("00:00:30:00")], **QUIET)
+
+
+def test_a_save_around_a_validation_says_whether_it_is_over(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Saves(tw.Callback):
+        def save(self, trainer: Any, name: str) -> None:
+            if trainer.global_step == 2:
+                assert trainer.save_checkpoint(tmp_path / name)
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            self.save(trainer, "start")
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.save(trainer, "end")
+
+    class Watched(Classifier):
+        def on_validation_start(self) -> None:
+            seen.append(self.global_step)
+
+    settings: dict[str, Any] = {"val": make_loader(4), "val_check_interval": 2}
+    whole = Watched()
+    fit(whole, callbacks=[Saves()], **settings)
+    assert seen == [2, 4]
+    for name, expected in (("start", [2, 4]), ("end", [4])):
+        seen.clear()
+        resumed = Watched()
+        fit(resumed, ckpt_path=tmp_path / name, **settings)
+        assert seen == expected
+        assert_equal(weights(resumed), weights(whole))
+
+
+def test_another_trainer_may_run_within_a_run() -> None:
+    class Evaluates(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                (found,) = tw.Trainer(**QUIET).validate(module, make_loader(5), verbose=False)
+                assert found["count"] == 5
+                assert module.trainer is trainer
+                assert module.training
+
+    module, expected = Classifier(dropout=0.3), Classifier(dropout=0.3)
+    torch.manual_seed(1)
+    trainer = fit(module, make_loader(16), max_epochs=2, callbacks=[Evaluates()])
+    torch.manual_seed(1)
+    other = fit(expected, make_loader(16), max_epochs=2)
+    assert_equal(weights(module), weights(expected))
+    assert trainer.callback_metrics == other.callback_metrics
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_save_in_a_batch_that_ends_the_epoch_is_of_the_epochs_end(tmp_path: Path, accumulate: int) -> None:
+    class Leaves(tw.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+            if trainer.current_epoch or batch_idx != 2:
+                return None
+            assert not trainer.save_checkpoint(tmp_path / "a.ckpt")
+            return -1
+
+    whole, resumed = Classifier(dropout=0.2), Classifier(dropout=0.2)
+    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+    expected = fit(whole, callbacks=[Leaves()], **settings)
+    trainer = fit(resumed, ckpt_path=tmp_path / "a.ckpt", **settings)
+    assert_equal(weights(resumed), weights(whole))
+    assert trainer.global_step == expected.global_step
+
+
+def test_a_toggled_optimizer_is_untoggled_after_an_error() -> None:
+    class Toggles(Classifier):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].bias.requires_grad = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 3)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+            self.toggle_optimizer(self.optimizers()[1])
+            assert not self.net[0].weight.requires_grad
+            raise ArithmeticError("between toggle and untoggle")
+
+    module = Toggles()
+    with pytest.raises(ArithmeticError, match="between toggle and untoggle"):
+        fit(module)
+    assert {name for name, each in module.named_parameters() if not each.requires_grad} == {"net.0.bias"}
+
+
+def test_rows_that_are_logged_in_teardown_are_written(tmp_path: Path) -> None:
+    class Last(tw.Callback):
+        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+            trainer.logger.log_metrics({"final": 0.25}, step=99)
+
+    trainer = fit(Classifier(), callbacks=[Last()], logger=CSVLogger(tmp_path))
+    rows = Path(str(trainer.log_dir), "metrics.csv").read_text().splitlines()
+    assert "final" in rows[0].split(",")
+    assert rows[-1].split(",")[0] == "99"
+    assert "0.25" in rows[-1].split(",")
+
+
+def test_the_module_may_log_after_a_save_with_its_hook(tmp_path: Path) -> None:
+    class Saves(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
+
+    class Logs(Classifier):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = 1
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("end", float(batch_idx), on_epoch=True)
+
+    trainer = fit(Logs(), callbacks=[Saves()])
+    assert float(trainer.callback_metrics["end_epoch"]) == 1.5
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_weights_are_saved_within_a_batch_and_a_failed_one_waits_for_nothing(tmp_path: Path) -> None:
+    class Fails(tw.Callback):
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            assert trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+            raise KeyError("broken")
+
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            assert trainer.save_checkpoint(tmp_path / "failed.ckpt")
+
+    with pytest.raises(KeyError, match="broken"):
+        fit(Classifier(), callbacks=[Fails()])
+    assert len(list(tmp_path.iterdir())) == 2

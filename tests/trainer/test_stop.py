@@ -245,3 +245,76 @@ def test_sigusr1_requeues_a_slurm_job(
         assert f"SLURM's job {job} was requeued." in said
     assert fit(tmp_path / "other", Sender("on_train_batch_end", 2, signal.SIGTERM))[3] == 75
     assert (tmp_path / "asked").read_text() == f"requeue {job}\n"  # scancel means it
+
+
+class Gathers(Net):
+    """Steps every third batch under manual optimization, and not at an epoch's end."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 3 == 2:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+        if batch_idx == 10:
+            self.optimizers().zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("call", [4, 5, 6, 7, 11])
+def test_gathered_gradients_are_stepped_before_a_save(call: int, tmp_path: Path) -> None:
+    """A checkpoint holds no gradients: under manual optimization too a stop and a save wait for the step."""
+
+    def run(folder: Path, *extra: tw.Callback) -> tuple[Gathers, tw.Trainer, int | str | None]:
+        torch.manual_seed(5)
+        module, code = Gathers(dropout=0.3), None
+        saver = tw.ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
+        trainer = tw.Trainer(callbacks=[saver, *extra], max_epochs=2, **{**QUIET, "enable_checkpointing": True})
+        try:
+            trainer.fit(module, make_loader(shuffle=True), make_loader(20), ckpt_path="auto")
+        except RunStopped as stopped:
+            code = stopped.code
+        return module, trainer, code
+
+    whole, _, code = run(tmp_path / "whole")
+    assert code is None
+    _, trainer, code = run(tmp_path / "stopped", Sender("on_train_batch_start", call, signal.SIGTERM))
+    assert code == 75
+    assert trainer.state.batch in (3, 6, 9, 11)
+    again, _, code = run(tmp_path / "stopped")
+    assert code is None
+    assert_equal(weights(again), weights(whole))
+    names = [Path(each.path).name for each in find_checkpoints(str(tmp_path / "whole"))]
+    assert [name for name in names if not name.startswith("end")] == [
+        f"epoch={epoch}-step={step}.ckpt" for epoch, step in ((0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6))
+    ]
+
+
+def test_the_first_saving_callback_writes_the_stop(tmp_path: Path) -> None:
+    keeping = tw.ModelCheckpoint(tmp_path / "kept")
+    callbacks = [tw.ModelCheckpoint(tmp_path / "none", save_top_k=0), keeping]
+    trainer = tw.Trainer(callbacks=callbacks, **{**QUIET, "enable_checkpointing": True, "max_steps": 3})
+    trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
+    assert find_checkpoints(str(tmp_path / "kept"))[-1].step == 3
+    assert trainer.test(None, make_loader(), ckpt_path="best", verbose=False)
+
+
+def test_a_fit_in_another_thread_installs_no_handlers(tmp_path: Path) -> None:
+    before, during = signal.getsignal(signal.SIGTERM), []
+
+    class Look(tw.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            during.append(signal.getsignal(signal.SIGTERM))
+
+    done: list[Any] = []
+    thread = threading.Thread(target=lambda: done.append(fit(tmp_path, Look(), max_epochs=1)))
+    thread.start()
+    thread.join()
+    assert done
+    assert set(during) == {before}

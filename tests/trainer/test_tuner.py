@@ -281,3 +281,50 @@ def test_a_search_within_a_run_is_refused() -> None:
         trainer.fit(Classifier(), make_loader())
     with pytest.raises(RuntimeError, match=r"tw\.Tuner\(trainer\)\.scale_batch_size"):
         tw.BatchSizeFinder().scale_batch_size(tw.Trainer(**QUIET), Classifier())
+
+
+@pytest.mark.parametrize("holder", ["module", "data module"])
+def test_a_resumed_run_keeps_the_batch_size_that_was_found(tmp_path: Path, holder: str) -> None:
+    def run(epochs: int, ckpt_path: str | None = None) -> tuple[int, int]:
+        torch.manual_seed(3)
+        module, data = (Rated(), None) if holder == "module" else (Classifier(), Data())
+        saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        finder = tw.BatchSizeFinder(init_val=8, max_trials=2)
+        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
+        trainer = tw.Trainer(**settings, callbacks=[finder, saving])
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        return (module if data is None else data).batch_size, trainer.global_step
+
+    assert run(1) == (16, 3)
+    assert run(2, f"{tmp_path}/epoch=0.ckpt") == (16, 6)
+    if holder == "data module":
+        trainer = tw.Trainer(**QUIET, max_epochs=1, callbacks=tw.BatchSizeFinder())
+        with pytest.warns(
+            UserWarning, match="found the batch size 16, which this one does not use: .* no such attribute"
+        ):
+            trainer.fit(Classifier(), make_loader(40, 16), ckpt_path=f"{tmp_path}/epoch=0.ckpt")
+
+
+def test_a_resumed_run_keeps_the_rate_that_was_found(tmp_path: Path) -> None:
+    def run(epochs: int, ckpt_path: str | None = None) -> float:
+        saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
+        trainer = tw.Trainer(**settings, callbacks=[tw.LearningRateFinder(1e-4, 1.0, 30), saving])
+        trainer.fit(Rated(), make_loader(40), ckpt_path=ckpt_path)
+        return float(Rated.load_from_checkpoint(saving.last_model_path).hparams.lr)
+
+    torch.manual_seed(3)
+    rate = run(1)
+    assert rate != 0.05
+    assert run(2, f"{tmp_path}/epoch=0.ckpt") == rate
+
+
+def test_a_failed_search_restores_each_holder() -> None:
+    class Fails(Rated):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise RuntimeError("broken")
+
+    module, data = Fails(), Data()
+    with pytest.raises(RuntimeError, match="broken"):
+        tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).scale_batch_size(module, datamodule=data, init_val=16)
+    assert (module.batch_size, data.batch_size) == (4, 2)

@@ -207,6 +207,22 @@ def refusals() -> list[str]:
     return told
 
 
+def one_validation_batch() -> list[float]:
+    """Two validations and two tests of one batch. Rank 1 has no batch, and takes part in all of them."""
+    seen: list[float] = []
+
+    class Watch(tw.Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            seen.append(float(trainer.callback_metrics.get("accuracy", -1.0)))
+
+    torch.manual_seed(1)
+    module = Measured()
+    trainer = tw.Trainer(max_epochs=2, callbacks=[Watch()], **QUIET)
+    trainer.fit(module, make_loader(SAMPLES, 4), make_loader(3, 4))
+    seen += [trainer.test(module, make_loader(3, 4))[0]["accuracy"] for _ in range(2)]
+    return seen
+
+
 def job(folder: Path) -> dict[str, Any]:
     return {
         **{name: train(4, **settings) for name, settings in CASES.items()},
@@ -214,6 +230,7 @@ def job(folder: Path) -> dict[str, Any]:
         "evaluated": {samples: evaluate(samples) for samples in (VAL_SAMPLES, 3)},
         "accelerator": train_by_accelerator(4),
         "loops": train_in_both_loops(),
+        "one_batch": one_validation_batch(),
         "checkpoints": checkpoints(folder),
         "collectives": collectives_per_batch(),
         "refusals": refusals(),
@@ -297,3 +314,8 @@ def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict
     assert "'net.0.weight' of Classifier is lazy" in lazy
     assert lazy == evaluated
     assert "Pass the models and their optimizers to prepare in one call" in strangers
+
+
+def test_a_validation_of_one_batch_is_no_trap(results: list[dict[str, Any]]) -> None:
+    assert results[0]["one_batch"] == results[1]["one_batch"]
+    assert len(results[0]["one_batch"]) == 5

@@ -106,7 +106,7 @@ def save_failed_run(
         if not refusal and not trainer.engine.connection.sync_point(f"{asker}'s save").claim():
             refusal = "another rank saves the run"
         with ranks.alone(), isolate_rng():
-            if not refusal and not (refusal := trainer.engine.finiteness.fault()):
+            if not refusal and not (refusal := trainer.engine.find_fault()):
                 path = f"{stem}{extension}"
                 overwrite = replaces and is_replaceable(path)
                 path = path if overwrite else free_path(stem, extension)

@@ -68,6 +68,19 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values: dict[str, float] = {}
         self._pending: dict[str, float] = {}
         self._pending_at = -1
+        self._epoch_begun = -1
+        """The latest epoch whose first row is written."""
+
+    @property
+    def state_key(self) -> str:
+        settings = f"{self.logging_interval!r}, {self.log_momentum}, {self.log_weight_decay}"
+        return f"{type(self).__qualname__}({settings})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch_begun": self._epoch_begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epoch_begun = int(state["epoch_begun"])
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
@@ -76,7 +89,9 @@ class LearningRateMonitor(Callback):
         self._begin()
 
     def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
-        if self.logging_interval != "step" and trainer.state.batch == 0:  # otherwise its row is written
+        is_new = trainer.state.batch == 0 and trainer.current_epoch != self._epoch_begun  # otherwise its row is written
+        self._epoch_begun = trainer.current_epoch
+        if self.logging_interval != "step" and is_new:
             self._write(trainer, self._values(trainer, "epoch"), trainer.state.batches_that_stepped)
 
     def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:

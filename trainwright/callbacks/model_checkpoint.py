@@ -364,7 +364,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _refuses_weights(self, trainer: TrainerProtocol) -> bool:
         """Return whether the weights are not finite on some rank, and warn once until they are again. Collective."""
-        fault, last = trainer.engine.finiteness.fault(), self._kept["last"]
+        fault, last = trainer.engine.find_fault(), self._kept["last"]
         if fault and not self._has_warned_of_weights:
             stays = f"{last} stays as the newest one" if last else "No checkpoint exists to resume from"
             rank_zero_warn(

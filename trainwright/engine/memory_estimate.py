@@ -23,8 +23,6 @@ __all__ = ["MOST_USED", "available_memory", "size_text"]
 
 MOST_USED = 0.8
 """The part of a device's memory that an estimate may take. Activations need the rest."""
-SURELY_ENOUGH = 16
-"""This multiple of the parameters' bytes is enough for any usual optimizer, without an estimate."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -64,16 +62,10 @@ class MemoryEstimate:
         fitting = next((name for name in self.per_device if self.fits(name)), None)
         if fitting is not None:
             return f"strategy={fitting!r} would need {size_text(self.per_device[fitting])} of the {size_text(self.available)}."
-        none = f"no strategy fits it on {self.num_devices} device(s) of {size_text(self.available)}"
-        whole = self.gathered + self.unsharded
-        left = MOST_USED * self.available - whole
-        if left <= 0:
-            return (
-                f"{none}, nor does {FULLY_SHARDED} on more: the parts that it gathers at once take "
-                f"{size_text(whole)}. Choose smaller groups (auto_wrap_policy)."
-            )
-        devices = math.ceil((self.parameters - self.unsharded + self.gradients + self.optimizer) / left)
-        return f"{none}: strategy={FULLY_SHARDED!r} would need {devices} of them."
+        return (
+            f"no strategy fits it on {self.num_devices} device(s) of {size_text(self.available)}: use more or larger devices, "
+            f"or smaller groups under {FULLY_SHARDED} (auto_wrap_policy)."
+        )
 
     def __str__(self) -> str:
         assumed = ", counted as Adam's" if self.is_assumed else ""
@@ -151,12 +143,9 @@ def _estimate(
 
 def warn_of_memory(engine: Engine, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Warn, on rank 0, if the strategy in use leaves too little of a device's memory, and name a better one."""
-    tensors = [*module.parameters(), *module.buffers()]
-    if engine.rank != 0 or any(map(is_lazy, tensors)):
+    if engine.rank != 0 or any(map(is_lazy, (*module.parameters(), *module.buffers()))):
         return
     available = available_memory(engine.device, engine.environment.local_world_size)
-    if SURELY_ENOUGH * _bytes(tensors) < MOST_USED * available:
-        return
     estimate = _estimate(module, optimizers, engine.world_size, available, choose_groups(module, None))
     used = ALONE if engine.world_size == 1 else engine.strategy.name
     if used in estimate.per_device and not estimate.fits(used):
@@ -180,9 +169,7 @@ def available_memory(device: torch.device | None = None, processes: int = 1) -> 
 
 
 def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
-    """Return the bytes that fsdp gathers at once, or 0 for a list of parameters, whose groups are unknown."""
-    if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
-        return 0
+    """Return the bytes that fsdp gathers at once."""
     taken: set[Tensor] = set()
     parts = []
     for group in (*groups, module):

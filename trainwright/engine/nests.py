@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -25,27 +26,23 @@ REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 
-def gather(value: Any, ranks: Ranks, keep: Sequence[bool] | None = None) -> Any:
-    """Return a nested structure with the values of all ranks, rank by rank, for every leaf. Collective.
+def gather(value: Any, keep: Sequence[bool] | None = None) -> Any:
+    """Return a nested structure whose tensors have the rows of all ranks, rank by rank. Collective.
 
-    Tensors are joined along their first dimension. A list of plain data and a tuple of numbers and texts are joined item by
-    item. A number or a text becomes a list with one item per rank. `keep` says which ranks' values to keep, by default all.
-
-    Raises:
-        TypeError: the structure contains something else. The message has its path.
+    `keep` says which ranks' rows to keep, by default all (TypeError if the structure contains something else).
     """
+    leaves = list(_leaves(value))  # the whole list, so that an error comes before any communication
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"gather was given {a_type_of(leaf)}; expected tensors, or nests of them. Other objects are gathered by "
+                "gather_for_metrics(objects, use_gather_object=True)."
+            )
+    return _rebuilt(value, iter([gather_tensor(leaf, keep) for leaf in leaves]))
 
-    def joined(local: Any, parts: list[Any]) -> Any:
-        parts = _kept(parts, keep)
-        if not isinstance(local, (list, tuple)):
-            return parts
-        items = [item for part in parts for item in part]
-        return tuple(items) if isinstance(local, tuple) else items
 
-    leaves = list(_leaves(value, _is_joined))
-    plain = _exchanged("gather", leaves, ranks)  # first, so that an error comes before the other collectives
-    results = [gather_tensor(leaf, keep) if isinstance(leaf, Tensor) else joined(leaf, next(plain)) for leaf in leaves]
-    return _rebuilt(value, _is_joined, iter(results))
+def contains_tensors_only(value: Any) -> bool:
+    return all(isinstance(leaf, Tensor) for leaf in _leaves(value))
 
 
 def gather_tensor(tensor: Tensor, keep: Sequence[bool] | None = None) -> Tensor:
@@ -83,7 +80,7 @@ def pad(value: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
         padding = tensor.new_full(shape, pad_index)
         return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
 
-    return _rebuilt(value, _is_item, iter([padded(leaf) for leaf in _leaves(value, _is_item)]))
+    return _rebuilt(value, iter([padded(leaf) for leaf in _leaves(value)]))
 
 
 def _kept(parts: list[Any], keep: Sequence[bool] | None) -> list[Any]:
@@ -110,10 +107,10 @@ def reduce(value: Any, reduction: str, ranks: Ranks, scale: float = 1.0) -> Any:
             )
         return collectives.all_reduce(tensor, reduction)
 
-    leaves = list(_leaves(value, _is_item))
-    plain = _exchanged("reduce", leaves, ranks)
+    leaves = list(_leaves(value))
+    plain = _exchanged(leaves, ranks)
     results = [reduced(leaf) if isinstance(leaf, Tensor) else REDUCTIONS[reduction](next(plain)) for leaf in leaves]
-    return _rebuilt(value, _is_item, iter(results if scale == 1.0 else [result * scale for result in results]))
+    return _rebuilt(value, iter(results if scale == 1.0 else [result * scale for result in results]))
 
 
 def broadcast(obj: Any, source: int, ranks: Ranks, device: torch.device) -> Any:
@@ -161,52 +158,31 @@ def portion(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
     return inputs[indices] if isinstance(inputs, Tensor) else type(inputs)(inputs[index] for index in indices)
 
 
-def _is_item(value: Any) -> bool:
-    """Return whether this is neither a tensor nor a container."""
-    return not isinstance(value, (Tensor, Mapping, list, tuple))
-
-
-def _is_joined(value: Any) -> bool:
-    """Return whether a gather joins this plain value: an item, a tuple of these, or a list without tensors at any depth."""
-    if isinstance(value, tuple):
-        return not hasattr(value, "_fields") and all(map(_is_item, value))
-    return _is_item(value) or (isinstance(value, list) and not _contains_tensor(value))
-
-
-def _contains_tensor(value: Any) -> bool:
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield every value that is neither a container nor None."""
     if isinstance(value, (Mapping, list, tuple)):
-        return any(map(_contains_tensor, value.values() if isinstance(value, Mapping) else value))
-    return isinstance(value, Tensor)
-
-
-def _leaves(value: Any, is_plain: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield every tensor, and every value that `is_plain` accepts."""
-    if isinstance(value, Tensor) or (value is not None and is_plain(value)):
-        yield value
-    elif value is not None:
         for child in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(child, is_plain)
+            yield from _leaves(child)
+    elif value is not None:
+        yield value
 
 
-def _rebuilt(value: Any, is_plain: Callable[[Any], bool], results: Iterator[Any]) -> Any:
+def _rebuilt(value: Any, results: Iterator[Any]) -> Any:
     """Return the structure with the leaves replaced by the results, in the order of the walk."""
-    if value is None:
-        return None
-    if isinstance(value, Tensor) or is_plain(value):
-        return next(results)
     if isinstance(value, Mapping):
-        return with_values(value, {key: _rebuilt(child, is_plain, results) for key, child in value.items()})
-    built = [_rebuilt(child, is_plain, results) for child in value]
-    return type(value)(*built) if hasattr(value, "_fields") else type(value)(built)
+        return with_values(value, {key: _rebuilt(child, results) for key, child in value.items()})
+    if isinstance(value, (list, tuple)):
+        built = [_rebuilt(child, results) for child in value]
+        return type(value)(*built) if hasattr(value, "_fields") else type(value)(built)
+    return None if value is None else next(results)
 
 
-def _exchanged(call: str, leaves: list[Any], ranks: Ranks) -> Iterator[list[Any]]:
-    """Yield all ranks' values of every piece of plain data. If there is none, nothing is sent."""
+def _exchanged(leaves: list[Any], ranks: Ranks) -> Iterator[list[Any]]:
+    """Yield all ranks' values of every number. If there is none, nothing is sent."""
     local = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-    if not local:
-        return iter(())
-    encoded, arrays = encode(local, call)
-    if arrays:
-        raise TypeError(f"{call} was given numpy arrays; convert them to tensors with torch.from_numpy.")
-    received = [decode(values, {}) for values in ranks.exchange(encoded, f"{call} of plain data")]
+    for leaf in local:
+        if not isinstance(leaf, Real):
+            raise TypeError(f"reduce was given {a_type_of(leaf)}; expected tensors and numbers, or nests of them.")
+    encoded, _ = encode(local, "reduce")
+    received = [decode(values, {}) for values in ranks.exchange(encoded, "reduce of numbers")] if local else [[]]
     return iter([list(values) for values in zip(*received, strict=True)])

@@ -82,9 +82,14 @@ class PreparedOptimizer(Optimizer):
             losses.append(closure())
             return losses[-1]
 
-        if self._windows is not None:
-            self._refuse_closure(self._windows)
-        takes_closure = self._engine.strategy.capabilities.takes_closure and self._engine.precision.takes_closure
+        strategy, precision = self._engine.strategy, self._engine.precision
+        takes_closure = strategy.capabilities.takes_closure and precision.takes_closure
+        if self._windows is not None and (self._windows.usual_length > 1 or not takes_closure):
+            raise TypeError(
+                "step was given a closure, which cannot be used with gradient accumulation, with precision '16-mixed', or with "
+                f"a strategy that shards (here {self._windows.usual_length} batches a step, precision {precision.name!r} and "
+                f"strategy {strategy.name!r}); compute the loss and its backward before step(), or change that setting."
+            )
         if self._has_loss or takes_closure:
             self.step_clipped(call=call)
         else:
@@ -128,22 +133,6 @@ class PreparedOptimizer(Optimizer):
         if norm is not None and self._clip_norm is not None:
             norm = self._clip_norm
         return self._engine.strategy.clip_gradients(self.optimizer, Clipping(norm, value, scale))
-
-    def _refuse_closure(self, windows: AccumulationWindows) -> None:
-        """Raise TypeError for a closure under settings that do not allow several calls of it."""
-        strategy, precision = self._engine.strategy, self._engine.precision
-        if windows.usual_length > 1:
-            reason = f"gradient_accumulation_steps={windows.usual_length}"
-        elif not precision.takes_closure:
-            reason = f"precision {precision.name!r}"
-        elif not strategy.capabilities.takes_closure:
-            reason = f"strategy {strategy.name!r}"
-        else:
-            return
-        raise TypeError(
-            f"step was given a closure, which cannot be used under {reason}; compute the loss and its backward before step(), "
-            "or leave that setting at its default."
-        )
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
@@ -213,9 +202,6 @@ class PreparedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
 
-    def __repr__(self) -> str:
-        return f"PreparedOptimizer({self.optimizer!r})"
-
 
 class PreparedModule(nn.Module):
     """A module whose forward runs through the strategy's wrapper and in the precision's context.
@@ -234,8 +220,13 @@ class PreparedModule(nn.Module):
         self.module = module
         self._engine = engine
         self._to_float32 = to_float32
-        self.register_state_dict_post_hook(_own_names)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_inner_names)  # type: ignore[no-untyped-call]
+        # A state_dict has the names in the user's module.
+        self.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda _, state, prefix, *__: _rename(state, f"{prefix}module.", prefix)
+        )
+        self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            lambda _, state, prefix, *__: _rename(state, prefix, f"{prefix}module.")
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":
@@ -260,15 +251,6 @@ class PreparedModule(nn.Module):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients within the block without averaging them over the ranks, as torch's DDP does."""
-        self._engine.sync_gradients(False)
-        try:
-            yield
-        finally:
-            self._engine.sync_gradients(True)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
@@ -341,16 +323,6 @@ class PreparedScheduler:
                 return  # OneCycleLR rejects a step beyond its last
             self.scheduler.step(*args, **kwargs)
 
-    def steps_since(self) -> list[int]:
-        """Return how often its optimizers' step was called since the scheduler's last step, and how often they stepped."""
-        called, made = self._counts()
-        return [called - self._called, made - self._made]
-
-    def take_steps(self, called: int, made: int) -> None:
-        """Resume from a result of `steps_since`."""
-        all_called, all_made = self._counts()
-        self._called, self._made = all_called - called, all_made - made
-
     def _counts(self) -> tuple[int, int]:
         called = sum(optimizer.steps_called for optimizer in self._optimizers)
         return called, sum(optimizer.steps_made for optimizer in self._optimizers)
@@ -411,16 +383,6 @@ def _full_precision(tensor: Tensor) -> Tensor:
 
 def _itself(module: nn.Module) -> nn.Module:
     return module
-
-
-def _own_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename a state_dict's entries to the names in the user's module."""
-    _rename(state, f"{prefix}module.", prefix)
-
-
-def _inner_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename a state_dict's entries from the names in the user's module, before it is loaded here."""
-    _rename(state, prefix, f"{prefix}module.")
 
 
 def _rename(state: dict[str, Any], old: str, new: str) -> None:

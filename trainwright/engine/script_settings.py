@@ -154,11 +154,10 @@ def fresh_group(stored: Mapping[str, Any], present: Mapping[str, Any], fresh: Co
     """
     if not fresh:
         return dict(stored)
-    begins, is_cycled = SCHEDULERS in fresh, "max_momentum" in {*stored, *present}
-    scheduled = {*RATES, "momentum", "betas"} if is_cycled else {*RATES}
-    values = {name: value for name, value in stored.items() if name not in scheduled or not begins}
+    begins = SCHEDULERS in fresh
+    values = {name: value for name, value in stored.items() if name not in RATES or not begins}
     for name in present.keys() - {"params"}:
-        if name in RATES or (begins if name in scheduled else OPTIMIZER_SETTINGS in fresh):
+        if name in RATES or OPTIMIZER_SETTINGS in fresh:
             values[name] = present[name]
     if not begins and stored.get("initial_lr") and "initial_lr" in present:
         values["lr"] = stored["lr"] * (present["initial_lr"] / stored["initial_lr"])

@@ -135,7 +135,7 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
             self.begin_batch(1, None, True)
             self._corrected.clear()
             return
-        iteration, is_certain = windows.iterations.current()
+        iteration = windows.iterations.current()
         loader = None if iteration is None else iteration.loader
         self.drop_if_left()
         if self._position == 0:
@@ -143,8 +143,7 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
             self._corrected.clear()
         if not windows.ends_with_loader:
             loader = None
-        # A loader that the batch may not be from must not cut the window short.
-        left = loader.batches_left if loader is not None and is_certain else None
+        left = None if loader is None else loader.batches_left
         self.begin_batch(windows.usual_length, left, loader is not None and loader.is_at_end)
         self.end_batch()  # here and not on exit: a user may leave the block by an exception, or a break
 
@@ -252,7 +251,7 @@ class AccumulationWindows:
         self.backwards += 1
         self._has_gradients = True
         self.iterations.note_training()
-        iteration = self.iterations.current()[0] if weighs_round else None
+        iteration = self.iterations.current() if weighs_round else None
         weight = 1.0 if iteration is None else iteration.loader.weight
         if self.usual_length > 1 and not self._windows:
             return scaled(loss, weight, self.usual_length)

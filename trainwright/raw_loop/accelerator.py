@@ -24,7 +24,7 @@ from trainwright.overrides import overridden
 from trainwright.precision import Precision
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
 from trainwright.raw_loop.batch_size import release_memory
-from trainwright.raw_loop.dataloaders import DataLoaderConfiguration, check_loader, loader_options
+from trainwright.raw_loop.dataloaders import DataLoaderConfiguration, loader_options
 from trainwright.raw_loop.gathering import Collectives
 from trainwright.raw_loop.job_states import AcceleratorState, GradientState
 from trainwright.raw_loop.loop_objects import Preparation, PreparationOptions, check_kind
@@ -291,7 +291,6 @@ class Accelerator(Collectives):
     ) -> StepResult | None:
         """Clip, if given a limit, and step a prepared optimizer. Return None before the end of its window."""
         prepared = self._preparations.optimizer_of(optimizer)
-        self._preparations.warn_of_norm(max_norm)
         return prepared.step_clipped(max_norm, clip_value)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
@@ -370,7 +369,7 @@ class Accelerator(Collectives):
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
         """Return one prepared DataLoader. `device_placement` replaces the constructor's. Collective: call on every rank."""
-        check_loader(data_loader)
+        check_kind("prepare_data_loader", data_loader, "loader")
         prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
         return prepared
 
@@ -632,5 +631,4 @@ class Accelerator(Collectives):
         if not self.sync_gradients:
             return None
         prepared = self._preparations.optimizer_that_steps(parameters)
-        self._preparations.warn_of_norm(norm)
         return prepared.clip(norm, value)

@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
 
 from trainwright.arguments import NamedArguments, check_flags, refuses_unknown
 from trainwright.data.seeding import seed_rank
@@ -106,12 +105,6 @@ def loader_options(
     if split_batches:
         configuration = replace(configuration, split_batches=True)
     return LoaderOptions(configuration, moves, _names(rng_types or ()))
-
-
-def check_loader(given: Any) -> None:
-    """Raise TypeError if it is not a loader."""
-    if not isinstance(given, (DataLoader, PreparedLoader)):
-        raise TypeError(f"prepare_data_loader was given {a_type_of(given)}. Expected a torch DataLoader.")
 
 
 def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, broadcast: Callable[[Any], Any]) -> None:

@@ -150,11 +150,10 @@ def pass_over(run: TrainingRun) -> bool:
     with isolate_rng(), torch.no_grad(), discarded(module, collector):
         loader = run.data.again()
         # Where loaders end at different batches, a rank would wait in the forward for one that has ended.
-        if run.plan.arguments.pulls or not loader.ends_together:
+        if not loader.ends_together:
             rank_zero_warn(
-                "no pass over the training data is made at the end, because training_step takes its batches from "
-                "dataloader_iter, or loaders of unknown length are each rank's own: batch-norm statistics stay as training has "
-                "left them."
+                "no pass over the training data is made at the end, because loaders of unknown length are each rank's own: "
+                "batch-norm statistics stay as training has left them."
             )
             return False
         try:
@@ -162,10 +161,10 @@ def pass_over(run: TrainingRun) -> bool:
                 is_dummy = loader.real_length is not None and index >= loader.real_length
                 # A dummy batch runs for the other ranks' collectives, and must not count in batch-norm statistics.
                 buffers = [(each, each.clone()) for each in module.buffers()] if is_dummy else []
-                collector.begin_batch(batch)
+                collector.begin_batch(batch, index)
                 if run.plan.transfer is not None:
                     batch = run.plan.transfer(batch)
-                engine.run(module, "training_step", *run.plan.arguments.of(batch, index, 0))
+                engine.run(module, "training_step", *(batch, index)[: run.plan.num_arguments])
                 for buffer, kept in buffers:
                     buffer.copy_(kept)
             collector.begin_loader(None)

@@ -29,7 +29,7 @@ from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.oversights import parts_of, warn_of_shuffling
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import VALIDATION_LOADERS, Phase
-from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_transfer, num_step_arguments
 from trainwright.trainer.stage import Shard, Stage, limited
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.uneven_round import Communication, OwnRounds, UnevenRound
@@ -48,7 +48,8 @@ class Evaluation:
     """The stage's data as the Trainer shows it."""
     limit: int | float | None = field(init=False)
     """The Trainer's limit on the batches of a loader."""
-    arguments: StepArguments = field(default_factory=StepArguments)
+    num_arguments: int = 2
+    """How many of the batch, its index and the loader's index the step takes."""
     loaders: list[tuple[str | None, Shard]] = field(default_factory=list)
     """The user's names of the loaders, and this rank's shards of them."""
     is_loaded: bool = False
@@ -82,11 +83,7 @@ class Evaluation:
                 loader.refuse_parted_rounds(self.limit_of(loader))
         self.is_loaded, self.has_iterators = True, any(map(is_read_once, parts_of(loaders)))
         are_named = all(name is not None for name, _ in self.loaders)
-        self.arguments = read_step(self.module, f"{self.stage}_step", len(self.loaders), are_named)
-        if self.arguments.pulls:
-            raise TypeError(
-                f"{self.stage}_step takes dataloader_iter, as only training_step can. Take batch and batch_idx."
-            )
+        self.num_arguments = num_step_arguments(self.module, f"{self.stage}_step", len(self.loaders), are_named)
         if self.stage != "predict" and not self.run.in_order:
             warn_of_shuffling(loaders, self.stage)
         self.shown.note(loaders, [self.limit_of(loader) for _, loader in self.loaders])
@@ -197,7 +194,7 @@ def run_loader(
         return abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, index)
 
     for batch in batches_of(evaluation, loader_index, most, is_left):
-        collector.begin_batch(batch.value, step, batch.is_uneven)
+        collector.begin_batch(batch.value, batch.index, step, batch.is_uneven)
         if batch.is_dummy:
             run_dummy(evaluation, communication, collector, batch, several)
             continue
@@ -258,7 +255,7 @@ def batches_of(
             continue
         # Only in a last round may the ranks have unequal numbers of samples. Without a length any round may be the last.
         is_uneven = length in (None, index + 1)
-        arguments = evaluation.arguments.of(value, index, loader_index)
+        arguments = (value, index, loader_index)[: evaluation.num_arguments]
         yield Batch(arguments, value, index, is_uneven=is_uneven, is_dummy=is_dummy)
     # All ranks know it without an exchange: a rank without samples has a dummy batch, and OwnRounds has compared the numbers.
     if source.is_empty if isinstance(source, OwnRounds) else index < 0:

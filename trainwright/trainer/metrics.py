@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,8 @@ class MetricCollector:
         """The current evaluation loader. None between loaders, and for a single loader without a name."""
         self.batch: Any = None
         """The current batch. None between batches."""
+        self.index = 0
+        """The number of the current batch in its epoch or loader."""
         self.silent = False
         """True during a batch whose results are discarded."""
         self.is_uneven = False
@@ -72,10 +75,18 @@ class MetricCollector:
         self.loader = loader
         self.batch = None
 
-    def begin_batch(self, batch: Any, step: str = "training_step", is_uneven: bool = False) -> None:
+    def begin_batch(self, batch: Any, index: int, step: str = "training_step", is_uneven: bool = False) -> None:
         """Begin a batch of a step, whose hook may log from here on."""
-        self.batch = batch
+        self.batch, self.index = batch, index
         self.hook, self.is_uneven = step, is_uneven
+
+    def annotate(self, error: BaseException) -> None:
+        """Add a batch's number and contents to an error of its step or of a hook with it."""
+        kinds = (RuntimeError, ValueError, TypeError, LookupError)
+        if self.batch is None or not isinstance(error, kinds):
+            return
+        if any(frame.f_code.co_name == self.hook for frame, _ in walk_tb(error.__traceback__)):
+            error.add_note(f"In {self.hook}, with batch {self.index}: {_in_words(self.batch)}.")
 
     def begin_uneven_round(self, silent: bool) -> None:
         """Begin a round in which ranks have different numbers of samples. With `silent` this rank has none."""
@@ -319,6 +330,15 @@ def check_batch_size(name: str, batch_size: Any) -> float:
 def flat_items(values: Any) -> list[tuple[str, Any]]:
     """Return the items of a dict, or the prefixed names and the metrics of a MetricCollection."""
     return list(values.items(keep_base=False, copy_state=False) if is_collection(values) else values.items())
+
+
+def _in_words(batch: Any) -> str:
+    """Return the dtypes and shapes of a batch's tensors, and the types of other values."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_in_words(value)}' for key, value in list(batch.items())[:8])}}}"
+    return f"({', '.join(map(_in_words, batch[:8]))})" if isinstance(batch, (list, tuple)) else type(batch).__name__
 
 
 def _states_of(logged_values: list[LoggedValue]) -> list[dict[str, Any]]:

@@ -23,10 +23,7 @@ def run_training_step(run: TrainingRun, batch: Batch) -> Any:
     """Return the outputs of training_step on a batch, or None for a batch that is None, which is skipped."""
     if not batch.arguments:
         return skip_none(run.engine.world_size)
-    outputs = run.engine.run(run.module, "training_step", *batch.arguments)
-    if not batch.is_taken:
-        batch.refuse("training_step")
-    return outputs
+    return run.engine.run(run.module, "training_step", *batch.arguments)
 
 
 def read_loss(outputs: Any, world_size: int) -> Tensor | None:

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.sync_points import SyncPoint
-from trainwright.engine.fused import use_fused
 from trainwright.engine.memory_estimate import warn_of_memory
 from trainwright.engine.optimizers import (
     SchedulerConfig,
@@ -19,6 +18,7 @@ from trainwright.engine.optimizers import (
     may_use_closure,
     needs_closure,
     read_optimizers,
+    use_fused,
 )
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
@@ -32,10 +32,9 @@ from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.sources import (
     BatchTransfer,
     LoaderSource,
-    StepArguments,
     find_source,
     find_transfer,
-    read_step,
+    num_step_arguments,
 )
 from trainwright.trainer.training_data import TrainData
 
@@ -73,8 +72,8 @@ class LoopPlan:
     """The branches that the loop of one fit has, chosen once when the fit is prepared."""
 
     is_manual: bool
-    arguments: StepArguments
-    """The arguments of training_step."""
+    num_arguments: int
+    """How many of the batch and its index training_step takes."""
     transfer: BatchTransfer | None
     """Moves a batch to the device. None if batches need no change."""
     overrides: Mapping[str, Callable[..., Any]]
@@ -143,12 +142,7 @@ class PreparedRun(Run):
                 "automatic_optimization = False. Accumulate and clip in training_step, and leave them at their defaults, in "
                 "trainwright launch and its config too."
             )
-        arguments = read_step(module, "training_step")
-        if arguments.pulls and settings.accumulate_grad_batches > 1:
-            raise ValueError(
-                f"accumulate_grad_batches={settings.accumulate_grad_batches} counts batches, but training_step takes them from "
-                "dataloader_iter itself. Leave it at 1 and take several batches in a step."
-            )
+        num_arguments = num_step_arguments(module, "training_step")
         engine.take_seed()
         engine.precision.reset()
         self.prepare_module(module)
@@ -169,7 +163,7 @@ class PreparedRun(Run):
             clock = IntervalClock(settings.validation_seconds, engine.connection.sync_point("validation"))
         self.plan = LoopPlan(
             is_manual=is_manual,
-            arguments=arguments,
+            num_arguments=num_arguments,
             transfer=find_transfer(engine, module, self.datamodule, self.profiler),
             overrides=overrides,
             cleared_first=None if has_hooks else self.optimizer,
@@ -278,7 +272,6 @@ class PreparedRun(Run):
                 self.settings,
                 self.state,
                 {**self.loader_options, "in_order": self.in_order},
-                pulls=read_step(self.module, "training_step").pulls,
                 note=self.stages.note_training,
             )
             self.update_trained(data=self.data)

@@ -28,8 +28,8 @@ class Resumption:
     """Takes a fit from its setup to its loop, and restores the run's state from a checkpoint if the call has one.
 
     `run` has all steps in their order, except two. Before the setup, Run.opened continues in the checkpoint's run folder.
-    After the hooks of the first epoch's start, which draw the same random numbers as in the original run, begin_epoch in
-    fit.py restores the RNG state of the save and the metrics logged so far in the epoch.
+    After the hooks of the first epoch's start, which draw the same random numbers as in the original run,
+    TrainingRun.begin_batches restores the RNG state of the save and the metrics logged so far in the epoch.
 
     All methods are collective: call them on every rank.
     """
@@ -55,6 +55,7 @@ class Resumption:
         if run.settings.limit_train_batches == 0:
             return False
         run.data.seek(run.trained.resume_source)
+        run.data.warn_of_iterators()
         if checkpoint is not None:
             run.hooks.call("on_resume_start")  # callbacks that had stopped the run stop it again
             run.stop.agree()

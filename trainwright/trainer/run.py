@@ -289,6 +289,8 @@ class Run:
     def _fail(self, error: BaseException, outcome: Outcome) -> None:
         """Record the error that ends the run, and call on_exception."""
         engine = self.engine
+        if self.logbook.collector is not None:
+            self.logbook.collector.annotate(error)
         if self.is_prepared:
             self.state.progress.fail(self.obstacle(error))
         self.stop.note_end(error)

@@ -134,31 +134,21 @@ def find_transfer(
     return transfer if transfer.is_needed else None
 
 
-@dataclass(frozen=True)
-class StepArguments:
-    """How a step is called: with `count` of the batch, its index and the loader's index."""
-
-    count: int = 2
-    pulls: bool = False
-    """Whether the step takes its batches from an iterator."""
-
-    def of(self, *arguments: Any) -> tuple[Any, ...]:
-        return arguments[: self.count]
-
-
-def read_step(module: Module, name: str, num_loaders: int = 1, are_named: bool = False) -> StepArguments:
-    """Return the arguments that a module's step takes. `are_named`: all loaders have names, or need none.
+def num_step_arguments(module: Module, name: str, num_loaders: int = 1, are_named: bool = False) -> int:
+    """Return how many of the batch, its index and the loader's index a step takes. `are_named`: all loaders have names.
 
     Raises:
-        TypeError: it requires other arguments than the batch and the two indices, or takes no loader's index although there
-            are several loaders without names.
+        TypeError: it requires other arguments, or takes no loader's index although there are several loaders without names.
     """
     signature = inspect.signature(getattr(module, name))
-    if "dataloader_iter" in signature.parameters:
-        return StepArguments(1, pulls=True)
     given = ("batch_idx",) if name == "training_step" else ("batch_idx", "dataloader_idx")
     counts = [count for count in range(1, len(given) + 2) if _takes(signature, count)]
     step = f"{type(module).__name__}.{name}({', '.join(signature.parameters)})"
+    if "dataloader_iter" in signature.parameters:
+        raise TypeError(
+            f"{step} cannot take its batches from dataloader_iter. Take batch and batch_idx, and for several batches in a step "
+            "pass a larger batch_size or accumulate_grad_batches=."
+        )
     if not counts:
         raise TypeError(
             f"{step} cannot be called: it is given the batch, and {' and '.join(given)} if it takes more, by position."
@@ -170,7 +160,7 @@ def read_step(module: Module, name: str, num_loaders: int = 1, are_named: bool =
             "pass the loaders in a dict of names."
         )
     most = 3 if num_loaders > 1 else 2
-    return StepArguments(max([count for count in counts if count <= most], default=counts[0]))
+    return max([count for count in counts if count <= most], default=counts[0])
 
 
 def _takes(signature: inspect.Signature, count: int) -> bool:

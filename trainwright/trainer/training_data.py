@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.combined import ShardedCombination, shard
+from trainwright.data.combined_loader import is_read_once
 from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loader_state import NOT_BEGUN, LoaderState
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SPACING
 from trainwright.data.stateful_iterable import ONCE
 from trainwright.engine.engine import Engine
+from trainwright.errors import a_type_of
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.trainer.oversights import parts_of
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource
@@ -24,8 +28,7 @@ if TYPE_CHECKING:
 class TrainData:
     """The training data of one fit. Its loader owns the position in the data, the run's state the epoch and the batch.
 
-    `options` go to `shard`. If training_step `pulls` its batches, they are read one ahead to know the last. `note` is called
-    with the user's loaders and this rank's batches in an epoch, whenever they change.
+    `options` go to `shard`. `note` is called with the user's loaders and this rank's batches in an epoch, whenever they change.
     """
 
     def __init__(
@@ -36,11 +39,10 @@ class TrainData:
         state: Position,
         options: dict[str, bool],
         *,
-        pulls: bool,
         note: Callable[[Any, int | float], None],
     ) -> None:
         self._source, self._engine, self._settings, self._state = source, engine, settings, state
-        self._options, self._note, self._validates, self._pulls = options, note, False, pulls
+        self._options, self._note, self._validates = options, note, False
         self._loader: ShardedLoader | ShardedCombination | None = None
         self._users: Any = None
         self._loaded = NOT_BEGUN
@@ -102,8 +104,6 @@ class TrainData:
         self.close()  # the old workers end before new ones start
         self._loader = loader = self._shard("train")
         loader.load_state_dict(position)
-        if self._pulls:
-            loader.read_ahead()
         length, limit = limited(loader.length, settings.limit_train_batches), settings.limit_train_batches
         # Compared before the first batch: a rank that ended early would leave the others waiting in a collective.
         lengths = engine.ranks.exchange(str(loader.length), "the start of the data")
@@ -169,6 +169,16 @@ class TrainData:
             raise ValueError(
                 f"{origin} was saved after batch {state.batch} of its epoch, but the training loader has {whole} batches. "
                 "Resume with the data that it was saved with, or from a checkpoint of an epoch's end."
+            )
+
+    def warn_of_iterators(self) -> None:
+        """Warn of an iterator in a resumed run, since earlier epochs may have read another iterator."""
+        once = next(filter(is_read_once, parts_of(self._users)), None) if self._state.epoch else None
+        if once is not None:
+            rank_zero_warn(
+                f"the run continues in epoch {self._state.epoch}, and reads {a_type_of(once)} from its start. Pass an iterator "
+                "that begins at this epoch's data, or an object whose __iter__ starts again.",
+                stacklevel=2,
             )
 
     def plan_states(self, window: int, callbacks: Iterable[ModelCheckpoint]) -> None:

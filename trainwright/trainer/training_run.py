@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainwright.data.transfer import map_tensors
 from trainwright.distributed.failures import is_secondary_failure
-from trainwright.engine.fused import use_fused
+from trainwright.engine.optimizers import use_fused
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
@@ -54,9 +54,7 @@ class TrainingRun(PreparedRun):
                 use_fused(optimizer, [self.module])  # a hook may have added groups
         self.data.plan_states(self.accumulate, self.checkpoint_callbacks)
         plan = self.plan
-        return EpochBatches(
-            self.data, plan.arguments, plan.transfer, self.engine, self.logbook, self._watched, self._is_stopped
-        )
+        return EpochBatches(self.data, plan.num_arguments, plan.transfer, self.engine, self._watched, self._is_stopped)
 
     def _watched(self, pairs: Pairs) -> Pairs:
         """Return the same batches, timed by the profiler; in the run's first epoch the loop looks for oversights."""
@@ -84,7 +82,7 @@ class TrainingRun(PreparedRun):
         assert collector is not None
         self.batch = batch
         self.state.progress.begin_batch(self.state, batch.is_last)
-        collector.begin_batch(batch.value)
+        collector.begin_batch(batch.value, batch.index)
         if batch.is_uneven:
             self.uneven_round = UnevenRound(collector, self.module, batch.is_dummy)
         if not self.plan.batch_start or not batch.arguments:
