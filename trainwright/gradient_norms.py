@@ -34,7 +34,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     total = torch.linalg.vector_norm(torch.stack(list(norms.values())), p)
     values = torch.stack([*norms.values(), total]).tolist()  # one wait for the device
     names = [f"grad_{p}_norm{group_separator}{name}" for name in norms]
-    return dict(zip([*names, f"grad_{p}_norm_total"], values, strict=True))
+    return dict(zip([*names, "_".join(["grad", str(p), "norm", "total"])], values, strict=True))
 
 
 def _norm(gradient: Tensor, p: float) -> Tensor:
