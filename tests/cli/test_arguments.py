@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -365,9 +366,7 @@ def test_a_missing_checkpoint_is_a_wrong_argument(
     monkeypatch.chdir(tmp_path)
     args = ["test", "--model.width=3", "--ckpt_path=nope.ckpt"]
     said = refused(capsys, lambda given: TrainwrightCLI(OwnOptimizer, Data, args=given, trainer_defaults=FAST), *args)
-    assert (
-        said == f"{tmp_path / 'nope.ckpt'} is not a checkpoint: it does not exist. Give the directory of a checkpoint."
-    )
+    assert said.startswith(f"ckpt_path='nope.ckpt': {tmp_path / 'nope.ckpt'} is not a checkpoint: it does not exist.")
 
 
 @pytest.mark.parametrize("text", ["", "# only\n", "- a\n- b\n", "trainer:\n"])
@@ -432,3 +431,9 @@ def test_wrong_uses_in_the_program() -> None:
         parser.add_lightning_class_args(3, "model")
     with pytest.raises(ValueError, match=r"config_filename='a/b.yaml' is not accepted"):
         SaveConfigCallback(parser, parser.parse_args([]), config_filename="a/b.yaml")
+
+
+def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program.py", "validate", "--model.width=3"])
+    cli = TrainwrightCLI(Net, Data, trainer_defaults={**DEFAULTS, "logger": False, "limit_val_batches": 1})
+    assert set(cli.trainer.callback_metrics) == {"val_loss"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import DTYPES, ON_DEVICE, adamw, on_host, train_by_hand
-from small import Classifier, assert_close, make_loader, make_net, weights
+from small import Classifier, assert_close, assert_equal, make_loader, make_net, weights
 from torch import Tensor, nn
 
 import trainwright as tw
@@ -199,3 +199,13 @@ def test_schedulers_wait_for_steps_that_were_skipped(device: torch.device) -> No
     made = 11 - trainer.state.skipped_steps
     assert 0 < made < 11
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**made
+
+
+def test_a_run_is_the_same_each_time(device: torch.device) -> None:
+    found = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        module = Classifier(dropout=0.4)
+        tw.Trainer(max_epochs=1, precision="bf16-mixed", **ON_DEVICE).fit(module, make_loader(shuffle=True))
+        found.append(weights(module))
+    assert_equal(*found)

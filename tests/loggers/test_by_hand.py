@@ -16,6 +16,7 @@ from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
+from trainwright.loggers import rank_zero_experiment
 from trainwright.loggers.run_files import read_history
 from trainwright.tools.run_folders import is_run
 
@@ -140,3 +141,24 @@ def test_a_resumed_run_continues_in_its_folder_after_rows_by_hand(tmp_path: Path
     first = fit(1)
     assert fit(2, ckpt_path="last")[: len(first)] == first
     assert (tmp_path / "version_1" / "metrics.csv").read_text() == "step,parameters\n0,3.0\n"
+
+
+def test_an_experiment_does_nothing_on_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(tw.Logger):
+        @property
+        @rank_zero_experiment
+        def experiment(self) -> Any:
+            return "client"
+
+    assert Mine().experiment == "client"
+    job = {
+        "RANK": 1,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": 1,
+        "MASTER_ADDR": "localhost",
+    }
+    for name, value in job.items():
+        monkeypatch.setenv(name, str(value))
+    assert type(Mine().experiment).__name__ == "SilentExperiment"

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from enum import Enum, IntEnum
 from pathlib import Path
@@ -22,6 +23,7 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.loggers.csv import MetricsFile
+from trainwright.loggers.files import claim_folder
 
 
 def rows(logger: tw.CSVLogger) -> list[dict[str, str]]:
@@ -377,3 +379,9 @@ def test_an_impossible_folder_is_an_error(tmp_path: Path) -> None:
     trainer = tw.Trainer(**QUIET | {"logger": True}, max_steps=1, default_root_dir=str(tmp_path / "file"))
     with pytest.raises(OSError, match=r"file/trainwright_logs \(Not a directory\)\. Set another default_root_dir"):
         trainer.fit(Classifier(), make_loader())
+
+
+def test_runs_that_start_at_once_claim_different_folders(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda number: claim_folder(str(tmp_path / "runs"), None), range(12)))
+    assert sorted(folders) == sorted(f"{tmp_path}/runs/version_{number}" for number in range(12))

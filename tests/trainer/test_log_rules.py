@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
@@ -260,3 +260,16 @@ def test_one_name_in_one_hook_has_one_setting_and_one_metric() -> None:
     log(collector, "x", 1.0)
     with pytest.raises(ValueError, match="called with two loaders, whose values would be mixed"):
         log(collector, "y", 1.0, add_dataloader_idx=False)
+
+
+def test_the_graph_of_the_latest_value_is_kept_where_asked_for() -> None:
+    collector, weight = collector_in("training_step"), torch.ones((), requires_grad=True)
+    kept = log(collector, "kept", weight * 2, enable_graph=True, on_epoch=True)
+    left = log(collector, "left", weight * 2)
+    assert kept is not None
+    assert left is not None
+    assert isinstance(kept.last, Tensor)
+    kept.last.backward()
+    assert weight.grad == 2.0
+    assert kept.total() == (8.0, 4.0)
+    assert left.last == 2.0

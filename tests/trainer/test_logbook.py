@@ -355,3 +355,15 @@ def test_the_state_is_restored_from_plain_data() -> None:
         again = Position.of_plain(plain)
         assert again.plain() == state.plain()
         assert again.open_epoch == state.open_epoch
+
+
+def test_one_metric_of_a_collection_is_reset_with_the_state_that_it_shares() -> None:
+    module, found = Measured(), []
+    logbook, _ = make_logbook()
+    for right in (True, False):
+        collector = start(logbook, "validation_step", module)
+        for _ in range(2):
+            module.several.update(torch.eye(3), torch.arange(3) if right else torch.tensor([1, 2, 0]))
+            log(collector, "precision", module.several["MulticlassPrecision"])
+        found += finish(logbook)
+    assert found == [{"precision": 1.0}, {"precision": 0.0}]
