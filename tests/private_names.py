@@ -134,7 +134,6 @@ TORCH = (
     ),
     Use("torch.amp.GradScaler", "_growth_tracker", "carry a loss scale from DeepSpeed to others, and back"),
     Use("torch.optim.Adam", "_init_group", "know a subclass that steps as torch's own class does"),
-    Use("torch.optim.lr_scheduler", "_opt_called", "resume a scheduler without torch's warning of its first step"),
     Use(
         "torch.utils._pytree",
         "tree_leaves tree_map tree_map_only tree_map_with_path MappingKey",
@@ -303,13 +302,18 @@ DEEPSPEED = (
         "read what stage 3 has sharded",
     ),
     Use(
+        "deepspeed.runtime.zero.partition_parameters",
+        "ds_active_sub_modules ds_persist",
+        "shard what a failed forward has left gathered (strategies/zero/vendor.py)",
+    ),
+    Use(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator",
         "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.zero.parameter_offload",
-        "FWD_MODULE_STACK",
+        "FWD_MODULE_STACK ds_inflight_param_registry",
         "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
     ),
 )

@@ -203,11 +203,6 @@ def test_bars_are_available_in_hooks_of_a_subclass(
     assert ("epoch 0: 11/11 batches" in shown) is not is_live
 
 
-def test_two_bars_are_refused() -> None:
-    with pytest.raises(ValueError, match="holds 2 progress bars"):
-        tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(), tw.TQDMProgressBar(2)], **SETTINGS)
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_stream_that_max_steps_ends_has_a_total(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, accumulate: int

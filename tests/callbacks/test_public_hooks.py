@@ -194,10 +194,7 @@ def test_every_method_of_a_callback_is_a_hook_or_keeps_state() -> None:
     assert public - set(HOOKS) == {*others, "priority", "reads_outputs"}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "fix"), [("priority", "high", "an int"), ("runs_last", True, "priority = -10")]
-)
-def test_a_wrong_order_of_a_callback_is_rejected(name: str, value: object, fix: str) -> None:
-    callback = type("Mine", (tw.Callback,), {"__module__": "mine", name: value})()
-    with pytest.raises(TypeError, match=rf"Mine.*{name}.* Set {fix}"):
+def test_a_wrong_priority_of_a_callback_is_rejected() -> None:
+    callback = type("Mine", (tw.Callback,), {"__module__": "mine", "priority": "high"})()
+    with pytest.raises(TypeError, match=r"Mine.*priority.* Set an int"):
         tw.Trainer(max_steps=1, callbacks=[callback], **QUIET)

@@ -248,8 +248,6 @@ def test_a_bar_of_ones_own_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert bar.is_disabled
     bar.enable()
     assert bar.is_enabled
-    with pytest.raises(ValueError, match=r"holds 2 progress bars \(Percent, RichProgressBar\)"):
-        tw.Trainer(max_epochs=1, callbacks=[bar, tw.RichProgressBar()], **SETTINGS).fit(Shown(), make_loader(8))
 
 
 def test_rich_rejects_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -505,11 +505,6 @@ def test_estimated_steps_include_scheduled_windows(
     assert (module.planned, trainer.global_step) == (steps, steps)
 
 
-def test_two_limits_of_the_time_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_time=.* and a Timer in callbacks= both limit the time. Omit one"):
-        tw.Trainer(max_time="00:01:00:00", callbacks=[tw.Timer("00:00:30:00")], **QUIET)
-
-
 def test_a_save_around_a_validation_says_whether_it_is_over(tmp_path: Path) -> None:
     seen: list[int] = []
 

@@ -145,7 +145,7 @@ def test_searches_that_cannot_work_are_rejected() -> None:
         tuner.scale_batch_size(Rated(), make_loader())
     with pytest.raises(ValueError, match="needs one optimizer, and configure_optimizers returned 2"):
         tuner.lr_find(Several())
-    with pytest.raises(ValueError, match="only 'fit' is searched"):
+    with pytest.raises(ValueError, match="searches only 'fit'"):
         tuner.lr_find(Rated(), method="test")
     for options, message in (
         ({"mode": "cubic"}, "choose from exponential, linear"),

@@ -32,7 +32,7 @@ from trainwright.trainer.run_position import VALIDATION_LOADERS, Phase
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_transfer, num_step_arguments
 from trainwright.trainer.stage import Shard, Stage, limited
 from trainwright.trainer.stop import EvaluationAbandoned
-from trainwright.trainer.uneven_round import Communication, OwnRounds, UnevenRound
+from trainwright.trainer.uneven_round import Communication, UnevenRound
 
 
 @dataclass
@@ -79,14 +79,26 @@ class Evaluation:
             if isinstance(loader, ShardedLoader) and loader.shard.source_length == 0 and not is_alone:
                 self.refuse_empty(index)
             compare_first_draws(loader, engine.ranks, self.stage)
-            if engine.strategy.capabilities.forward_is_collective and isinstance(loader, ShardedCombination):
-                loader.refuse_parted_rounds(self.limit_of(loader))
+            if engine.strategy.capabilities.forward_is_collective:
+                if is_alone:
+                    self._refuse_unequal(loader)
+                if isinstance(loader, ShardedCombination):
+                    loader.refuse_parted_rounds(self.limit_of(loader))
         self.is_loaded, self.has_iterators = True, any(map(is_read_once, parts_of(loaders)))
         are_named = all(name is not None for name, _ in self.loaders)
         self.num_arguments = num_step_arguments(self.module, f"{self.stage}_step", len(self.loaders), are_named)
         if self.stage != "predict" and not self.run.in_order:
             warn_of_shuffling(loaders, self.stage)
         self.shown.note(loaders, [self.limit_of(loader) for _, loader in self.loaders])
+
+    def _refuse_unequal(self, loader: Shard) -> None:
+        """Reject loaders of which each belongs to one rank, unless they have equal numbers of batches (ValueError)."""
+        counts = self.run.engine.ranks.exchange(self.limit_of(loader), f"the start of a {self.stage}")
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"the ranks have {', '.join(map(str, counts))} batches of their own to evaluate, but under this strategy a "
+                "forward needs every rank. Give each as many, or let the loader be sharded (use_distributed_sampler=True)."
+            )
 
     def close(self) -> None:
         """End the loaders' workers."""
@@ -216,34 +228,24 @@ def run_loader(
 def do_nothing() -> None: ...
 
 
-def source_of(evaluation: Evaluation, loader: Shard, most: int | None) -> tuple[Shard | OwnRounds, int | None]:
-    """Return the batches of one loader from the first on, and how many to run, None for all."""
-    run = evaluation.run
-    # Epoch 0 every time, so that every evaluation has the same batches in the same order.
-    loader.set_epoch(run.engine.seed, 0)
-    is_limited = most is not None or evaluation.limit is not None
-    count = evaluation.limit_of(loader, most) if is_limited else None  # without a limit its length does not matter
-    if run.engine.world_size > 1 and not loader.is_sharded:
-        is_collective = run.engine.strategy.capabilities.forward_is_collective
-        return OwnRounds(loader, count, is_collective), None
-    return loader, count
-
-
 def batches_of(
     evaluation: Evaluation, loader_index: int, most: int | None, is_left: Callable[[int], bool]
 ) -> Iterator[Batch]:
     """Yield the batches of one loader."""
     run, stage, shown = evaluation.run, evaluation.stage, evaluation.shown
     loader, transfer = evaluation.loaders[loader_index][1], evaluation.transfer
-    source, count = source_of(evaluation, loader, most)
-    length = source.exact_length  # None for OwnRounds, in which dummy batches come after this rank's
+    # Epoch 0 every time, so that every evaluation has the same batches in the same order.
+    loader.set_epoch(run.engine.seed, 0)
+    is_limited = most is not None or evaluation.limit is not None
+    count = evaluation.limit_of(loader, most) if is_limited else None  # without a limit its length does not matter
+    is_alone, length = run.engine.world_size > 1 and not loader.is_sharded, loader.exact_length
     indices = loader.note_indices() if stage == "predict" and isinstance(loader, ShardedLoader) else None
-    values: Iterator[Any] = islice(source, count)
+    values: Iterator[Any] = islice(loader, count)
     if is_measuring(run.profiler):
         values = run.profiler.timed_iterator(values, f"{stage}_dataloader_next")
     index = -1
     for index, value in enumerate(values):
-        is_dummy = source.real_length is not None and index >= source.real_length
+        is_dummy = loader.real_length is not None and index >= loader.real_length
         if length is not None and index >= length:
             refuse_length(length)
         if is_left(index):
@@ -254,11 +256,14 @@ def batches_of(
             skip_none(run.engine.world_size, stage)
             continue
         # Only in a last round may the ranks have unequal numbers of samples. Without a length any round may be the last.
-        is_uneven = length in (None, index + 1)
+        is_uneven = is_alone or length in (None, index + 1)
         arguments = (value, index, loader_index)[: evaluation.num_arguments]
         yield Batch(arguments, value, index, is_uneven=is_uneven, is_dummy=is_dummy)
-    # All ranks know it without an exchange: a rank without samples has a dummy batch, and OwnRounds has compared the numbers.
-    if source.is_empty if isinstance(source, OwnRounds) else index < 0:
+    # A shard is empty on every rank or on none: a rank without samples has a dummy batch.
+    is_empty = index < 0
+    if is_alone:
+        is_empty = all(run.engine.ranks.exchange(is_empty, f"the end of a {stage} loader"))
+    if is_empty:
         evaluation.refuse_empty(loader_index)
 
 

@@ -145,7 +145,7 @@ def end_epoch(run: TrainingRun, is_complete: bool) -> None:
     hooks.call_late()
     if is_complete:
         hooks.call("on_save_point")
-    run.saver.save_waiting()  # after EarlyStopping, whose state belongs into the checkpoint
+    run.save_waiting()  # after EarlyStopping, whose state belongs into the checkpoint
     run.stop.agree()
     run.logbook.flush()
 

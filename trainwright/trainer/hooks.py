@@ -174,8 +174,6 @@ def _priority_of(callback: Callback) -> int:
     """Return a callback's priority (TypeError if it is not an int)."""
     if not isinstance(callback.priority, int):
         raise TypeError(f"{type(callback).__name__}.priority is {callback.priority!r}. Set an int, such as -10.")
-    if hasattr(callback, "runs_last"):
-        raise TypeError(f"{type(callback).__name__} sets runs_last, which was removed. Set priority = -10 instead.")
     return callback.priority
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import chain, islice
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
@@ -166,13 +166,8 @@ class MetricCollector:
         """
         counting = [logged for logged in self.values.values() if logged.on_epoch and not logged.is_ignored]
         values = {logged.key: logged for logged in counting if logged.key not in self.reduced}
-        pairs = _pairs_of(values)
         computed = {key: number for key, number in self.computed.items() if key not in self.reduced}
-        of_ranks = {key: [pairs[key]] if key.rank_zero_only else [] for key in (*values, *computed)}
-        shared = [[list(key), pairs.get(key, [])] for key in values if not key.rank_zero_only]
-        for rank in collectives.gather_object(shared):
-            for fields, pair in rank:
-                of_ranks.setdefault(Key(*fields), []).append(pair)
+        of_ranks = _gathered(_pairs_of(values), [*values, *computed])
         computed |= compute_metrics(self._module, [key for key in of_ranks if key.attribute and key not in computed])
         reduced = {key: computed[key] if key.attribute else _combine(key, of_ranks[key]) for key in of_ranks}
         self.reduced.update(reduced)
@@ -303,6 +298,15 @@ def _pairs_of(values: Mapping[Key, LoggedValue]) -> dict[Key, list[float]]:
     totals = {key: logged.total() for key, logged in values.items() if not key.attribute}
     numbers = read_all([total for total, _ in totals.values()])
     return {key: [number, totals[key][1]] for key, number in zip(totals, numbers, strict=True)}
+
+
+def _gathered(pairs: dict[Key, list[float]], keys: list[Key]) -> dict[Key, list[list[float]]]:
+    """Return the pairs of all ranks by key, this rank's `keys` first. Collective: call on every rank."""
+    of_ranks = {key: [pairs[key]] if key.rank_zero_only else [] for key in keys}
+    shared = [[list(key), pairs.get(key, [])] for key in keys if not key.rank_zero_only]
+    for fields, pair in chain.from_iterable(collectives.gather_object(shared)):
+        of_ranks.setdefault(Key(*fields), []).append(pair)
+    return of_ranks
 
 
 def _combine(key: Key, pairs: list[list[float]]) -> float:

@@ -93,10 +93,6 @@ def _refuse_conflict(callback: Callback, settings: Settings) -> None:
     for switch, _, _, forbidden in DEFAULTS:
         if getattr(settings, switch) is False and isinstance(callback, forbidden):
             raise ValueError(f"{switch}=False, but callbacks= holds {a_type_of(callback)}. Omit one of the two.")
-    if settings.max_time is not None and isinstance(callback, Timer):
-        raise ValueError(
-            f"max_time={settings.max_time!r} and a Timer in callbacks= both limit the time. Omit one of the two."
-        )
 
 
 def with_the_modules(callbacks: Sequence[Callback], returned: Any) -> list[Callback]:
@@ -121,7 +117,7 @@ def _in_order(callbacks: list[Callback]) -> list[Callback]:
     """Return the callbacks with the checkpoints last, as Lightning does. HookTable calls them by priority.
 
     Raises:
-        ValueError: two have the same state_key, so that a checkpoint could keep the state of only one, or two are bars.
+        ValueError: two have the same state_key, so that a checkpoint could keep the state of only one.
     """
     keys = [each.state_key for each in callbacks if is_overridden("state_dict", each, Callback)]
     twins = sorted({key for key in keys if keys.count(key) > 1})
@@ -129,11 +125,6 @@ def _in_order(callbacks: list[Callback]) -> list[Callback]:
         raise ValueError(
             f"callbacks= holds two of one state_key ({', '.join(twins)}), so a checkpoint could keep the state of only one. "
             "Give them settings or a state_key that differ."
-        )
-    bars = [type(each).__name__ for each in callbacks if isinstance(each, ProgressBar)]
-    if len(bars) > 1:
-        raise ValueError(
-            f"callbacks= holds {len(bars)} progress bars ({', '.join(bars)}). Give the Trainer one of them."
         )
     return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
 

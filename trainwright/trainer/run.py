@@ -28,12 +28,12 @@ from trainwright.loggers.base import RunResult
 from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
 from trainwright.profilers.base import instrument, is_measuring
-from trainwright.rank_zero import rank_zero_warn, say
+from trainwright.rank_zero import say
 from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import Choice, lock_folders
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.run_position import Position, Saver
+from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Stages
 from trainwright.trainer.stop import Stop
@@ -121,7 +121,8 @@ class Run:
             self.trained = Trained(self.settings.accumulate_grad_batches, source)
         else:
             self.state, self.stop, self.trained = previous.state, previous.stop, previous.trained
-        self.saver = Saver(self.state)
+        self.waiting: list[tuple[bool, Callable[[], None]]] = []
+        """The saves that wait, in order: whether the checkpoint has weights only, and the function that writes it."""
         self.logbook = Logbook(self.loggers, self.engine, self.state)
         profiler = self.profiler if is_measuring(self.profiler) else None
         if module is not None:  # None until the first call
@@ -192,27 +193,32 @@ class Run:
             clipping = Clipping(value=limit) if algorithm == "value" else Clipping(norm=limit)
             self.engine.strategy.clip_gradients(inner, clipping)
 
+    def save(self, weights_only: bool, write: Callable[[], None]) -> bool:
+        """Call `write`, or queue it if no checkpoint may be written now; return whether it was called. Collective."""
+        if not self.state.may_save(weights_only):
+            self.waiting.append((weights_only, write))
+            return False
+        write()
+        return True
+
+    def save_waiting(self) -> None:
+        """Write the checkpoints of the queue that may be written now. Collective."""
+        if not self.state.progress.is_within_window:
+            waiting, self.waiting = self.waiting, []
+            for request in waiting:
+                self.save(*request)
+
     def close_at_end(self, close: Callable[[], None]) -> None:
         """Have something called when the run ends, such as the end of loaders' workers."""
         self._closing.append(close)
 
     def prepare_module(self, module: Module) -> None:
-        """Convert batch norm (ValueError on the CPU) and compile, as the settings ask, before the module moves."""
+        """Convert batch norm and compile, as the settings ask, before the module moves."""
         if self.settings.sync_batchnorm and self.engine.world_size > 1:
-            if self.engine.device.type == "cpu":
-                raise ValueError(
-                    "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not compute on the CPU. Leave it at False."
-                )
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         if self.settings.compile:
             options = self.settings.compile if isinstance(self.settings.compile, dict) else {}
             self.compiled = Compiled(module, options)
-            if not self.compiled.modules:
-                rank_zero_warn(
-                    f"compile= has nothing to compile: {type(module).__name__} has no submodule with a forward; "
-                    "put the network into one.",
-                    stacklevel=2,
-                )
 
     def changes(self) -> dict[str, Any]:
         """Return the results of this run, as plain data for a Trainer in another process."""
@@ -228,7 +234,6 @@ class Run:
     def load_changes(self, changed: dict[str, Any]) -> None:
         """Load the results that `changes` returned in another process."""
         self.state, self.choice = Position.of_plain(changed["state"]), Choice(changed["ckpt_path"])
-        self.saver = Saver(self.state)
         self.stop = Stop(self.engine, self.settings, self.state, self.trainer)
         self.stop.request(changed["should_stop"])
         self.trained = Trained(changed["accumulate_grad_batches"], changed["resume_source"])

@@ -1,9 +1,9 @@
-"""Position: the counters, the phase and the RNG states of a run, which a checkpoint stores. Saver: when it is written."""
+"""Position: the counters, the phase and the RNG states of a run, which a checkpoint stores."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum, StrEnum, auto
@@ -38,11 +38,6 @@ class TrainerStatus(StrEnum):
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
 
-    @property
-    def stopped(self) -> bool:
-        """Return whether the call has ended, in whatever way."""
-        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
-
 
 class TrainerFn(StrEnum):
     """The call. A member equals the text that `setup` and `teardown` get."""
@@ -61,11 +56,6 @@ class RunningStage(StrEnum):
     VALIDATING = "validate"
     TESTING = "test"
     PREDICTING = "predict"
-
-    @property
-    def evaluating(self) -> bool:
-        """Return whether this is an evaluation."""
-        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
 
 class Phase(Enum):
@@ -333,11 +323,6 @@ class Position:
         return self.status is TrainerStatus.FINISHED
 
     @property
-    def stopped(self) -> bool:
-        """Return whether the call has ended."""
-        return self.status.stopped
-
-    @property
     def logged_step(self) -> int:
         """Return the loggers' x value: during fit the steps before the latest batch, otherwise the total."""
         made = self.batches_that_stepped
@@ -441,44 +426,20 @@ class Position:
         marked = {EPOCH_START: epoch_start, CHECKPOINT: rng}
         self.rng |= {name: state for name, state in marked.items() if state is not None}
 
-    def next_epoch(self) -> None:
-        """Advance to the next epoch."""
-        self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False
-        self.unchecked_batches = 0
-        self.rng.pop(EPOCH_START, None)
-
-
-class Saver:
-    """Decides when a requested checkpoint is written: at once, or at the end of the batch, its window or the epoch."""
-
-    def __init__(self, position: Position) -> None:
-        self._position = position
-        self.waiting: list[tuple[bool, Callable[[], None]]] = []
-        """The requests that wait, in order: whether the checkpoint has weights only, and the function that writes it."""
-
-    def save(self, weights_only: bool, write: Callable[[], None]) -> bool:
-        """Call `write`, or queue it if no checkpoint may be written now; return whether it was called. Collective."""
-        if not self._may_save(weights_only):
-            self.waiting.append((weights_only, write))
-            return False
-        write()
-        return True
-
-    def save_waiting(self) -> None:
-        """Write the checkpoints of the queue that may be written now. Collective."""
-        if not self._position.progress.is_within_window:
-            waiting, self.waiting = self.waiting, []
-            for request in waiting:
-                self.save(*request)
-
-    def _may_save(self, weights_only: bool) -> bool:
+    def may_save(self, weights_only: bool) -> bool:
         """Return whether a run could resume from a checkpoint that is written now.
 
         A checkpoint within an epoch has no gradients that wait for a step. A batch that is not counted would be trained
         twice. No run resumes within an epoch's end.
         """
-        position, progress = self._position, self._position.progress
-        is_counted = position.total_batches != progress.batches_before
+        progress = self.progress
+        is_counted = self.total_batches != progress.batches_before
         # In a batch that has failed, a save would wait for an end that does not come.
         is_within_batch = progress.is_in_batch and not is_counted and not progress.has_failed
         return not progress.is_within_window and (weights_only or not (is_within_batch or progress.phase in ENDING))
+
+    def next_epoch(self) -> None:
+        """Advance to the next epoch."""
+        self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False
+        self.unchecked_batches = 0
+        self.rng.pop(EPOCH_START, None)

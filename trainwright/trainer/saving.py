@@ -121,7 +121,7 @@ def check_state(run: TrainingRun) -> None:
 def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
     """Write a checkpoint as Trainer.save_checkpoint does. Return False if it waits until the run may be saved. Collective."""
     weights_only = check_save(run, weights_only)
-    return run.saver.save(weights_only, partial(_write, run, path, weights_only, blocking, overwrite))
+    return run.save(weights_only, partial(_write, run, path, weights_only, blocking, overwrite))
 
 
 def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:

@@ -110,8 +110,8 @@ class TrainingRun(PreparedRun):
             self._end_uneven_round()
         if self.logbook.is_row_due:
             self.logbook.log_step()
-        if self.saver.waiting:
-            self.saver.save_waiting()
+        if self.waiting:
+            self.save_waiting()
 
     def _end_uneven_round(self) -> None:
         if self.uneven_round is not None:

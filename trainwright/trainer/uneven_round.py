@@ -3,9 +3,6 @@
 A rank without samples runs a dummy batch, a copy of another rank's batch. It takes part in the step's collectives, and has no
 weight in the gradients. Nothing is logged, and the module's Metric objects, buffers and plain attributes are restored. Its
 hooks run, since they may save or communicate. The changes of the optimizer's step stay, since every rank makes that step.
-
-In an evaluation every rank may have a separate loader, which ends earlier on one rank than on another (`OwnRounds`). A rank
-whose loader has ended repeats its last batch, as a dummy, because a step that communicates waits for all ranks.
 """
 
 from __future__ import annotations
@@ -14,21 +11,18 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain, count, islice
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainwright.distributed import collectives
 from trainwright.distributed.vendor import count_issued
 from trainwright.module import Module
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.stage import Shard
 from trainwright.trainer.vendor import Undo, restore_of, take_nothing_in
 from trainwright.value_kinds import is_collection, is_metric
 
-END: Any = object()
 OF_TORCH = frozenset(vars(Module()))
 """Attributes of every module."""
 
@@ -104,58 +98,6 @@ def discarded(module: nn.Module, collector: MetricCollector | None) -> Iterator[
     finally:
         for restore in undo:
             restore()
-
-
-class OwnRounds:
-    """This rank's batches of its own loader (`most` at most), followed by dummy batches while another rank has more.
-
-    Known lengths are exchanged once. Otherwise the ranks exchange at every batch whether they have one. If a rank has no batch
-    at all, every rank ends with its loader. `is_collective`: a forward needs every rank.
-    """
-
-    exact_length = None
-
-    def __init__(self, loader: Shard, most: int | None, is_collective: bool) -> None:
-        self._loader, self._most, self._is_collective = loader, most, is_collective
-        self.real_length: int | None = None
-        """The number of batches before the dummy batches. None until known."""
-        self.is_empty = False
-        """Whether no rank has a batch, once all have looked."""
-
-    def __iter__(self) -> Iterator[Any]:
-        known = self._loader.exact_length
-        lengths = collectives.gather_object(known if known is None or self._most is None else min(known, self._most))
-        batches, repeated, have = islice(self._loader, self._most), None, [True]
-        for number in count():
-            batch = next(batches, END)
-            if batch is END and self.real_length is None:
-                self.real_length = number
-            if any(have):
-                have = _with_batch(number, batch is not END, lengths)
-            if number == 0:
-                self._refuse_none(have)
-                self.is_empty = not any(have)
-                have = have if all(have) else []  # nothing to repeat on a rank without a batch
-            if batch is END and not any(have):
-                return
-            if batch is not END:
-                repeated = copy.copy(batch)  # before the step, which may remove items from its batch
-            yield copy.copy(repeated) if batch is END else batch
-
-    def _refuse_none(self, have: list[bool]) -> None:
-        if self._is_collective and any(have) and not all(have):
-            raise ValueError(
-                f"rank {have.index(False)} has no batch of its own to evaluate, but under this strategy a forward needs every "
-                "rank. Give each rank one, or let the loader be sharded (use_distributed_sampler=True)."
-            )
-
-
-def _with_batch(number: int, has_batch: bool, lengths: list[int | None]) -> list[bool]:
-    """Return, for every rank, whether it has a batch of this number. Collective if a length is unknown."""
-    known = [length for length in lengths if length is not None]
-    if len(known) == len(lengths):
-        return [number < length for length in known]
-    return [bool(rank_has) for rank_has in collectives.all_gather(torch.tensor(int(has_batch)))]
 
 
 def _of_module(module: nn.Module) -> Undo:
