@@ -140,16 +140,15 @@ class Resumption:
 
     def _can_hold(self, checkpoint: StoredCheckpoint, gradients: Sequence[Mapping[str, Tensor]]) -> bool:
         """Return whether this job is like the job that saved these gradients. Warn if it differs."""
-        run, saved_under = self._run, checkpoint.header.get("strategy")
-        if saved_under == run.engine.strategy.name and len(gradients) == len(run.engine.modules):
-            return True
-        rank_zero_warn(
-            f"{checkpoint.path} holds gradients that wait for a step, as {checkpoint.world_size} processes under "
-            f"{saved_under!r} had them. On {run.engine.world_size} under {run.engine.strategy.name!r} the run continues "
-            "without them.",
-            stacklevel=2,
-        )
-        return False
+        engine = self._run.engine
+        is_alike = checkpoint.header.get("strategy") == engine.strategy.name and len(gradients) == len(engine.modules)
+        if not is_alike:
+            rank_zero_warn(
+                f"{checkpoint.path} holds gradients that wait for a step. Another strategy or number of processes continues "
+                "without them.",
+                stacklevel=2,
+            )
+        return is_alike
 
     def _unfinished_metrics(self, checkpoint: StoredCheckpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the epoch's logged values of this rank, or at a different world size a share of all ranks' values."""
