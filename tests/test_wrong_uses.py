@@ -417,8 +417,8 @@ RUNNING = [
      r"gradient_clip_algorithm='agc' .*choose from norm"),
     ("a save over a file", {"on_train_end": lambda self: self.trainer.save_checkpoint(__file__)}, tw.CheckpointError,
      r"test_wrong_uses.py.*(exists|is there)"),
-    ("dataloader_iter that nobody reads", {"training_step": lambda self, dataloader_iter: None}, RuntimeError,
-     r"training_step took no batch from its dataloader_iter. Call next\(dataloader_iter\)"),
+    ("batches from dataloader_iter", {"training_step": lambda self, dataloader_iter: None}, TypeError,
+     r"training_step\(dataloader_iter\) cannot take its batches from dataloader_iter. Take batch and batch_idx"),
 ]  # fmt: skip
 """Wrong uses that show only in a step or a hook of a run."""
 

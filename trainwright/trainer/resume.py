@@ -115,6 +115,9 @@ class Resumption:
                 f"{path}: it has states that no callback loads, so this run continues without them: {', '.join(unused)}.",
                 stacklevel=2,
             )
+        for config in run.trained.schedulers if run.state.step else ():
+            if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
+                optimizer._opt_called = True  # it stepped before this process began, and torch would warn of the order
         unfinished = self._unfinished_metrics(checkpoint, restored.rank_state) if run.state.batch else None
         run.logbook.load_state_dict(state.get("metrics", {}), unfinished)
         last, epoch = run.settings.last_epoch, run.state.epoch

@@ -39,6 +39,11 @@ class TrainerStatus(StrEnum):
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
 
+    @property
+    def stopped(self) -> bool:
+        """Return whether the call has ended, in whatever way."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
 
 class TrainerFn(StrEnum):
     """The call. A member equals the text that `setup` and `teardown` get."""
@@ -57,6 +62,11 @@ class RunningStage(StrEnum):
     VALIDATING = "validate"
     TESTING = "test"
     PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Return whether this is an evaluation."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
 
 class Phase(Enum):
@@ -306,6 +316,7 @@ class Position:
     fn = property(attrgetter("progress.fn"), doc="The Trainer's present or latest call.")
     stage = property(attrgetter("progress.stage"), doc="The stage within the call. None outside of a call.")
     status = property(attrgetter("progress.status"), doc="How far the call is.")
+    stopped = property(attrgetter("progress.status.stopped"), doc="Whether the call has ended.")
 
     @property
     def finished(self) -> bool:
