@@ -303,13 +303,18 @@ DEEPSPEED = (
         "read what stage 3 has sharded",
     ),
     Use(
+        "deepspeed.runtime.zero.partition_parameters",
+        "ds_active_sub_modules ds_persist",
+        "shard what a failed forward has left gathered (strategies/zero/vendor.py)",
+    ),
+    Use(
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator",
         "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.zero.parameter_offload",
-        "FWD_MODULE_STACK",
+        "FWD_MODULE_STACK ds_inflight_param_registry",
         "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
     ),
 )

@@ -168,7 +168,6 @@ def test_hyperparameters_of_module_and_datamodule_are_logged() -> None:
         (("widht",), ValueError, r"got 'widht', which Wrong\.__init__ does not take. Its arguments are size"),
         ((3, 0.1), TypeError, "2 values that are not all names"),
         ((3,), TypeError, "given as 3, an int. Expected names"),
-        (({1: 2},), TypeError, "named by str; 1 is an int"),
     ],
 )
 def test_wrong_hyperparameters_are_rejected(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
@@ -183,7 +182,7 @@ def test_wrong_hyperparameters_are_rejected(arguments: tuple[Any, ...], error: t
         Net(1).save_hyperparameters()
 
 
-def test_a_file_of_hyper_parameters_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_hyper_parameters_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"lr": 0.1, "layers": [1]}')
     (tmp_path / "a.yaml").write_text("lr: 0.1\nlayers: [1]\n")
     (tmp_path / "list.json").write_text("[1]")
@@ -195,9 +194,7 @@ def test_a_file_of_hyper_parameters_is_read(tmp_path: Path, monkeypatch: pytest.
         read_hyper_parameters(str(tmp_path / "list.json"))
     with pytest.raises(ValueError, match="cannot be read as json"):
         read_hyper_parameters(str(tmp_path / "bad.json"))
-    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
-    with pytest.raises(ImportError, match="pip install pyyaml"):
-        read_hyper_parameters(str(tmp_path / "a.yaml"))
+    assert read_hyper_parameters(str(tmp_path / "a.yaml")) == {"lr": 0.1, "layers": [1]}
 
 
 class Color(enum.Enum):

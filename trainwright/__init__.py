@@ -83,16 +83,14 @@ def __getattr__(name: str) -> Any:
 
 
 def _near(name: str) -> str:
-    import difflib
-
     from trainwright.arguments import instead_of
+    from trainwright.errors import did_you_mean
 
     if name in ("core", "utilities", "utils"):
         return ". `trainwright migrate SCRIPT` rewrites the imports of a Lightning or Accelerate script."
     if instead := instead_of(name):
         return f"{instead}. See docs/migrating.md."
-    close = difflib.get_close_matches(name, [*__dir__(), *_PACKAGES], n=1)
-    return f". Did you mean {close[0]!r}?" if close else "."
+    return f".{did_you_mean(name, [*__dir__(), *_PACKAGES])}"
 
 
 def __dir__() -> list[str]:

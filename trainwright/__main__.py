@@ -23,26 +23,17 @@ def check_names(strategy: str | None, precision: str | None, num_processes: int)
 
 
 COMMANDS = {
-    "config": (
-        "trainwright.tools.config_command:config_command",
-        "ask what launch should use, and write it; config show",
-    ),
-    "test": ("trainwright.tools.trials:trials_command", "train under every strategy here, and compare"),
-    "ladder": (
-        "trainwright.tools.ladder.ladder:ladder_command",
-        "run a script under each precision and strategy, and compare",
-    ),
-    "estimate": ("trainwright.tools.estimate:estimate_command", "the memory that training a model takes"),
-    "env": ("trainwright.tools.environment_report:env_command", "versions, devices and settings, for a bug report"),
-    "runs": ("trainwright.tools.runs:runs_command", "list runs: state, best values, newest checkpoint"),
-    "plot": ("trainwright.tools.plot:plot_command", "draw the curves of runs as a page or an image"),
-    "migrate": (
-        "trainwright.tools.migrate:migrate_command",
-        "rewrite the imports of a Lightning or Accelerate script",
-    ),
-    "checkpoint": ("trainwright.tools.checkpoints:checkpoint_command", "show, verify, export or import a checkpoint"),
+    "config": ("config_command:config_command", "ask what launch should use, and write it; config show"),
+    "test": ("trials:trials_command", "train under every strategy here, and compare"),
+    "ladder": ("ladder.ladder:ladder_command", "run a script under each precision and strategy, and compare"),
+    "estimate": ("estimate:estimate_command", "the memory that training a model takes"),
+    "env": ("environment_report:env_command", "versions, devices and settings, for a bug report"),
+    "runs": ("runs:runs_command", "list runs: state, best values, newest checkpoint"),
+    "plot": ("plot:plot_command", "draw the curves of runs as a page or an image"),
+    "migrate": ("migrate:migrate_command", "rewrite the imports of a Lightning or Accelerate script"),
+    "checkpoint": ("checkpoints:checkpoint_command", "show, verify, export or import a checkpoint"),
 }
-"""The subcommands beside launch: "module:function", imported when chosen, and a line of help."""
+"""The subcommands beside launch: "module:function" in `tools`, imported when chosen, and a line of help."""
 LOST_READER = 141
 """The exit code if the output's reader has gone, which shells give to a process that SIGPIPE ends."""
 
@@ -50,12 +41,11 @@ LOST_READER = 141
 def _run(where: str, arguments: Sequence[str], check: Any) -> int:
     module, name = where.split(":")
     try:
-        code: int = getattr(importlib.import_module(module), name)(arguments, check)
+        code: int = getattr(importlib.import_module(f"trainwright.tools.{module}"), name)(arguments, check)
         sys.stdout.flush()
     except BrokenPipeError:  # the output's reader has gone, as after `| head`
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the interpreter flushes it once more at its end
+        # The interpreter flushes it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return LOST_READER
     return code
 

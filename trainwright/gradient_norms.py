@@ -20,9 +20,6 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
     Returns:
         `{"grad_2.0_norm/layer.weight": ..., "grad_2.0_norm_total": ...}`, empty without gradients.
-
-    Raises:
-        ValueError: norm_type is not above 0.
     """
     p = float(norm_type)
     if not p > 0:
@@ -36,9 +33,8 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         return {}
     total = torch.linalg.vector_norm(torch.stack(list(norms.values())), p)
     values = torch.stack([*norms.values(), total]).tolist()  # one wait for the device
-    stem = "_".join(["grad", str(p), "norm"])
-    names = [f"{stem}{group_separator}{name}" for name in norms]
-    return dict(zip([*names, "_".join([stem, "total"])], values, strict=True))
+    names = [f"grad_{p}_norm{group_separator}{name}" for name in norms]
+    return dict(zip([*names, "_".join(["grad", str(p), "norm", "total"])], values, strict=True))
 
 
 def _norm(gradient: Tensor, p: float) -> Tensor:

@@ -7,7 +7,6 @@ plain_forms.py turns values that are not plain data into plain data.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import enum
 import functools
@@ -20,11 +19,9 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import fsspec
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 from trainwright.errors import a_type_of
-from trainwright.plain_forms import LEFT_OUT, Form, form_of, is_same, readable, rebuild
+from trainwright.plain_forms import LEFT_OUT, Form, form_of, readable, rebuild
 from trainwright.rank_zero import warn
 
 T = TypeVar("T")
@@ -62,10 +59,7 @@ class classonly(classmethod):  # type: ignore[type-arg]
 
         @functools.wraps(bound)  # raising in __get__ would break tools that look at every attribute of an instance
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-            raise TypeError(
-                f"{name} makes a new instance and does not change this one. Call it on the class and use what it returns: "
-                f"instance = {kind}.{name}(path)."
-            )
+            raise TypeError(f"{name} makes a new instance. Call it on the class: instance = {kind}.{name}(path).")
 
         return refuse
 
@@ -80,14 +74,9 @@ class HyperParameters:
     _is_omegaconf: bool = False
     """Whether they are the content of an OmegaConf container, which a new module gets again."""
     _log_hyperparams: bool = False
-    _has_named_left_out: bool = False
 
     def save_hyperparameters(
-        self,
-        *args: Any,
-        ignore: str | Sequence[str] | None = None,
-        frame: FrameType | None = None,
-        logger: bool = True,
+        self, *args: Any, ignore: str | Sequence[str] | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
         """Store the arguments of `__init__`, and of the subclasses' `__init__`, as `hparams`.
 
@@ -101,11 +90,6 @@ class HyperParameters:
             ignore: names to skip, also if a base class has stored them.
             frame: where to look for the constructor's arguments, by default the calling frames.
             logger: whether the loggers get them.
-
-        Raises:
-            ValueError: a name that is not an argument of the constructor.
-            TypeError: values that are neither names nor one collection of hyper-parameters.
-            RuntimeError: called outside the constructor with no collection of hyper-parameters.
         """
         arguments = _constructor_arguments(self, sys._getframe(1) if frame is None else frame)
         name: str | None = AS_ARGUMENTS
@@ -113,8 +97,8 @@ class HyperParameters:
             values = _chosen(self, arguments, args)
         elif len(args) > 1:
             raise TypeError(
-                f"save_hyperparameters got {len(args)} values that are not all names. Expected names of the "
-                'arguments ("lr", "width"), or one dict, Namespace or dataclass instance. Give names, not values.'
+                f"save_hyperparameters got {len(args)} values that are not all names. Pass names of arguments, or one dict, "
+                "Namespace or dataclass instance."
             )
         else:
             values = _from_collection(args[0])
@@ -142,8 +126,7 @@ class HyperParameters:
     @property
     def hparams_initial(self) -> AttributeDict:
         """Return a copy of the hyper-parameters as they were saved, with the values that a search has set since."""
-        copied: AttributeDict = _copied(self._hparams_initial or AttributeDict())
-        return copied
+        return AttributeDict(_copied(self._hparams_initial or {}))
 
 
 def kept_hyper_parameters(owner: Any) -> list[AttributeDict]:
@@ -167,10 +150,9 @@ def divided(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> tuple
 def hyper_parameter_entries(
     owner: HyperParameters, prefix: str, is_plain: Callable[[Any], bool]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a checkpoint's entries for an owner, and at the first call the names of values without a form."""
+    """Return a checkpoint's entries for an owner, and the names of its values without a form."""
     plain, forms = divided(owner.hparams, is_plain)
-    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT and not owner._has_named_left_out]
-    owner._has_named_left_out = True
+    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT]
     if not plain and not forms:
         return {}, left_out
     if owner._is_omegaconf and not forms:
@@ -182,18 +164,14 @@ def hyper_parameter_entries(
 def logged_hyper_parameters(
     owners: Iterable[HyperParameters | None], is_plain: Callable[[Any], bool]
 ) -> dict[str, Any]:
-    """Return the hyper-parameters for the loggers: the initial ones of all owners that log theirs.
-
-    Raises:
-        ValueError: two owners have different values under one name.
-    """
+    """Return the initial hyper-parameters of all owners that log theirs (ValueError if two differ)."""
     merged: dict[str, Any] = {}
     for owner in owners:
         if owner is None or not owner._log_hyperparams:
             continue
         plain, forms = divided(owner.hparams_initial, is_plain)
         plain |= {name: readable(form) for name, form in forms.items() if form["form"] != LEFT_OUT}
-        different = sorted(key for key in merged.keys() & plain.keys() if not is_same(merged[key], plain[key]))
+        different = sorted(key for key in merged.keys() & plain.keys() if repr(merged[key]) != repr(plain[key]))
         if different:
             raise ValueError(
                 f"the module and the datamodule both log hyper-parameters named {', '.join(different)}, with different "
@@ -218,31 +196,26 @@ def build(
     Raises:
         TypeError: an argument is missing, or its value has no form or cannot be rebuilt.
     """
-    parameters = inspect.signature(cls).parameters
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = {name: parameter for name, parameter in parameters.items() if parameter.kind not in variable}
-    takes_all = inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in parameters.values()}
+    parameters = inspect.signature(cls).parameters.values()
+    named = {each.name: each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     forms = {name: form for name, form in (forms or {}).items() if name not in overrides}
-    names = hyper_parameters.keys() | overrides.keys() | forms.keys()
-    taken = names if takes_all else names & named.keys()
-    if hparams_name in named and hparams_name not in (AS_ARGUMENTS, *hyper_parameters):
-        within = {key: overrides[key] for key in (overrides.keys() & hyper_parameters.keys()) - named.keys()}
-        overrides = {key: value for key, value in overrides.items() if key not in within}
-        values = (
-            {}
-            if hparams_name in overrides
-            else {hparams_name: _content(cls, hparams_name, {**hyper_parameters, **within}, forms)}
-        )
-        taken = taken | {hparams_name}
-    else:
-        values = {**hyper_parameters, **{name: _rebuilt(cls, name, forms[name]) for name in forms.keys() & taken}}
-    if unknown := sorted(overrides.keys() - taken):
+    values: dict[str, Any] = {}
+    if hparams_name not in named or hparams_name in (AS_ARGUMENTS, *hyper_parameters):
+        rebuilt = {name: _rebuilt(cls, name, form) for name, form in forms.items() if takes_all or name in named}
+        values = {**hyper_parameters, **rebuilt}
+    elif hparams_name not in overrides:
+        items = {key: value for key, value in overrides.items() if key in hyper_parameters and key not in named}
+        overrides = {key: value for key, value in overrides.items() if key not in items}
+        values = {hparams_name: _content(cls, hparams_name, {**hyper_parameters, **items}, forms)}
+    unknown = sorted(overrides.keys() - named.keys())
+    if unknown and not takes_all:
         warn(
             f"{cls.__name__} takes no argument {', '.join(unknown)}, so load_from_checkpoint drops it. It takes "
             f"{_listed(named)}.",
             stacklevel=4,
         )
-    values = {key: value for key, value in {**values, **overrides}.items() if key in taken}
+    values = {key: value for key, value in {**values, **overrides}.items() if takes_all or key in named}
     _refuse_missing(cls, named, values, hyper_parameters)
     return cls(**values)
 
@@ -256,8 +229,7 @@ def _refuse_missing(
         example = ", ".join(f"{name}=..." for name in missing)
         raise TypeError(
             f"{cls.__name__} cannot be constructed: its argument {', '.join(missing)} is not among the hyper-parameters "
-            f"that were stored ({_listed(stored)}). Pass it: {cls.__name__}.load_from_checkpoint(path, {example}). "
-            "save_hyperparameters() in __init__ stores arguments that are plain data."
+            f"that were stored ({_listed(stored)}). Pass it: {cls.__name__}.load_from_checkpoint(path, {example})."
         )
 
 
@@ -273,10 +245,7 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     kind = path.rpartition(".")[2].lower()
     if kind not in ("json", "yaml", "yml"):
         raise ValueError(f"hparams_file={path!r} is of an unknown kind. Expected a .json, .yaml or .yml file.")
-    try:
-        loads = json.loads if kind == "json" else importlib.import_module("yaml").safe_load
-    except ImportError as error:
-        raise ImportError(f"reading {path} needs PyYAML: pip install pyyaml, or give a .json file.") from error
+    loads = json.loads if kind == "json" else importlib.import_module("yaml").safe_load
     with fsspec.open(path, "r", encoding="utf-8") as file:
         text = file.read()
     try:
@@ -329,9 +298,6 @@ def _from_collection(value: Any) -> AttributeDict:
             f"hyper-parameters were given as {value!r:.80}, {a_type_of(value)}. Expected names of arguments, "
             "or one dict, Namespace or dataclass instance."
         )
-    wrong = [key for key in value if not isinstance(key, str)]
-    if wrong:
-        raise TypeError(f"hyper-parameters are named by str; {wrong[0]!r:.80} is {a_type_of(wrong[0])}.")
     return AttributeDict(value if isinstance(value, dict) else _opened(value))
 
 
@@ -371,17 +337,12 @@ def _rebuilt(cls: type[Any], name: str, form: Form) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy, in which large objects (a network, a dataset) and uncopyable ones are the same objects."""
+    """Return a copy of nested dicts, lists and tuples, with the same objects in them."""
     if type(value) in (dict, AttributeDict):
         return type(value)({key: _copied(item) for key, item in value.items()})
     if type(value) in (list, tuple):
         return type(value)([_copied(item) for item in value])
-    if isinstance(value, (nn.Module, Dataset, DataLoader)):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # from a foreign __deepcopy__ or __reduce__
-        return value
+    return value
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -24,7 +24,6 @@ from torch.optim.lr_scheduler import LRScheduler
 Form = dict[str, Any]
 LEFT_OUT = "left_out"
 """The form of a value that has no other form. It contains the value's type."""
-MAX_DEPTH = 32
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "dict": dict,
     "list": lambda *items: list(items),
@@ -38,15 +37,13 @@ def form_of(value: Any, is_plain: Callable[[Any], bool]) -> Form:
     """Return the plain form of a value, which is `LEFT_OUT` if a part of the value has no form."""
     try:
         return _describe(value, is_plain)
-    except Exception:  # also from a dataclass's constructor
+    except Exception:  # also from a dataclass's constructor, or a RecursionError
         kind = type(value)
         return {"form": LEFT_OUT, "kind": f"{kind.__module__}.{kind.__qualname__}"}
 
 
-def _describe(value: Any, is_plain: Callable[[Any], bool], depth: int = 0) -> Form:
-    if depth > MAX_DEPTH:
-        raise TypeError(f"it is nested deeper than {MAX_DEPTH} levels, or contains itself")
-    inner = functools.partial(_describe, is_plain=is_plain, depth=depth + 1)
+def _describe(value: Any, is_plain: Callable[[Any], bool]) -> Form:
+    inner = functools.partial(_describe, is_plain=is_plain)
     kind = type(value)
     if isinstance(value, enum.Enum):  # before plain data, since a member of an IntEnum is an int too
         return {"form": "enum", "path": path_of(kind), "value": inner(value.value)}
@@ -96,14 +93,6 @@ def _omegaconf_content(value: Any) -> Any:
     return content
 
 
-def is_same(left: Any, right: Any) -> bool:
-    """Return whether two values have the same type and compare equal."""
-    try:
-        return left is right or (type(left) is type(right) and bool(left == right))
-    except (RuntimeError, ValueError):  # tensors and arrays of several elements have no truth
-        return False
-
-
 def readable(form: Form) -> Any:
     """Return plain data for the loggers, with names instead of classes, functions and enum members."""
     kind, items = form["form"], form.get("items", [])
@@ -122,12 +111,7 @@ def readable(form: Form) -> Any:
 
 
 def rebuild(form: Form, cls: type[Any]) -> Any:
-    """Return the value of a form, for the constructor of a class.
-
-    Raises:
-        LookupError: a name does not exist, or is not allowed (see `find`).
-        ValueError, TypeError, KeyError: the form is malformed, or its class has changed.
-    """
+    """Return the value of a form, for the constructor of a class (LookupError for a name that `find` rejects)."""
     kind, items = form["form"], form.get("items", [])
     again = functools.partial(rebuild, cls=cls)
     if kind == "plain":
@@ -184,13 +168,10 @@ def look_up(path: str) -> Any:
 
 
 def find(path: str, cls: type[Any]) -> Any:
-    """Return the class or function of a name in a checkpoint, for the constructor of a class.
+    """Return the class or function of a name in a checkpoint, for the constructor of a class (LookupError if not allowed).
 
     Allowed are the package of the class, torch's modules, optimizers, schedulers and functions of tensors, and everything
     passed to `torch.serialization.add_safe_globals`.
-
-    Raises:
-        LookupError: it is not imported, or not allowed.
     """
     if path.startswith("__main__:"):  # of the training script, which this script may import as a module
         with suppress(LookupError):
@@ -198,18 +179,15 @@ def find(path: str, cls: type[Any]) -> Any:
     value = look_up(path)
     packages = {base.__module__.split(".")[0] for base in cls.__mro__} - {"builtins", "torch", "trainwright"}
     safe = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
-    if (
-        path.split(":")[0].split(".")[0] in packages
-        or _is_of_torch(value, path)
-        or any(value is entry for entry in safe)
-    ):
+    package = path.partition(":")[0].partition(".")[0]
+    if package in packages or _is_of_torch(value, path) or any(value is entry for entry in safe):
         return value
     raise LookupError(f"{path} belongs neither to torch nor to the package of {cls.__name__}")
 
 
 def _is_of_torch(value: Any, path: str) -> bool:
     module = path.partition(":")[0]
-    if module.split(".")[0] != "torch":
+    if not f"{module}.".startswith("torch."):
         return False
     if isinstance(value, type):
         return issubclass(value, (nn.Module, Optimizer, LRScheduler, enum.Enum))

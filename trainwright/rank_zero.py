@@ -1,7 +1,4 @@
-"""Rank zero: functions to call on every rank that act on rank 0 only, and warnings that show the user's line.
-
-Messages to stderr appear above the progress bars of tqdm.
-"""
+"""Rank zero: functions to call on every rank that act on rank 0 only, and warnings that show the user's line."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -79,15 +76,11 @@ class RankZeroOnly:
     def rank(self, rank: int) -> None:
         self._rank, self._pid = rank, os.getpid()
 
-    @overload
-    def __call__(self, function: Callable[P, T]) -> Callable[P, T | None]: ...
-    @overload
-    def __call__(self, function: Callable[P, T], default: D) -> Callable[P, T | D]: ...
-    def __call__(self, function: Callable[P, T], default: Any = None) -> Callable[P, Any]:
+    def __call__(self, function: Callable[P, T], default: D | None = None) -> Callable[P, T | D | None]:
         """Return a function that runs on rank 0 and returns `default` on other ranks."""
 
         @functools.wraps(function)
-        def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> Any:
+        def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | D | None:
             return function(*args, **kwargs) if self.rank == 0 else default
 
         return on_rank_zero
@@ -97,12 +90,7 @@ rank_zero_only = RankZeroOnly()
 
 
 def rank_zero_info(message: object, *args: object, stacklevel: int = 1) -> None:
-    """Log at level INFO to the logger "trainwright" on rank 0.
-
-    Args:
-        message: a text, with formats such as %s for `args`.
-        args: the values to format.
-        stacklevel: whose line is logged: 1 for the caller's, 2 for its caller's.
+    """Log at level INFO to the logger "trainwright" on rank 0, as `logging.info` does.
 
     >>> tw.rank_zero_info("%d samples are longer than the context", 3)
     """
@@ -111,13 +99,7 @@ def rank_zero_info(message: object, *args: object, stacklevel: int = 1) -> None:
 
 
 def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
-    """Warn on rank 0.
-
-    Args:
-        message: a text, or a Warning, whose class is then the category.
-        category: the class of the warning.
-        stacklevel: whose line is shown: 1 for the caller's, 2 for its caller's. Instead of a line of this package
-            or of torch, the line that called it is shown.
+    """Warn on rank 0, as `warnings.warn` does, but show the line that called this package or torch.
 
     >>> tw.rank_zero_warn("3 samples are longer than the context")
     """

@@ -119,10 +119,8 @@ def test_of_two_that_start_together_one_has_it(tmp_path: Path, pairs: int) -> No
 
 def test_an_unwritable_folder_is_rejected_and_a_remote_one_has_no_lock(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for name in ("file", "dangling"):
-        with pytest.raises(CheckpointError, match=rf"{name} cannot be written: .*Give ModelCheckpoint a dirpath"):
-            lock_folder(str(tmp_path / name))
+    with pytest.raises(CheckpointError, match=r"file cannot be written: .*Give ModelCheckpoint a dirpath"):
+        lock_folder(str(tmp_path / "file"))
     locks = [lock_folder("memory://lock/checkpoints") for _ in range(2)]
     for each in locks:
         each.release()

@@ -172,14 +172,14 @@ def test_an_error_within_leaves_it_as_it_was(counter: CompileCounterWithBackend)
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"backend": "induktor"}, "compile=.*induktor.* is refused by torch.compile"),
+        ({"backend": "induktor"}, "Invalid backend: .induktor."),
         ({"fast": True}, "unexpected keyword argument 'fast'"),
         ({"mode": "max"}, "Unrecognized mode=max"),
     ],
 )
 def test_wrong_compile_options_raise(options: dict[str, Any], match: str) -> None:
     module = Root()
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((RuntimeError, TypeError), match=match):
         Compiled(module, options)
     assert "_compiled_call_impl" not in vars(module.net)
 

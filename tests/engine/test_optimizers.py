@@ -74,7 +74,7 @@ def test_every_accepted_form_is_read(returned: Any, optimizers: list[Any], sched
         (
             [SGD, STEP],
             TypeError,
-            r"item 1 of .* is a StepLR, not an Optimizer.*Return \(\[optimizers\], \[schedulers\]\)",
+            r"item 1 of .* is a StepLR, not an Optimizer; .* a pair \(\[optimizers\], \[schedulers\]\)",
         ),
         (([SGD, 3], [STEP]), TypeError, "item 1 of .* is an int"),
         (([SGD], [SGD]), TypeError, "a scheduler was expected, got a SGD"),

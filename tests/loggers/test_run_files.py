@@ -44,13 +44,8 @@ def test_both_kinds_of_files_say_the_same(tmp_path: Path) -> None:
         other = by_events.series[name]
         assert (series.steps == other.steps).all()
         np.testing.assert_allclose(series.values, other.values, rtol=1e-6)
-        assert series.times is None
-        assert other.times is not None
-        assert (np.diff(other.times) >= 0).all()
     assert (by_table.last_step, by_table.last_epoch) == (by_events.last_step, by_events.last_epoch) == (21, 1)
     assert by_table.x_of(by_table.series["val_loss"], "epoch").tolist() == [1, 2]
-    assert read_history(folder, with_times=True).series["val_loss"].times is not None
-    assert read_history(folder).series["val_loss"].times is None
     assert find_runs(str(tmp_path)) == [folder]
 
     assert loggers[0].plot() == f"{folder}/curves.html"

@@ -141,3 +141,12 @@ def test_the_model_before_prepare_loses_no_precision(precision: str) -> None:
     for _ in range(3):
         accelerator.backward(scale.sum())
         optimizer.step()
+
+
+def test_without_a_precision_one_process_trains_the_model_before_prepare() -> None:
+    accelerator = tw.Accelerator(cpu=True)
+    net = nn.Linear(4, 1)
+    _, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    for _ in range(3):
+        train(accelerator, net, optimizer)
+    assert accelerator.step_count == 3

@@ -428,8 +428,6 @@ def test_hooks_write_into_the_checkpoint(tmp_path: Path) -> None:
     assert not (last / "note.txt").exists()
     with pytest.raises(TypeError, match="register_save_state_pre_hook was given an int"):
         accelerator.register_save_state_pre_hook(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"<lambda>\(models\) cannot be called: it is given \(models, input_dir\)"):
-        accelerator.register_load_state_pre_hook(lambda models: None)
 
 
 def test_a_failing_hook_leaves_nothing(tmp_path: Path) -> None:
@@ -458,3 +456,9 @@ def test_a_failing_hook_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(tw.CheckpointError, match="exists already"):
         loop.accelerator.save_state(taken, overwrite=False)
     assert [each.name for each in tmp_path.iterdir()] == ["state.ckpt"]
+
+
+def test_states_need_prepared_objects(tmp_path: Path) -> None:
+    path = Loop().accelerator.save_state(tmp_path / "state.ckpt")
+    with pytest.raises(RuntimeError, match="load_state was called before prepare"):
+        tw.Accelerator(cpu=ON_HOST).load_state(path)

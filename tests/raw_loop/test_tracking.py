@@ -268,3 +268,13 @@ def test_texts_are_logged(tmp_path: Path) -> None:
     (tag,) = events.Tags()["tensors"]
     found = [(each.step, each.tensor_proto.string_val[0]) for each in events.Tensors(tag) if "note" in tag]
     assert found == [(1, b"a text"), (2, b"a text"), (3, b"alone")]
+
+
+def test_init_kwargs_replace_the_projects_folder_and_name(tmp_path: Path) -> None:
+    accelerator = make(log_with=["csv", "tensorboard"], project_dir=tmp_path)
+    options = {"csv": {"save_dir": tmp_path / "mine", "name": "own"}, "tensorboard": {"save_dir": tmp_path / "theirs"}}
+    accelerator.init_trackers("run", init_kwargs=options)
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.end_training()
+    assert rows(tmp_path / "mine" / "own" / "version_0") == [{"step": "1", "loss": "0.5"}]
+    assert [each.name for each in (tmp_path / "theirs").iterdir()] == ["run"]

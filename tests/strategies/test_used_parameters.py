@@ -189,17 +189,37 @@ def runs(folder: Path) -> dict[str, Any]:
     return found
 
 
+class Fails(Branches):
+    """Fails in its second forward, while parameters are gathered under stage 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+        self.branches[0].register_forward_pre_hook(self.fail)
+
+    def fail(self, module: nn.Module, args: Any) -> None:
+        self.forwards += 1
+        if self.forwards == 2:
+            raise RuntimeError("the user's error")
+
+
 def again(name: str, make: Any) -> dict[str, Any]:
-    """Return the error of a fit, and the distance of a fit with a new module from ddp, by name."""
-    module, expected = Branches(), Branches()
-    with pytest.raises(RuntimeError) as refusal:
-        fit(Branches(), make(), [(0, 1)])
-    fit(module, make(), [(0, 0), (1, 1)])
-    weights = tw.gather_module(module, all_ranks=True)
-    fit(expected, "ddp_find_unused_parameters_true", [(0, 0), (1, 1)])
-    pairs = zip(weights.parameters(), expected.parameters(), strict=True)
-    distance = max((one - other).abs().max().item() for one, other in pairs)
-    return {f"{name}, used": str(refusal.value), f"{name}, used, again": distance}
+    """Return the errors of two fits, and the distance of a second fit of each module from ddp, by name."""
+    found: dict[str, Any] = {}
+    for case, kind, paths in (("used", Branches, [(0, 1)]), ("failed", Fails, [(0, 0)] * 3)):
+        module, expected = kind(), kind()
+        with pytest.raises(RuntimeError) as refusal:
+            fit(module, make(), paths)
+        found[f"{name}, {case}"] = str(refusal.value)
+        fit(module, make(), [(0, 0), (1, 1)])
+        weights = tw.gather_module(module, all_ranks=True)
+        if case == "failed":
+            with pytest.raises(RuntimeError, match="the user's error"):
+                fit(expected, "ddp_find_unused_parameters_true", paths)
+        fit(expected, "ddp_find_unused_parameters_true", [(0, 0), (1, 1)])
+        pairs = zip(weights.parameters(), expected.parameters(), strict=True)
+        found[f"{name}, {case}, again"] = max((one - other).abs().max().item() for one, other in pairs)
+    return found
 
 
 @pytest.mark.slow
@@ -215,7 +235,9 @@ def test_ranks_may_take_different_branches(tmp_path: Path) -> None:
             assert differs in rank[name], name
         for name in ("deepspeed_stage_3", "deepspeed_stage_3, all sharded"):
             assert f"{differs}, of the latest one 'branches.0.weight' and 3 more" in rank[f"{name}, used"], name
+            assert rank[f"{name}, failed"] == "the user's error", name
             assert rank[f"{name}, used, again"] < 1e-5, (name, rank)
+            assert rank[f"{name}, failed, again"] < 1e-5, (name, rank)
     assert list((tmp_path / "saves").glob("*.ckpt")) == []
 
 

@@ -171,7 +171,7 @@ def test_hyper_parameters_that_are_not_plain_are_left_out_with_one_warning(tmp_p
     module = Hyper(nn.Linear(2, 2), lambda: None, width=5)
     saving = tw.ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1)
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         trainer = fit(module, callbacks=saving, logger=tw.CSVLogger(tmp_path), **{"enable_checkpointing": True})
     told = [str(each.message) for each in said if "net" in str(each.message)]
     assert len(told) == 1

@@ -167,7 +167,7 @@ def test_a_variable_sets_what_the_script_leaves_open(monkeypatch: pytest.MonkeyP
     said = "trainwright: TRAINWRIGHT_TRAINER_LIMIT_TRAIN_BATCHES=3 sets Trainer(limit_train_batches=3).\n"
     assert capsys.readouterr().err == said
     monkeypatch.setenv("TRAINWRIGHT_TRAINER_PRECISON", "bf16")
-    with pytest.raises(ValueError, match=r"no argument precison\. .* Did you mean TRAINWRIGHT_TRAINER_PRECISION\?"):
+    with pytest.raises(ValueError, match=r"no argument precison\. .* Did you mean 'precision'\?"):
         trainer_of()
 
 
@@ -241,8 +241,6 @@ def test_map_location_is_that_of_torch_load(tmp_path: Path) -> None:
 
     assert loaded(lambda storage, place: storage) == "cpu"
     assert loaded("meta") == loaded(torch.device("meta")) == "meta"
-    with pytest.raises(TypeError, match="Pass one device"):
-        loaded({"cuda:0": "cpu", "cuda:1": "meta"})
 
 
 def test_weights_are_exported(tmp_path: Path) -> None:

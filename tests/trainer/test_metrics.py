@@ -100,15 +100,6 @@ def test_a_metric_of_several_numbers_is_rejected_with_a_remedy() -> None:
     ):
         with pytest.raises(ValueError, match=rf"'acc' computes {re.escape(average)}. Expected one number.*log_dict"):
             tw.Trainer(**QUIET).validate(Judged(metric), make_loader(), verbose=False)
-
-    class Whole(Judged):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log_dict(self.metric)
-
-    with pytest.raises(
-        TypeError, match=r"log_dict was given a MinMaxMetric, which is one Metric. Log it with self\.log"
-    ):
-        tw.Trainer(**QUIET).validate(Whole(MinMaxMetric(MulticlassAccuracy(3))), make_loader())
     assert torch.is_grad_enabled()
 
 

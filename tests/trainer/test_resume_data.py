@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jobs import run_job
@@ -21,6 +22,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -69,6 +71,19 @@ class Pairs(Sampler[list[int]]):
         return len(list(iter(self)))
 
 
+class Permuted(Sampler[int]):
+    """Draws from a generator of the sampler."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.RandomState()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rng.permutation(COUNT).tolist())
+
+    def __len__(self) -> int:
+        return COUNT
+
+
 class Takes(tw.Module):
     """Trains on the numbers, and records the batches."""
 
@@ -103,6 +118,10 @@ def loaders(kind: str, log: Path) -> Any:
         return DataLoader(data, sampler=sampler, persistent_workers=True, **workers)
     if kind == "weighted":
         return DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0, 2.0] * (COUNT // 2), COUNT))
+    if kind == "a part":
+        return DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(3, COUNT - 1)))
+    if kind == "a generator of its own":
+        return DataLoader(data, batch_size=2, sampler=Permuted())
     if kind == "batches of one's own":
         return DataLoader(data, batch_sampler=Pairs(), num_workers=2)
     other = DataLoader(Recorded(log, 100, 7), shuffle=True, batch_size=1, num_workers=1)
@@ -119,7 +138,7 @@ def train(loader: Any, steps: int, path: Path | None, ckpt_path: Path | None = N
     return module
 
 
-KINDS = ["workers", "workers that stay", "weighted", "batches of one's own"]
+KINDS = ["workers", "workers that stay", "weighted", "a part", "batches of one's own", "a generator of its own"]
 MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
 
 

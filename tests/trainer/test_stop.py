@@ -116,6 +116,7 @@ PLACES = {
     "before training": ("on_train_start", 1, "stop-step=0"),
     "at an epoch's end": ("on_train_epoch_end", 1, "epoch=0-step=4"),
     "in a save": ("on_save_checkpoint", 1, "epoch=0-step=4"),
+    "in an asynchronous save": ("on_save_checkpoint", 1, "epoch=0-step=4"),
     "at the last epoch's end": ("on_train_epoch_end", 3, "stop-step=12"),
 }
 
@@ -128,7 +129,8 @@ OF_THE_HOST = [pytest.param(each, marks=pytest.mark.host if "last epoch's end" i
 def test_a_stop_is_saved_once_and_resumes_bitwise(place: str, tmp_path: Path, whole: Any, capfd: Any) -> None:
     hook, call, name = PLACES[place]
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-    _, trainer, first, code = fit(tmp_path, Sender(hook, call, signal.SIGTERM, signal.SIGTERM))
+    keep = {"async_save": "asynchronous" in place}
+    _, trainer, first, code = fit(tmp_path, Sender(hook, call, signal.SIGTERM, signal.SIGTERM), keep=keep)
     assert code == 75
     assert trainer.received_sigterm
     assert trainer.interrupted

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET
+from small import ON_HOST, QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -257,6 +257,21 @@ def test_a_save_that_nobody_foresees_takes_the_state_of_an_earlier_batch(tmp_pat
     whole = train(Endless(), {}, [SavesOnce(), saver], **settings)
     rest = train(Endless(), {}, ckpt_path=str(tmp_path / "once.ckpt"), **{**settings, "enable_checkpointing": False})
     assert rest.taken == whole.taken[SPACING + 10 :]
+
+
+def test_a_loop_resumes_within_a_stream(tmp_path: Path) -> None:
+    accelerator = tw.Accelerator(cpu=ON_HOST)
+    _, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(Endless(), batch_size=2))
+    told = []
+    for number, batch in zip(range(SPACING + 31), loader, strict=False):
+        told.append(batch.tolist())
+        if number == SPACING + 9:
+            accelerator.save_state(str(tmp_path / "loop.ckpt"))
+    again = tw.Accelerator(cpu=ON_HOST)
+    _, loader = again.prepare(nn.Linear(1, 1), DataLoader(Endless(), batch_size=2))
+    again.load_state(str(tmp_path / "loop.ckpt"))
+    assert loader.epoch == 0  # a loop that reads it continues at the saved batch
+    assert [batch.tolist() for batch, _ in zip(loader, range(21), strict=False)] == told[SPACING + 10 :]
 
 
 def test_overfitting_repeats_the_same_batches_of_a_stream() -> None:

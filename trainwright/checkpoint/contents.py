@@ -109,9 +109,8 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 
 
 def fitting_extra_states(module: nn.Module, states: Mapping[str, Any], path: str, strict: bool) -> dict[str, Any]:
-    """Return the extra states of a checkpoint that a module accepts. CheckpointError if strict and not all match."""
+    """Return the extra states of a checkpoint that `set_extra_state` accepts. CheckpointError if strict and not all match."""
     takers = {clean_name(name) for name in _extra_state_takers(module)}
-    takers |= {name for name in extra_states(module) if not is_extra_state(name)}
     problems = [
         f"extra state {title}: {', '.join(sorted(names)[:5])}"
         for title, names in (("not in it", takers - states.keys()), ("only in it", states.keys() - takers))

@@ -23,7 +23,7 @@ from typing import Any
 
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.errors import CheckpointError
-from trainwright.paths import machine, open_no_link, process_start_time
+from trainwright.paths import machine, process_start_time
 
 LOCK_NAME = ".lock"
 ATTEMPTS = 20
@@ -122,7 +122,7 @@ def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int,
 def _acquire(path: str, folder: str) -> tuple[int, str]:
     """Return the descriptor of the locked file, and a previous holder that ended without releasing it. Never wait."""
     while True:
-        descriptor = open_no_link(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

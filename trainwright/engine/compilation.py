@@ -25,10 +25,7 @@ class Compiled:
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
         self._options = options
         self._functions: dict[Hashable, Callable[..., Any]] = {}
-        try:
-            torch.compile(_call, **options)
-        except (TypeError, RuntimeError) as error:
-            raise ValueError(f"compile={options!r} is refused by torch.compile: {error}") from error
+        torch.compile(_call, **options)  # raises for wrong options
         self.is_within = False
         """True while a compiled submodule runs. The submodules that it calls are part of its graph."""
         self.modules = [layer for layer in _submodules(module) if type(layer).forward is not nn.Module.forward]

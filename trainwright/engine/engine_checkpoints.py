@@ -44,7 +44,7 @@ from trainwright.engine.named_state import (
 from trainwright.engine.script_settings import ScriptSettings
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision
-from trainwright.rank_zero import rank_zero_warn
+from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.strategies import Strategy
 from trainwright.tensor_names import is_extra_state, named_tensors, own_name
 
@@ -136,9 +136,9 @@ class EngineCheckpoints:
             self.ranks.wait(f"a save of step {step}")
             self.strategy.check_gradients(partial(self.ranks.exchange, call=f"a save of step {step}"))
             self.finish_save()
-            if names := _lazy_tensors(self.modules):
+            if lazy := [name for module in self.modules for name, p in module.named_parameters() if is_lazy(p)]:
                 raise CheckpointError(
-                    f"checkpoint {path} was not written: {names[0]!r} is an uninitialised lazy tensor, and a checkpoint stores "
+                    f"checkpoint {path} was not written: {lazy[0]!r} is an uninitialised lazy tensor, and a checkpoint stores "
                     "tensors with a shape. Save after a forward that reaches the layer, or pass the layer its size."
                 )
             if self._trains_apart:
@@ -402,18 +402,8 @@ def _loads_itself(module: nn.Module) -> bool:
     return (
         type(module).load_state_dict is not nn.Module.load_state_dict
         or any(not is_extra_state(name) for name in extra_states(module))
-        or bool(_lazy_tensors([module]))
+        or any(map(is_lazy, chain(module.parameters(), module.buffers())))
     )
-
-
-def _lazy_tensors(modules: Iterable[nn.Module]) -> list[str]:
-    """Return the names of the tensors that get their shape in the first forward."""
-    return [
-        name
-        for module in modules
-        for name, tensor in chain(module.named_parameters(), module.named_buffers())
-        if is_lazy(tensor)
-    ]
 
 
 def _shapes(checkpoint: StoredCheckpoint, section: str) -> Shapes:
@@ -433,6 +423,11 @@ def _restored(
     rng = saved_state.get("rng") if saved_state is not None else None
     check_generator_states(saved_state, checkpoint.path)
     start = (seed, int(checkpoint.header["step"]), rank)
+    if saved_ranks < world_size:
+        rank_zero_info(
+            f"{checkpoint.path} was saved on {saved_ranks} processes, and this run has {world_size}: the generators of the "
+            "others start from seeds derived from the run's seed."
+        )
     if rank >= saved_ranks:
         rng = derived_rng_state(derive_seed(*start))
     if rng is not None:

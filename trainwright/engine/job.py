@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainwright.devices.abilities import num_together
-from trainwright.devices.hardware import count, names, resolve_device_type, use
+from trainwright.devices.hardware import count, resolve_device_type, use
 from trainwright.distributed.connection import Connection, open_process_group, pick_backend
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.vendor import set_timeout
@@ -19,9 +19,6 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import SPAWNING, Strategy, is_variant_of, resolve_strategy
 
 DEFAULT_SECONDS = 1800.0
-NEWEST_TORCH = (2, 15)
-"""The newest torch that the tests have passed with."""
-
 
 JoinedJob = tuple[Environment, Strategy, Precision, torch.device, Connection, float, int]
 """The job's parts as an Engine uses them, the seconds that ranks wait for each other, and the workers to start for a call."""
@@ -63,7 +60,6 @@ def join_job(
         # Returns only if workers run the calls. Then this process computes nothing, and uses no GPU.
         num_workers = _start_job(num_processes, num_nodes, strategy, can_call_workers)
         chosen, device_type, backend = Strategy(), "cpu", "gloo"
-    warn_of_untested_torch()
     device = torch.device("cpu")
     if device_type != "cpu":
         device = torch.device(device_type, device_index(devices, device_type, environment))
@@ -101,11 +97,7 @@ def device_numbers(devices: Any, device_type: str) -> list[int] | None:
         devices = [int(part) if part.isdigit() else part for part in parts]
     if not isinstance(devices, (list, tuple)):
         return None
-    if not devices:
-        raise ValueError(
-            f"devices={devices!r} names no device; pass the numbers of some, such as [0, 2], or 'auto' for all."
-        )
-    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in devices):
+    if not devices or not all(type(number) is int and number >= 0 for number in devices):
         raise TypeError(f"devices={devices!r} is not a list of GPUs; pass their numbers, such as [0, 2] or '0,2'.")
     if device_type == "cpu":
         raise ValueError(
@@ -163,10 +155,6 @@ def _read_devices(devices: Any, device_type: str) -> int:
         return len(numbers)
     if devices == "auto":
         return AUTO
-    if isinstance(devices, str) and devices in ("cpu", *names()):
-        raise ValueError(
-            f"devices={devices!r} names a kind of device; pass accelerator={devices!r}, and as devices their number, or 'auto'."
-        )
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
         devices = int(devices)
     if isinstance(devices, bool) or not isinstance(devices, int):
@@ -199,16 +187,6 @@ def warn_of_missing_srun(num_processes: int, num_tasks: int) -> None:
         rank_zero_warn(
             f"srun did not start this script, so the job has {num_processes} process(es), and its SLURM allocation {num_tasks} "
             "tasks: start the script with srun, as in `srun python train.py`, or ask for one task."
-        )
-
-
-@cache
-def warn_of_untested_torch(newest: tuple[int, int] = NEWEST_TORCH) -> None:
-    """Warn, once, of a torch that is newer than the newest tested one."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) > newest:
-        rank_zero_warn(
-            f"torch {torch.__version__} is newer than {newest[0]}.{newest[1]}, the newest version that was tested here. "
-            "If a run fails within torch, install that version or a newer trainwright."
         )
 
 

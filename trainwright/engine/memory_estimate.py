@@ -208,13 +208,9 @@ def _state_bytes(optimizer: Any, trained: Sequence[Tensor]) -> tuple[int, int, b
 
 def _tensors_per_parameter(kind: type[Optimizer], options: Mapping[str, Any]) -> int | None:
     """Return how many tensors of a parameter's size an optimizer of torch stores for it, or None for another optimizer."""
-    if issubclass(kind, SGD):
-        return int(bool(options.get("momentum")))
-    if issubclass(kind, RMSprop):
-        return 1 + bool(options.get("momentum")) + bool(options.get("centered"))
-    if issubclass(kind, (Adam, Adadelta, Adamax, NAdam, RAdam)):
-        return 2 + bool(options.get("amsgrad"))
-    return 1 if issubclass(kind, Adagrad) else None
+    counts: dict[Any, int] = {SGD: 0, (RMSprop, Adagrad): 1, (Adam, Adadelta, Adamax, NAdam, RAdam): 2}
+    count = next((count for classes, count in counts.items() if issubclass(kind, classes)), None)
+    return None if count is None else count + sum(bool(options.get(key)) for key in ("momentum", "centered", "amsgrad"))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

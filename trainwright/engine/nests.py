@@ -31,7 +31,7 @@ def gather(value: Any, keep: Sequence[bool] | None = None) -> Any:
 
     `keep` says which ranks' rows to keep, by default all (TypeError if the structure contains something else).
     """
-    leaves = list(_leaves(value))  # the whole list, so that an error comes before any communication
+    leaves = list(leaves_of(value))  # the whole list, so that an error comes before any communication
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise TypeError(
@@ -39,10 +39,6 @@ def gather(value: Any, keep: Sequence[bool] | None = None) -> Any:
                 "gather_for_metrics(objects, use_gather_object=True)."
             )
     return _rebuilt(value, iter([gather_tensor(leaf, keep) for leaf in leaves]))
-
-
-def contains_tensors_only(value: Any) -> bool:
-    return all(isinstance(leaf, Tensor) for leaf in _leaves(value))
 
 
 def gather_tensor(tensor: Tensor, keep: Sequence[bool] | None = None) -> Tensor:
@@ -80,7 +76,7 @@ def pad(value: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
         padding = tensor.new_full(shape, pad_index)
         return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
 
-    return _rebuilt(value, iter([padded(leaf) for leaf in _leaves(value)]))
+    return _rebuilt(value, iter([padded(leaf) for leaf in leaves_of(value)]))
 
 
 def _kept(parts: list[Any], keep: Sequence[bool] | None) -> list[Any]:
@@ -107,7 +103,7 @@ def reduce(value: Any, reduction: str, ranks: Ranks, scale: float = 1.0) -> Any:
             )
         return collectives.all_reduce(tensor, reduction)
 
-    leaves = list(_leaves(value))
+    leaves = list(leaves_of(value))
     plain = _exchanged(leaves, ranks)
     results = [reduced(leaf) if isinstance(leaf, Tensor) else REDUCTIONS[reduction](next(plain)) for leaf in leaves]
     return _rebuilt(value, iter(results if scale == 1.0 else [result * scale for result in results]))
@@ -158,11 +154,11 @@ def portion(inputs: Any, rank: int, world_size: int, pad: bool) -> Any:
     return inputs[indices] if isinstance(inputs, Tensor) else type(inputs)(inputs[index] for index in indices)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves_of(value: Any) -> Iterator[Any]:
     """Yield every value that is neither a container nor None."""
     if isinstance(value, (Mapping, list, tuple)):
         for child in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(child)
+            yield from leaves_of(child)
     elif value is not None:
         yield value
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adagrad, Adam, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainwright.devices.abilities import fuses
 from trainwright.errors import a_type_of, did_you_mean
@@ -65,11 +65,6 @@ class SchedulerConfig:
         if self.reduce_on_plateau is None:
             self.reduce_on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
-    @property
-    def is_plateau(self) -> bool:
-        """Return whether the scheduler's step takes a metric."""
-        return bool(self.reduce_on_plateau)
-
     def is_of(self, optimizer: Optimizer) -> bool:
         """Return whether the scheduler sets the rates of an optimizer, or of the optimizer that a strategy has wrapped."""
         scheduled = getattr(self.scheduler, "optimizer", None)
@@ -109,7 +104,7 @@ def check_scheduler(config: SchedulerConfig, optimizers: Sequence[Optimizer], is
             f"the {kind} that configure_optimizers returned schedules an optimizer that it did not return; make it with one "
             "of those returned."
         )
-    if config.is_plateau and config.monitor is None and not is_manual:
+    if config.reduce_on_plateau and config.monitor is None and not is_manual:
         raise ValueError(
             f"{kind} needs the metric to follow: return {{'scheduler': ..., 'monitor': 'val_loss'}} with a name that you log."
         )
@@ -161,14 +156,9 @@ def _split(returned: Any) -> tuple[list[Optimizer], list[Any]]:
     for index, item in enumerate(returned):
         optimizer, more = _split_mapping(item) if isinstance(item, Mapping) else (item, [])
         if not isinstance(optimizer, Optimizer):
-            hint = ""
-            if isinstance(optimizer, LRScheduler):
-                hint = " Return ([optimizers], [schedulers]), a pair of lists."
-            elif isinstance(optimizer, type):
-                hint = f" Make an instance of {optimizer.__name__}."
             raise TypeError(
                 f"item {index} of the configure_optimizers result is {a_type_of(optimizer)}, not an Optimizer; expected "
-                f"{ACCEPTED}.{hint}"
+                f"{ACCEPTED}."
             )
         optimizers.append(optimizer)
         schedulers += more

@@ -11,7 +11,6 @@ from trainwright.data.loaders import with_last
 from trainwright.data.source_state import SPACING
 from trainwright.data.transfer import to_device
 from trainwright.engine.engine import Engine
-from trainwright.overrides import LoopObserver
 
 
 class PreparedLoader:
@@ -185,7 +184,7 @@ class Iteration:
 class Iterations:
     """The passes under way, and which of them the loop iterates, because a loop may read several loaders."""
 
-    def __init__(self, observer: LoopObserver | None = None) -> None:
+    def __init__(self, observer: Any = None) -> None:
         self._observer = observer
         self._open: list[Iteration] = []
         self._moment = 0

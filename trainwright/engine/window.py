@@ -95,9 +95,11 @@ class AccumulationWindow:
 
 def scaled(loss: Tensor, weight: float, divisor: float) -> Tensor:
     """Return a loss times a rank's weight, divided by a window's divisor: the same bits in both loops."""
-    if weight != 1.0:
-        loss = in_float32(loss) * weight
-    return loss if divisor == 1.0 else in_float32(loss) / divisor
+    if weight == divisor == 1.0:
+        return loss
+    loss = loss.float() if loss.dtype in LOW else loss
+    loss = loss if weight == 1.0 else loss * weight
+    return loss if divisor == 1.0 else loss / divisor
 
 
 def divisor_of(length: int, dtype: torch.dtype) -> float:
@@ -105,11 +107,6 @@ def divisor_of(length: int, dtype: torch.dtype) -> float:
     # The gradient that enters a loss has the loss's dtype. A third is 0.2 % too large in bfloat16, in every gradient. So the
     # losses are divided by the reciprocal of that, and `correction` multiplies the gradients, in their own dtype, by the rest.
     return 1.0 / torch.tensor(1.0 / length, dtype=dtype).item() if dtype in LOW else length
-
-
-def in_float32(loss: Tensor) -> Tensor:
-    """Return a half-precision loss in float32, and any other unchanged."""
-    return loss.float() if loss.dtype in LOW else loss
 
 
 class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
@@ -153,7 +150,12 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
     def drop_if_left(self) -> None:
         """Drop the gradients of an open window whose pass over a loader the loop has left, with a warning."""
         if self._position and self._iteration is not None and self._iteration.is_left:
-            self._windows.warn_of_drop(self._position, self.length)
+            rank_zero_warn(
+                f"the loop left its loader after {self._position} of the {self.length} batches of an accumulation window: "
+                "their gradients are dropped without a step. Leave the loader where accelerator.sync_gradients is True, or set "
+                "accelerator.gradient_accumulation_steps before it to the number of batches that you read.",
+                stacklevel=3,
+            )
             self.drop()
             self._windows.drop_gradients(self._models)
 
@@ -192,7 +194,6 @@ class AccumulationWindows:
         self.ends_with_loader, self.syncs_each_batch = ends_with_loader, syncs_each_batch
         self.backwards = 0
         """Number of losses sent backward so far."""
-        self._has_warned = False
         self.reset()
 
     def reset(self) -> None:
@@ -218,23 +219,10 @@ class AccumulationWindows:
         for window in self._windows.values():
             window.drop_if_left()
 
-    def warn_of_drop(self, batches: int, length: int) -> None:
-        """Warn once of a window that the loop has left after some of its batches."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        rank_zero_warn(
-            f"the loop left its loader after {batches} of the {length} batches of an accumulation window: their gradients are "
-            "dropped without a step, here and whenever it does so again. Leave the loader where accelerator.sync_gradients is "
-            "True, or set accelerator.gradient_accumulation_steps before it to the number of batches that you read.",
-            stacklevel=4,
-        )
-
     def of(self, models: tuple[nn.Module, ...]) -> ModelWindow:
-        window = self._windows.get(models)
-        if window is None:
-            window = self._windows[models] = ModelWindow(self, models)
-        return window
+        if models not in self._windows:
+            self._windows[models] = ModelWindow(self, models)
+        return self._windows[models]
 
     def set_length(self, length: int) -> None:
         """Set the usual length of the windows that begin from now on."""

@@ -58,7 +58,7 @@ class Collectives(Processes):
             TypeError, ValueError: see `gather`.
         """
         keep = self._ranks_with_samples(loader)
-        if use_gather_object or not nests.contains_tensors_only(input_data):
+        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in nests.leaves_of(input_data)):
             return nests.gather_objects(input_data, keep, self.device)
         return nests.gather(input_data, keep)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.arguments import check_takes, refuse_unknown
+from trainwright.arguments import refuse_unknown
 from trainwright.checkpoint.discovery import is_newest
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
@@ -65,10 +65,10 @@ class SavedStates:
         self._objects = []
 
     def add_save_hook(self, hook: Hook) -> RemovableHandle:
-        return _added(self._save_hooks, hook, "register_save_state_pre_hook", ("models", "weights", "output_dir"))
+        return _added(self._save_hooks, hook, "register_save_state_pre_hook")
 
     def add_load_hook(self, hook: Hook) -> RemovableHandle:
-        return _added(self._load_hooks, hook, "register_load_state_pre_hook", ("models", "input_dir"))
+        return _added(self._load_hooks, hook, "register_load_state_pre_hook")
 
     def save(
         self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
@@ -228,10 +228,9 @@ class SavedStates:
             self._engine.ranks.run_on_all(load, call, subject=subject)
 
 
-def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str, given: tuple[str, ...]) -> RemovableHandle:
+def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str) -> RemovableHandle:
     if not callable(hook):
         raise TypeError(f"{call} was given {a_type_of(hook)}. Expected a function.")
-    check_takes(f"{call}: {getattr(hook, '__name__', type(hook).__name__)}", hook, given)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -123,7 +123,7 @@ def validates_within(run: TrainingRun) -> bool:
 
 def follows_metric_by_step(run: TrainingRun) -> bool:
     """Return whether a step-wise scheduler follows a metric."""
-    return any(config.interval == "step" and config.is_plateau for config in run.trained.schedulers)
+    return any(config.interval == "step" and config.reduce_on_plateau for config in run.trained.schedulers)
 
 
 def step_plateau_schedulers(run: TrainingRun, is_last: bool) -> None:

@@ -220,7 +220,7 @@ def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: boo
         return
     overrides = run.plan.overrides
     for config in run.trained.schedulers:
-        if config.interval != interval or config.is_plateau != plateau or count % config.frequency:
+        if config.interval != interval or bool(config.reduce_on_plateau) != plateau or count % config.frequency:
             continue
         metric = _monitored(run, config) if plateau else None
         if plateau and metric is None:

@@ -22,7 +22,7 @@ from trainwright.engine.engine import Engine
 from trainwright.errors import a_type_of
 from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.module import Module, hook_of
-from trainwright.overrides import aside, overridable
+from trainwright.overrides import overridable
 from trainwright.paths import absolute
 from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
@@ -260,8 +260,8 @@ class Trainer(Status):
         settings["logger"] = SilentLogger() if self.loggers else False  # a step may write to self.logger
         if overfit := settings["overfit_batches"]:  # it would set the validation's batches too
             settings |= {"overfit_batches": 0.0, "limit_train_batches": overfit}
-        with aside():
-            trial = Trainer(**settings | changes)
+        trial = Trainer.__new__(Trainer)
+        Trainer.__init__.__wrapped__(trial, **settings | changes)  # type: ignore[attr-defined]  # without overrides
         shown = replace(trial._settings, max_epochs=self.max_epochs, max_steps=self.max_steps)
         trial._trial_settings, trial._settings = trial._settings, shown
         return trial

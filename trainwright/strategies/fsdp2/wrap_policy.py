@@ -7,6 +7,7 @@ unknown.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -15,7 +16,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from trainwright.arguments import check_takes
 from trainwright.errors import a_type_of
 
 ROOT = "_fsdp_root"
@@ -33,7 +33,10 @@ WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 def check_policy(name: str, policy: object) -> None:
     """Raise TypeError for a policy that cannot be called with a module, such as a policy of torch's first FSDP."""
     if callable(policy) and not isinstance(policy, type):
-        check_takes(name, policy, ["module"])
+        try:
+            inspect.signature(policy).bind("module")
+        except TypeError as error:
+            raise TypeError(f"{name} cannot be called: it is given (module) ({error}). Take one module.") from None
 
 
 def choose_groups(

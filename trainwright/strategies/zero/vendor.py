@@ -85,13 +85,11 @@ def make_engine(
 
     announce_local_rank(Environment.detect())
     deepspeed = import_deepspeed(device)
-    stage = config["zero_optimization"]["stage"]
-    whole = [p for p in part.parameters() if not hasattr(p, "ds_id")] if stage == 3 else []
-    for parameter in whole:
-        parameter.data = parameter.data.contiguous()  # stage 3 shards the memory, whatever its strides
+    is_stage_3 = config["zero_optimization"]["stage"] == 3
+    whole = [p for p in part.parameters() if is_stage_3 and not hasattr(p, "ds_id")]
     scalars = [p for p in whole if p.dim() == 0]
-    for parameter in scalars:
-        parameter.data = parameter.data.reshape(1)
+    for parameter in whole:  # stage 3 shards the memory, whatever its strides
+        parameter.data = parameter.data.contiguous().reshape(parameter.shape or (1,))
     try:
         with _patched(deepspeed.DeepSpeedEngine, check):
             engine = deepspeed.initialize(
@@ -118,14 +116,13 @@ def scale_losses(engine: Any) -> None:
     """Give an engine with float32 weights the loss scale of its float16 configuration."""
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
-    zero = engine.optimizer
-    zero.loss_scaler = CreateLossScaler(
+    engine.optimizer.loss_scaler = CreateLossScaler(
         dtype=torch.float16,
         static_loss_scale=engine.loss_scale(),
         dynamic_scaling=engine.dynamic_loss_scale(),
         dynamic_loss_args=engine.dynamic_loss_scale_args(),
     )
-    zero.dynamic_loss_scale = zero.loss_scaler.dynamic
+    engine.optimizer.dynamic_loss_scale = engine.optimizer.loss_scaler.dynamic
 
 
 def refuse_plain_backward(zero: Any, is_expected: Callable[[], bool], name: str) -> None:
@@ -298,6 +295,17 @@ def release_module(module: nn.Module) -> None:
                 wrapped.cache_clear()
 
 
+def release_parameters(part: Any) -> None:
+    """Shard the parameters that a failed forward or backward has left gathered, because no later engine could."""
+    in_flight = getattr(part, "ds_inflight_param_registry", {})
+    for parameter in (p for p in part.parameters() if hasattr(p, "ds_active_sub_modules")):
+        if (gathering := in_flight.pop(parameter, None)) is not None:
+            gathering.wait()
+        parameter.ds_active_sub_modules.clear()
+        if not parameter.ds_persist and parameter.ds_status.name == "AVAILABLE":
+            parameter.partition()
+
+
 def end_training(engines: Iterable[Any]) -> None:
     """Remove stage 3 engines' buffers and gradient hooks, which outlive the modules. The modules can still be called."""
     for engine in dict.fromkeys(engines):
@@ -313,12 +321,9 @@ def destroy(engines: Iterable[Any]) -> None:
     for engine in dict.fromkeys(engines):
         engine.destroy()
         # An engine destroys itself again when it is collected, and would clear the attributes of the module's next engine.
-        engine.destroy = _do_nothing
+        engine.destroy = lambda: None
         release_module(engine.module)
-
-
-def _do_nothing() -> None:
-    pass
+        release_parameters(engine.module)
 
 
 def gather_whole(parameter: Any) -> Tensor:
