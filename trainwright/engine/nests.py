@@ -47,7 +47,7 @@ def gather_tensor(tensor: Tensor, keep: Sequence[bool] | None = None) -> Tensor:
 
     `keep` says which ranks' tensors to keep, by default all.
     """
-    parts = list(compress(collectives.gather_uneven(torch.atleast_1d(tensor)), keep or repeat(True)))
+    parts = list(compress(collectives.gather_uneven(tensor if tensor.dim() else tensor[None]), keep or repeat(True)))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
