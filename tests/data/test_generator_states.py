@@ -69,9 +69,7 @@ def test_a_run_refuses_it_before_anything_is_changed(tmp_path: Path, monkeypatch
     trainer.save_checkpoint(tmp_path / "whole.ckpt")
     own = reader.StoredCheckpoint.rank_state
     bad = spoiled(*BAD["position"])
-    monkeypatch.setattr(
-        reader.StoredCheckpoint, "rank_state", lambda self, rank: {**own(self, rank), "rng": bad}
-    )
+    monkeypatch.setattr(reader.StoredCheckpoint, "rank_state", lambda self, rank: {**own(self, rank), "rng": bad})
     module = Classifier()
     before = module.net[0].weight.detach().clone()
     with pytest.raises(tw.CheckpointError, match="generator"):
