@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainwright.devices.abilities import num_together
-from trainwright.devices.hardware import count, resolve_device_type, use
+from trainwright.devices.hardware import count, resolve_device_type, use, warn_of_untested_torch
 from trainwright.distributed.connection import Connection, open_process_group, pick_backend
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.vendor import set_timeout
@@ -60,6 +60,7 @@ def join_job(
         # Returns only if workers run the calls. Then this process computes nothing, and uses no GPU.
         num_workers = _start_job(num_processes, num_nodes, strategy, can_call_workers)
         chosen, device_type, backend = Strategy(), "cpu", "gloo"
+    warn_of_untested_torch()
     device = torch.device("cpu")
     if device_type != "cpu":
         device = torch.device(device_type, device_index(devices, device_type, environment))
