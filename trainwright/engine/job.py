@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainwright.devices.abilities import num_together
-from trainwright.devices.hardware import count, resolve_device_type, use, warn_of_untested_torch
+from trainwright.devices.hardware import count, resolve_device_type, use
 from trainwright.distributed.connection import Connection, open_process_group, pick_backend
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.vendor import set_timeout
@@ -19,6 +19,8 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import SPAWNING, Strategy, is_variant_of, resolve_strategy
 
 DEFAULT_SECONDS = 1800.0
+NEWEST_TORCH = (2, 15)
+"""The newest torch that the tests have passed with."""
 
 JoinedJob = tuple[Environment, Strategy, Precision, torch.device, Connection, float, int]
 """The job's parts as an Engine uses them, the seconds that ranks wait for each other, and the workers to start for a call."""
@@ -188,6 +190,16 @@ def warn_of_missing_srun(num_processes: int, num_tasks: int) -> None:
         rank_zero_warn(
             f"srun did not start this script, so the job has {num_processes} process(es), and its SLURM allocation {num_tasks} "
             "tasks: start the script with srun, as in `srun python train.py`, or ask for one task."
+        )
+
+
+@cache
+def warn_of_untested_torch(newest: tuple[int, int] = NEWEST_TORCH) -> None:
+    """Warn, once, of a torch that is newer than the newest tested one."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) > newest:
+        rank_zero_warn(
+            f"torch {torch.__version__} is newer than {newest[0]}.{newest[1]}, the newest version that was tested here. "
+            "If a run fails within torch, install that version or a newer trainwright."
         )
 
 
