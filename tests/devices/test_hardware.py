@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -118,12 +117,3 @@ def test_a_device_that_cannot_is_believed() -> None:
     assert abilities.collective_backend("meta") is None
     assert not abilities.has_streams("meta")
     assert not abilities.autocasts("meta", torch.bfloat16)
-
-
-def test_a_torch_newer_than_the_tested_ones_is_warned_of_once() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        hardware.warn_of_untested_torch(newest=(2, 10))
-        hardware.warn_of_untested_torch(newest=(2, 10))
-    assert [f"torch {torch.__version__} is newer than 2.10" in str(warning.message) for warning in caught] == [True]
-    hardware.warn_of_untested_torch(newest=(99, 0))

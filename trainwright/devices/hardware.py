@@ -17,12 +17,8 @@ import torch
 
 from trainwright.devices import cuda, num_cores
 from trainwright.errors import a_type_of
-from trainwright.rank_zero import rank_zero_warn
 
 __all__ = ["accelerator_type", "count", "describe_devices", "package_versions", "resolve_device_type"]
-
-NEWEST_TORCH = (2, 15)
-"""The newest torch that the tests have passed with."""
 
 GENERAL = "gpu"
 """The name for any accelerator that torch has."""
@@ -239,13 +235,3 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return MISSING
-
-
-@functools.cache
-def warn_of_untested_torch(newest: tuple[int, int] = NEWEST_TORCH) -> None:
-    """Warn, once, of a torch that is newer than the newest tested one."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) > newest:
-        rank_zero_warn(
-            f"torch {torch.__version__} is newer than {newest[0]}.{newest[1]}, the newest version that was tested here. "
-            "If a run fails within torch, install that version or a newer trainwright."
-        )
