@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from numbers import Integral
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar, cast
@@ -66,28 +67,35 @@ class Setting(Forwarded[T]):
         trainer._change_setting(self._name, value)
 
 
+class Shared(Generic[T]):
+    """An attribute of `trainer.fit_loop` that is the Trainer's attribute of that name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loop: Any, owner: Any = None) -> T:
+        return cast(T, getattr(loop._trainer, self._name))
+
+    def __set__(self, loop: Any, value: Any) -> None:
+        setattr(loop._trainer, self._name, value)
+
+
 class FitLoop:
-    """`trainer.fit_loop`: the limits of a fit, and its counters at this moment.
+    """`trainer.fit_loop`: the limits of a fit, which the Trainer's attributes change too, and its counters at this moment."""
 
-    `change` changes a setting by name, which the next fit takes; within a run it raises.
-    """
+    __slots__ = ("_trainer", "epoch_loop", "epoch_progress")
 
-    def __init__(self, settings: Settings, state: Position, change: Callable[[str, Any], None]) -> None:
-        self._last_epoch, self._change = settings.last_epoch, change
-        self.min_epochs, self.min_steps, self.max_steps = settings.min_epochs, settings.min_steps, settings.max_steps
+    def __init__(self, trainer: Status, state: Position) -> None:
+        self._trainer = trainer
         self.epoch_progress = SimpleNamespace(current=SimpleNamespace(completed=state.shown_epoch))
         self.epoch_loop = SimpleNamespace(
             batch_idx=state.batch - 1, total_batch_idx=state.total_batches - 1, global_step=state.step
         )
 
-    @property
-    def max_epochs(self) -> int:
-        """The number of epochs to train; -1 for no limit."""
-        return -1 if self._last_epoch is None else self._last_epoch
-
-    @max_epochs.setter
-    def max_epochs(self, value: int | None) -> None:
-        self._change("max_epochs", value)
+    max_epochs = Shared[int]()
+    min_epochs = Shared[int | None]()
+    max_steps = Shared[int]()
+    min_steps = Shared[int | None]()
 
 
 class Status:
@@ -251,6 +259,11 @@ class Status:
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={value!r} is not accepted. Set it to an integer of at least 1."
+            )
+        value = int(value)
         if self.run.running_call is None:
             self._change_setting("accumulate_grad_batches", value)
         self.run.update_trained(accumulate_grad_batches=value)
@@ -287,7 +300,7 @@ class Status:
     @property
     def fit_loop(self) -> FitLoop:
         """Return the limits and counters of fit as Lightning's loop has them."""
-        return FitLoop(self._settings, self.run.state, self._change_setting)
+        return FitLoop(self, self.run.state)
 
     num_training_batches = Forwarded[Batches]("run.stages.num_training_batches", "Batches of an epoch on this rank.")
     num_val_batches = Forwarded[list[Batches]]("run.stages.validation.num_batches", "Batches of every loader.")
