@@ -67,37 +67,6 @@ class Setting(Forwarded[T]):
         trainer._change_setting(self._name, value)
 
 
-class Shared(Generic[T]):
-    """An attribute of `trainer.fit_loop` that is the Trainer's attribute of that name."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, loop: Any, owner: Any = None) -> T:
-        return cast(T, getattr(loop._trainer, self._name))
-
-    def __set__(self, loop: Any, value: Any) -> None:
-        setattr(loop._trainer, self._name, value)
-
-
-class FitLoop:
-    """`trainer.fit_loop`: the limits of a fit, which the Trainer's attributes change too, and its counters at this moment."""
-
-    __slots__ = ("_trainer", "epoch_loop", "epoch_progress")
-
-    def __init__(self, trainer: Status, state: Position) -> None:
-        self._trainer = trainer
-        self.epoch_progress = SimpleNamespace(current=SimpleNamespace(completed=state.shown_epoch))
-        self.epoch_loop = SimpleNamespace(
-            batch_idx=state.batch - 1, total_batch_idx=state.total_batches - 1, global_step=state.step
-        )
-
-    max_epochs = Shared[int]()
-    min_epochs = Shared[int | None]()
-    max_steps = Shared[int]()
-    min_steps = Shared[int | None]()
-
-
 class Status:
     """The Trainer's view of its parts."""
 
@@ -361,3 +330,26 @@ class Status:
     callback_metrics = Forwarded[dict[str, Tensor]]("run.logbook.callback_metrics", "The latest value of every metric.")
     logged_metrics = Forwarded[dict[str, Tensor]]("run.logbook.logged_metrics", "The metrics that go to the loggers.")
     progress_bar_metrics = Forwarded[dict[str, float]]("run.logbook.progress_bar_metrics", "Those with prog_bar=True.")
+
+
+class FitLoop:
+    """`trainer.fit_loop`: the limits of a fit, which the Trainer's attributes change too, and its counters at this moment."""
+
+    __slots__ = ("_trainer", "epoch_loop", "epoch_progress")
+
+    max_epochs, min_epochs = Status.max_epochs, Status.min_epochs
+    max_steps, min_steps = Status.max_steps, Status.min_steps
+
+    def __init__(self, trainer: Status, state: Position) -> None:
+        self._trainer = trainer
+        self.epoch_progress = SimpleNamespace(current=SimpleNamespace(completed=state.shown_epoch))
+        self.epoch_loop = SimpleNamespace(
+            batch_idx=state.batch - 1, total_batch_idx=state.total_batches - 1, global_step=state.step
+        )
+
+    @property
+    def _settings(self) -> Settings:
+        return self._trainer._settings
+
+    def _change_setting(self, name: str, value: Any) -> None:
+        self._trainer._change_setting(name, value)
