@@ -67,7 +67,7 @@ class PlainBackwards:
         """Watch new parameters, and return those under a name that another parameter had."""
         known = set(self._names.values())
         found = {p: name for name, p in module.named_parameters() if p.requires_grad and p not in self._names}
-        self._names |= found
+        self._names.update(found)
         self._handles += [each.register_post_accumulate_grad_hook(self.came.add) for each in found]  # type: ignore[no-untyped-call]
         return [each for each, name in found.items() if name in known]
 
