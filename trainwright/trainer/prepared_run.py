@@ -66,7 +66,9 @@ class PlainBackwards:
     def _watch_new(self, module: nn.Module) -> list[Tensor]:
         """Watch new parameters, and return those under a name that another parameter had."""
         known = set(self._names.values())
-        found = {p: name for name, p in module.named_parameters() if p.requires_grad and p not in self._names}
+        found: dict[Tensor, str] = {
+            p: name for name, p in module.named_parameters() if p.requires_grad and p not in self._names
+        }
         self._names.update(found)
         self._handles += [each.register_post_accumulate_grad_hook(self.came.add) for each in found]  # type: ignore[no-untyped-call]
         return [each for each, name in found.items() if name in known]
