@@ -155,6 +155,12 @@ class Settings:
                 yield f"barebones=True omits what costs time, but {wanted} asks for it. Omit one"
 
     @property
+    def shared(self) -> dict[str, Any]:
+        """The settings that have to be the same on every rank."""
+        own = ("enable_", "detect_anomaly", "benchmark")  # each rank may print and look for errors in its own way
+        return {name: value for name, value in vars(self).items() if not name.startswith(own)}
+
+    @property
     def effective(self) -> Settings:
         """The settings of a run, after fast_dev_run, overfit_batches and barebones have changed them."""
         changes: dict[str, Any] = {}
