@@ -57,6 +57,7 @@ class RichProgressBar(LiveProgressBar):
 
     Raises:
         ImportError: rich is not installed.
+        ValueError: rich does not know a style.
 
     >>> theme = tw.callbacks.RichProgressBarTheme(progress_bar="magenta", metrics_format=".4f")
     >>> bar = tw.RichProgressBar(theme=theme, leave=True)
@@ -75,8 +76,17 @@ class RichProgressBar(LiveProgressBar):
         line_seconds: float = 30.0,
     ) -> None:
         require_rich("RichProgressBar")
+        from rich.console import Console
+        from rich.errors import MissingStyle
+
         super().__init__(refresh_rate, leave, refresh_seconds, line_seconds)
         self.theme = RichProgressBarTheme() if theme is None else theme
+        for name, style in self.theme.styles().items():
+            try:
+                Console().get_style(style)
+            except MissingStyle as error:
+                text = f"{name}={style!r} of the theme is not a style; pass one such as 'bold green' or '#6206E0'."
+                raise ValueError(text) from error
         self._console_kwargs = {"stderr": True, **(console_kwargs or {})}
         self._console: Console | None = None
         self._display: RichDisplay | None = None
@@ -115,10 +125,8 @@ class RichProgressBar(LiveProgressBar):
         """Return the metrics as they are shown."""
         theme = self.theme
         if theme.metrics_format:
-            items = plain(metrics).items()
-            shown = {
-                name: format(each, theme.metrics_format) if isinstance(each, float) else each for name, each in items
-            }
+            form = theme.metrics_format
+            shown = {n: format(each, form) if isinstance(each, float) else each for n, each in plain(metrics).items()}
         else:
             shown = rounded(metrics, digits=3)
         return theme.metrics_text_delimiter.join(f"{name}={value}" for name, value in shown.items())
