@@ -134,6 +134,7 @@ TORCH = (
     ),
     Use("torch.amp.GradScaler", "_growth_tracker", "carry a loss scale from DeepSpeed to others, and back"),
     Use("torch.optim.Adam", "_init_group", "know a subclass that steps as torch's own class does"),
+    Use("torch.optim.lr_scheduler", "_opt_called", "resume a scheduler without torch's warning of its first step"),
     Use(
         "torch.utils._pytree",
         "tree_leaves tree_map tree_map_only tree_map_with_path MappingKey",

@@ -199,16 +199,3 @@ def test_a_save_rejects_sparse_state_of_an_optimizer(tmp_path: Path) -> None:
     trainer = tw.Trainer(**settings)
     trainer.fit(Words(0.0), make_loader(16))
     assert trainer.global_step > 0
-
-
-def test_a_parameter_group_that_no_checkpoint_can_hold_is_refused_before_training(tmp_path: Path) -> None:
-    class Grouped(Classifier):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([{"params": self.parameters(), "owner": object()}], lr=0.1)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            raise AssertionError("it trains")
-
-    settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
-    with pytest.raises(tw.CheckpointError, match=r"a parameter group of SGD.owner is a builtins.object"):
-        tw.Trainer(**settings).fit(Grouped(), make_loader(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,23 @@ class FreezesAlone(Classifier):
             self.net[0].requires_grad_(False)
 
 
+def other_arguments(rank: int) -> dict[str, str]:
+    """Return the errors of fits with other arguments on rank 1. The first fit differs only in allowed arguments."""
+    allowed = {**QUIET, "enable_progress_bar": rank == 0, "detect_anomaly": rank == 1}
+    tw.Trainer(max_steps=2, **allowed).fit(Classifier(), make_loader())
+    told: dict[str, str] = {}
+    for name, settings in {
+        "max_steps": {"max_steps": 2 + rank},
+        "window": {"accumulate_grad_batches": 1 + rank, "limit_val_batches": None if rank else 3},
+        "saving": {"callbacks": [] if rank else [tw.ModelCheckpoint()], "enable_checkpointing": rank == 0},
+    }.items():
+        trainer = tw.Trainer(max_epochs=1, **{**QUIET, "enable_checkpointing": None, **settings})
+        with pytest.raises(ValueError) as caught:
+            trainer.fit(Classifier(), make_loader())
+        told[name] = str(caught.value)
+    return told
+
+
 TOLD = {
     "shape": "rank 0 has 'extra.weight', a parameter of shape (3, 3) and torch.float32 where rank 1 has 'extra.weight', "
     "a parameter of shape (4, 3) and torch.float32",
@@ -83,6 +101,7 @@ def job(folder: Path) -> dict[str, Any]:
     with pytest.raises(ValueError) as caught:
         tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(lr=0.1 + dist.get_rank()), make_loader())
     told["rates"] = str(caught.value)
+    told |= other_arguments(dist.get_rank())
     took = time.monotonic() - began
     trainer = tw.Trainer(max_epochs=1, **QUIET)
     trainer.fit(Classifier(), make_loader())  # the job goes on
@@ -94,6 +113,12 @@ def test_different_models_are_named_and_hang_nobody(tmp_path: Path) -> None:
     assert zero["told"] == one["told"]
     assert "by rank betas of group 0 of optimizer 0 is (0.9, 0.99), (0.9, 0.991). Choose" in zero["told"]["options"]
     assert "lr of group 0 of optimizer 0 is 0.1, 1.1" in zero["told"]["rates"]
+    for name, setting in {
+        "max_steps": "the Trainer's arguments differ between ranks, .* by rank max_steps is 2, 3",
+        "window": "limit_val_batches is 3, None; accumulate_grad_batches is 1, 2",
+        "saving": r"callbacks that save is \['ModelCheckpoint'\], \[\]",
+    }.items():
+        assert re.search(setting, zero["told"][name])
     for respect, text in TOLD.items():
         said = zero["told"][respect]
         assert said.startswith("rank 1 built a different Other than rank 0: ")

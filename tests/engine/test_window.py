@@ -283,3 +283,34 @@ def test_gradients_of_chosen_optimizers_are_unscaled() -> None:
     assert [model.module.weight.grad.item() for model in models] == [1.0, 1.0]
     with pytest.raises(ValueError, match="was not prepared"):
         accelerator.unscale_gradients(torch.optim.SGD(make_net().parameters(), 0.5))
+
+
+def test_gradients_of_another_models_loss_are_cleared_between_windows() -> None:
+    """As in examples/raw_loop/gan.py: the generator's loss reaches the critic, whose gradients are cleared after its step."""
+    accelerator, left, right, *optimizers, loader = two_models(3)
+    plain = [make_net(), make_net()]
+    steppers = [torch.optim.SGD(each.parameters(), 0.3, momentum=0.9) for each in plain]
+    for number, batch in enumerate(b for _ in range(2) for b in loader):
+        with accelerator.accumulate(right):
+            accelerator.backward(loss_of(right, batch))
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        with accelerator.accumulate(left):
+            accelerator.backward(loss_of(left, batch) - loss_of(right, batch))
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        optimizers[1].zero_grad()
+
+        is_at_end = number % 3 == 2
+        (loss_of(plain[1], batch) / 3).backward()
+        if is_at_end:
+            steppers[1].step()
+            steppers[1].zero_grad()
+        ((loss_of(plain[0], batch) - loss_of(plain[1], batch)) / 3).backward()
+        if is_at_end:
+            steppers[0].step()
+            for each in steppers:
+                each.zero_grad()
+    assert accelerator.step_count == 16
+    for trained, by_hand in zip((left, right), plain, strict=True):
+        assert_close(weights(trained), weights(by_hand), 1e-6)

@@ -190,7 +190,7 @@ def test_other_folders_are_rejected_with_a_hint(tmp_path: Path) -> None:
 def test_files_of_others_do_not_hide_runs(tmp_path: Path) -> None:
     table(tmp_path, "run,loss\na,1\n")
     (tmp_path / "run.json").write_text("{}")
-    runs = ["version_0", "version_0/fold_1", "checkpoints/version_0", "net.ckpt/version_0"]
+    runs = ["version_0", "version_0/fold_1", "checkpoints/version_0"]
     for name in runs:
         table(tmp_path / name, "step,loss\n1,2\n")
     table(tmp_path / "version_0/checkpoints/step=1.ckpt", "step,loss\n1,2\n")

@@ -70,5 +70,5 @@ def ranks_with_studies_of_their_own(folder: Path) -> dict[str, Any]:
 def test_ranks_that_chose_differently_are_refused(tmp_path: Path) -> None:
     for found in run_job(ranks_with_studies_of_their_own, 2, tmp_path):
         assert found["steps"] == 0
-        assert "the optimizers of the ranks differ" in found["error"]
+        assert "the optimizers differ between ranks" in found["error"]
         assert "pass rank 0's to the others" in found["error"]

@@ -93,7 +93,7 @@ def read_for_all(folder: Path) -> dict[str, Any]:
     split = tw.Accelerator(cpu=True, split_batches=True)
     with pytest.raises(ValueError, match=r"batch_size=3. Pass a batch_size that is divisible by 2"):
         split.prepare(DataLoader(list(range(6)), batch_size=3))
-    with pytest.raises(ValueError, match=r"this DataLoader has batch_size=None"):
+    with pytest.raises(ValueError, match=r"with batch_size=None"):
         split.prepare(DataLoader(list(range(6)), batch_size=None))
 
     def prepared() -> tuple[tw.Accelerator, Any]:

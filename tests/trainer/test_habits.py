@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import safetensors.torch
 import small
@@ -97,11 +98,13 @@ def test_hooks_of_earlier_versions_are_named() -> None:
         def configure_sharded_model(self) -> None:
             raise AssertionError
 
-    with pytest.raises(
-        TypeError, match=r"Old.configure_sharded_model is never called\. Define configure_model instead"
-    ):
+    with pytest.warns(UserWarning, match="Old.configure_sharded_model .* did you mean configure_model"):
         trainer_of().fit(Old(), make_loader(16))
     del Old.configure_sharded_model
+    Old.on_epoch_end = lambda self: None
+    with pytest.warns(UserWarning, match="Old.on_epoch_end .* did you mean on_train_epoch_end"):
+        trainer_of().fit(Old(), make_loader(16))
+    del Old.on_epoch_end
     Old.training_epoch_end = lambda self, outputs: None
     with pytest.raises(TypeError, match=r"Old.training_epoch_end is never called\. Define on_train_epoch_end"):
         trainer_of().fit(Old(), make_loader(16))
@@ -138,9 +141,17 @@ def test_settings_are_attributes_and_can_be_set_between_runs() -> None:
         trainer.max_epochs = "a"
     with pytest.raises(AttributeError, match=r"trainer.world_size cannot be set|can't set|has no setter"):
         trainer.world_size = 3
+    trainer.fit_loop.min_epochs, trainer.fit_loop.max_steps = 1, 50
+    assert (trainer.min_epochs, trainer.fit_loop.min_epochs, trainer.max_steps) == (1, 1, 50)
+    with pytest.raises(AttributeError):
+        trainer.fit_loop.max_epoch = 3  # type: ignore[attr-defined]
 
     class Changes(Classifier):
         def on_train_start(self) -> None:
+            for wrong in (0, 2.5, "4", True):
+                with pytest.raises(ValueError, match=r"accumulate_grad_batches=.* integer of at least 1"):
+                    self.trainer.accumulate_grad_batches = wrong
+            self.trainer.accumulate_grad_batches = numpy.int64(2)
             self.trainer.limit_val_batches = 1
 
     with pytest.raises(RuntimeError, match="limit_val_batches was set while"):
@@ -287,7 +298,8 @@ def test_parts_in_evaluation_mode_are_named_once() -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     loaders = (make_loader(16), make_loader(16))
-    named, whole, frozen, chosen = (Fine() for _ in range(4))
+    named, whole, frozen, chosen, quiet = (Fine() for _ in range(5))
+    quiet.body = small.make_net(0.0).eval()  # acts the same in training
     named.body.eval()
     whole.eval()
     frozen.body.eval().requires_grad_(False)
@@ -301,7 +313,7 @@ def test_parts_in_evaluation_mode_are_named_once() -> None:
             trainer_of(max_epochs=2).fit(module, *loaders)
         assert len(caught) == 1
     trainer = trainer_of(max_epochs=2)
-    for module in (frozen, chosen, Fine()):  # warnings are errors
+    for module in (frozen, chosen, quiet, Fine()):  # warnings are errors
         trainer.fit(module, *loaders)
         trainer.validate(module, loaders[1], verbose=False)
         trainer.fit(module, *loaders)

@@ -49,6 +49,8 @@ from trainwright.strategies import Strategy
 from trainwright.tensor_names import is_extra_state, named_tensors, own_name
 
 Shapes = dict[str, tuple[int, ...]]
+STATISTICS = ("running_mean", "running_var")
+"""The buffers of norms that are checked for finiteness, as trained weights are."""
 DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -190,8 +192,8 @@ class EngineCheckpoints:
     def find_fault(self) -> str:
         """Return a text that names weights that are not finite on any rank, or "" if all are. Collective.
 
-        Buffers and frozen parameters are not checked, because they may contain such values by design (a mask of -inf). If the
-        text is empty, the next save does not check again.
+        Other buffers than running statistics, and frozen parameters, are not checked, because they may contain such values by
+        design (a mask of -inf). If the text is empty, the next save does not check again.
         """
         fault = self._fault(model_pieces(self.strategy, self.modules))
         self._is_known_finite = not fault
@@ -202,7 +204,7 @@ class EngineCheckpoints:
             prefix_of(number) + name
             for number, module in enumerate(self.modules)
             for name, tensor in named_tensors(module)
-            if tensor.requires_grad
+            if tensor.requires_grad or name.endswith(STATISTICS)
         }
         found = self.ranks.exchange(_not_finite(trained, pieces), SAVE)
         names = list(dict.fromkeys(name for local in found for name in local))

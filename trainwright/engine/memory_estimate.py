@@ -169,7 +169,9 @@ def available_memory(device: torch.device | None = None, processes: int = 1) -> 
 
 
 def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
-    """Return the bytes that fsdp gathers at once."""
+    """Return the bytes that fsdp gathers at once, or 0 for a list of parameters, whose groups are unknown."""
+    if isinstance(module, nn.ParameterList):
+        return 0
     taken: set[Tensor] = set()
     parts = []
     for group in (*groups, module):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress, repeat
 from numbers import Real
 from typing import Any
 
@@ -46,7 +47,7 @@ def gather_tensor(tensor: Tensor, keep: Sequence[bool] | None = None) -> Tensor:
 
     `keep` says which ranks' tensors to keep, by default all.
     """
-    parts = _kept(collectives.gather_uneven(tensor.reshape(1) if tensor.dim() == 0 else tensor), keep)
+    parts = list(compress(collectives.gather_uneven(tensor if tensor.dim() else tensor[None]), keep or repeat(True)))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -57,7 +58,7 @@ def gather_objects(value: Any, keep: Sequence[bool] | None, device: torch.device
     """
     plain, tensors = encode(list(value) if isinstance(value, (list, tuple)) else [value], "the list of objects")
     received = [decode(items, blobs) for items, blobs in collectives.gather_nests(plain, tensors)]
-    return [to_device(item, device) for items in _kept(received, keep) for item in items]
+    return [to_device(item, device) for items in compress(received, keep or repeat(True)) for item in items]
 
 
 def pad(value: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
@@ -77,11 +78,6 @@ def pad(value: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
         return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
 
     return _rebuilt(value, iter([padded(leaf) for leaf in leaves_of(value)]))
-
-
-def _kept(parts: list[Any], keep: Sequence[bool] | None) -> list[Any]:
-    """Return the parts of the ranks to keep."""
-    return parts if keep is None else [part for part, is_kept in zip(parts, keep, strict=True) if is_kept]
 
 
 def reduce(value: Any, reduction: str, ranks: Ranks, scale: float = 1.0) -> Any:

@@ -18,7 +18,7 @@ from trainwright.data.transfer import map_tensors
 from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import clear_gradients
 from trainwright.engine.prepared_loader import PreparedLoader
-from trainwright.engine.window import AccumulationWindows
+from trainwright.engine.window import AccumulationWindows, ModelWindow
 from trainwright.precision.base import Closure
 from trainwright.strategies.base import Clipping, StepResult, release
 
@@ -65,6 +65,8 @@ class PreparedOptimizer(Optimizer):
         """Whether a step has used the current gradients."""
         self._cleared_at: int | None = None
         """The number of backwards at a deferred `zero_grad`, or None."""
+        self._stepped_in: tuple[ModelWindow, int] | None = None
+        """The window of the latest step, and its number of batches then."""
 
     def __getattr__(self, name: str) -> Any:  # param_groups, state and the other attributes
         if name == "optimizer":  # a copy that has no attributes yet
@@ -122,6 +124,7 @@ class PreparedOptimizer(Optimizer):
         self.steps_made += not result.skipped
         self._is_done = True
         if windows is not None:
+            self._stepped_in = windows.current, windows.current.batches
             windows.clear()
         if self._after_step is not None:
             self._after_step(result)
@@ -166,6 +169,8 @@ class PreparedOptimizer(Optimizer):
             or (windows.usual_length == 1 and windows.current.is_at_end)
             or self._is_done
             or self.optimizer in self._engine.strategy.finalized
+            # Another model's loss has left gradients since its window ended with a step.
+            or (self._stepped_in is not None and self._stepped_in[0].batches == self._stepped_in[1])
         ):
             self.drop_gradients(set_to_none)
         elif windows.current.is_at_end:  # before the last backward, or instead of a step

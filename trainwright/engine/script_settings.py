@@ -112,12 +112,23 @@ class ScriptSettings:
 
 def refuse_unlike_optimizers(optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
     """Raise ValueError on every rank for optimizers whose kinds or options differ between ranks. Collective."""
-    by_rank: list[Settings] = ranks.differing(_optimizer_settings(optimizers), "comparing the optimizers")
+    _refuse_unlike(_optimizer_settings(optimizers), ranks, "the optimizers")
+
+
+def refuse_unlike_arguments(arguments: Mapping[str, Any], owner: str, ranks: Ranks) -> None:
+    """Raise ValueError on every rank for plain arguments that differ between ranks. Collective."""
+    settings = {name: repr(value) for name, value in arguments.items() if _is_plain(value)}
+    _refuse_unlike(settings, ranks, f"the {owner}'s arguments")
+
+
+def _refuse_unlike(settings: Settings, ranks: Ranks, what: str) -> None:
+    by_rank: list[Settings] = ranks.differing(settings, f"comparing {what}")
     if by_rank:
-        unlike = [name for name, value in by_rank[0].items() if any(other.get(name) != value for other in by_rank)]
-        values = [f"{name} is {', '.join(other.get(name, 'nothing') for other in by_rank)}" for name in unlike[:SHOWN]]
+        names = dict.fromkeys(name for local in by_rank for name in local)
+        unlike = [name for name in names if len({local.get(name) for local in by_rank}) > 1]
+        values = [f"{name} is {', '.join(local.get(name, 'nothing') for local in by_rank)}" for name in unlike[:SHOWN]]
         raise ValueError(
-            f"the optimizers of the ranks differ, and so would their weights: by rank {'; '.join(values)}. Choose settings "
+            f"{what} differ between ranks, and so would their weights: by rank {'; '.join(values)}. Choose settings "
             "after tw.seed_everything, or pass rank 0's to the others with trainer.engine.broadcast."
         )
 

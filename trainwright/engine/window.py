@@ -117,6 +117,8 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
         self._windows, self._models = windows, models
         self._iteration: Iteration | None = None
         """The pass over a loader that it began in."""
+        self.batches = 0
+        """Its batches so far, also of earlier windows."""
         self._corrected: set[int] = set()
         self._put_off: list[Callable[[], None]] = []
         """Called when the next window begins, to clear gradients: `zero_grad` was called at this window's end before a step."""
@@ -124,6 +126,7 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
     def __enter__(self) -> None:
         windows = self._windows
         windows.current = self
+        self.batches += 1
         if self._put_off and self._position == 0:
             waiting, self._put_off = self._put_off, []
             for clear in waiting:

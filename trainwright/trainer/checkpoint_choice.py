@@ -42,24 +42,19 @@ class Choice:
     """Whether the same call may be repeated, and is then to find the end of the run."""
 
 
-def lock_folders(ranks: Ranks, folders: Iterable[str | None], locks: ExitStack, say: Callable[[str], None]) -> None:
+def lock_folders(ranks: Ranks, folders: Iterable[str | None], locks: ExitStack) -> None:
     """Lock the known folders (not None) until `locks` is closed. Collective.
 
     Raises:
         CheckpointError: on every rank, if another run has locked one.
     """
-    known = [folder for folder in dict.fromkeys(folders) if folder is not None]
 
-    def take() -> list[str]:
-        taken = []
-        for folder in known:
-            taken.append(lock_folder(folder))
-            locks.callback(taken[-1].release)
-        return [lock.previous_holder for lock in taken]
+    def take() -> None:
+        for folder in dict.fromkeys(folders):
+            if folder is not None:
+                locks.callback(lock_folder(folder).release)
 
-    for folder, holder in zip(known, ranks.decide(take, "the locks of the checkpoints' folders"), strict=True):
-        if holder:
-            say(f"{folder} was held by {holder}, which has ended; this run takes it over.")
+    ranks.decide(take, "the locks of the checkpoints' folders")
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,9 @@ class Evaluation:
         )
         # Before any batch: ranks with a batch would wait in its forward for ranks without.
         for index, (_, loader) in enumerate(self.loaders):
-            is_alone = engine.world_size > 1 and not loader.is_sharded
-            if isinstance(loader, ShardedLoader) and loader.shard.source_length == 0 and not is_alone:
-                self.refuse_empty(index)
+            is_alone = self.is_alone(loader)
+            if isinstance(loader, ShardedLoader) and not is_alone:
+                self.refuse_empty(index, loader.shard.source_length == 0)
             compare_first_draws(loader, engine.ranks, self.stage)
             if engine.strategy.capabilities.forward_is_collective:
                 if is_alone:
@@ -112,9 +112,16 @@ class Evaluation:
             self.run.state.restore_rng(VALIDATION_LOADERS)
             return self.source.load()
 
-    def refuse_empty(self, index: int) -> None:
+    def is_alone(self, loader: Shard) -> bool:
+        """Return whether every rank has a loader of its own."""
+        return self.run.engine.world_size > 1 and not loader.is_sharded
+
+    def refuse_empty(self, index: int, is_empty: bool) -> None:
         """Reject a loader of the call that has no batch on any rank (RuntimeError). A hook may return an empty loader."""
-        if self.source.owner is None:
+        # A shard is empty on every rank or on none: a rank without samples has a dummy batch.
+        if self.is_alone(self.loaders[index][1]):
+            is_empty = all(self.run.engine.ranks.exchange(is_empty, f"the end of a {self.stage} loader"))
+        if is_empty and self.source.owner is None:
             name = self.loaders[index][0]
             which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
             raise RuntimeError(
@@ -238,7 +245,7 @@ def batches_of(
     loader.set_epoch(run.engine.seed, 0)
     is_limited = most is not None or evaluation.limit is not None
     count = evaluation.limit_of(loader, most) if is_limited else None  # without a limit its length does not matter
-    is_alone, length = run.engine.world_size > 1 and not loader.is_sharded, loader.exact_length
+    is_alone, length = evaluation.is_alone(loader), loader.exact_length
     indices = loader.note_indices() if stage == "predict" and isinstance(loader, ShardedLoader) else None
     values: Iterator[Any] = islice(loader, count)
     if is_measuring(run.profiler):
@@ -259,12 +266,7 @@ def batches_of(
         is_uneven = is_alone or length in (None, index + 1)
         arguments = (value, index, loader_index)[: evaluation.num_arguments]
         yield Batch(arguments, value, index, is_uneven=is_uneven, is_dummy=is_dummy)
-    # A shard is empty on every rank or on none: a rank without samples has a dummy batch.
-    is_empty = index < 0
-    if is_alone:
-        is_empty = all(run.engine.ranks.exchange(is_empty, f"the end of a {stage} loader"))
-    if is_empty:
-        evaluation.refuse_empty(loader_index)
+    evaluation.refuse_empty(loader_index, index < 0)
 
 
 def skip_none(world_size: int, stage: str = "training") -> Any:

@@ -65,9 +65,18 @@ EARLIER_HOOKS = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
-    "configure_sharded_model": "configure_model",
 }
 """Hooks of earlier trainers without which results would be missing, and their replacements."""
+RENAMED_HOOKS = {
+    "configure_sharded_model": "configure_model",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+}
+"""Other hooks of earlier trainers."""
 UNTIMED_HOOKS = ("on_tune", "on_run_end")
 """Hooks called before the profiler is set up, or after it is closed."""
 
@@ -193,7 +202,8 @@ def check_hooks(owner: Module | Callback) -> None:
                 f"{who} is never called. Define {EARLIER_HOOKS[name]} instead, and keep outputs that you need on self."
             )
         is_own = method.__module__.partition(".")[0] in ("trainwright", "torch")
-        if not is_own and (meant := nearest_hook(name, base)) and not is_overridden(meant, owner, base):
+        meant = "" if is_own else RENAMED_HOOKS.get(name) or nearest_hook(name, base)
+        if meant and not is_overridden(meant, owner, base):
             rank_zero_warn(
                 f"{who} is not a hook, so it is never called; did you mean {meant}? If it is a method of your own, give it "
                 "another name.",

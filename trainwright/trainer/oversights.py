@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import RandomSampler, SubsetRandomSampler
 
 from trainwright.callbacks.base import Callback
@@ -56,11 +57,14 @@ def warn_of_shuffling(loaders: Any, stage: str) -> None:
         )
 
 
-def warn_of_evaluation_mode(module: nn.Module) -> None:
-    """Warn of parts with trainable parameters that are in evaluation mode."""
+def warn_of_evaluation_mode(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Warn of parts with dropout or batch norm that are in evaluation mode although an optimizer steps them."""
+    stepped = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     for name, part in module.named_modules():
         # A layer without children was chosen separately, such as a batch norm that keeps its statistics.
-        if part.training or not list(part.children()) or not any(p.requires_grad for p in part.parameters()):
+        if part.training or not list(part.children()) or not any(map(_is_quiet, part.modules())):
+            continue
+        if not any(p.requires_grad and p in stepped for p in part.parameters()):
             continue
         shown = repr(name) if name else type(module).__name__
         rank_zero_warn(
@@ -69,6 +73,13 @@ def warn_of_evaluation_mode(module: nn.Module) -> None:
             stacklevel=2,
         )
         return
+
+
+def _is_quiet(layer: nn.Module) -> bool:
+    """Return whether a layer would act in another way in training mode."""
+    rate = getattr(layer, "p" if "Dropout" in type(layer).__name__ else "dropout", None)
+    has_statistics = getattr(layer, "track_running_stats", False)
+    return not layer.training and (has_statistics or (isinstance(rate, float) and rate > 0))
 
 
 def watching(

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.sync_points import SyncPoint
@@ -44,6 +46,50 @@ OWN_PARTS = (
 )  # fmt: skip
 """The parts of a step that a module may override."""
 STEP_OVERRIDES = ("optimizer_step", "configure_gradient_clipping")
+
+
+class PlainBackwards:
+    """Rejects gradients of a plain backward in manual optimization, which are neither averaged nor scaled."""
+
+    def __init__(self) -> None:
+        self._module: nn.Module | None = None
+        self._names: dict[Tensor, str] = {}
+        self._handles: list[RemovableHandle] = []
+        self.came: set[Tensor] = set()
+        """The parameters with gradients from a backward."""
+
+    def watch(self, module: nn.Module) -> None:
+        self.close()
+        self._module, self._names = module, {}
+        self._watch_new(module)
+
+    def _watch_new(self, module: nn.Module) -> list[Tensor]:
+        """Watch new parameters, and return those under a name that another parameter had."""
+        known = set(self._names.values())
+        found: dict[Tensor, str] = {
+            p: name for name, p in module.named_parameters() if p.requires_grad and p not in self._names
+        }
+        self._names.update(found)
+        self._handles += [each.register_post_accumulate_grad_hook(self.came.add) for each in found]  # type: ignore[no-untyped-call]
+        return [each for each, name in found.items() if name in known]
+
+    def refuse(self) -> None:
+        """Raise RuntimeError if a plain backward has given gradients that were not discarded."""
+        if self._module is not None:  # once, within a step, where fsdp's modules have gathered parameters
+            self.came.update(each for each in self._watch_new(self._module) if each.grad is not None)
+            self._module = None
+        kept = [name for each, name in self._names.items() if each in self.came and each.grad is not None]
+        self.came.clear()
+        if kept:
+            raise RuntimeError(
+                f"loss.backward() has given {kept[0]!r} a gradient, which is neither averaged over the ranks nor scaled as "
+                "16-mixed needs it. Under manual optimization call self.manual_backward(loss) instead."
+            )
+
+    def close(self) -> None:
+        for each in self._handles:
+            each.remove()
+        self._handles.clear()
 
 
 class IntervalClock:
@@ -125,6 +171,8 @@ class PreparedRun(Run):
         self.window = AccumulationWindow(self.engine)
         """The batches of the next optimizer step. Windows count from where the run resumes, since no checkpoint is saved
         within one."""
+        self.plain_backwards = PlainBackwards()
+        self.close_at_end(self.plain_backwards.close)
         self.step_results: list[StepResult] = []
         """Results of the steps that the module's running optimizer_step has made."""
 
@@ -299,6 +347,7 @@ class PreparedRun(Run):
 
     def _announce_step(self, optimizer: Optimizer) -> None:
         """Call the hooks before a step of manual optimization."""
+        self.plain_backwards.refuse()
         if self.hooks["on_before_optimizer_step"]:
             with self.engine.precision.step_context():  # where a step of automatic optimization calls them too
                 self.engine.strategy.finalize(optimizer)
@@ -309,12 +358,6 @@ class PreparedRun(Run):
         if self.module.automatic_optimization:
             self.step_results.append(result)
             return
-        needs_engine = self.engine.world_size > 1 or self.engine.precision.has_scaler
-        if needs_engine and not (self.state.step or self.window.has_gradients):
-            raise RuntimeError(
-                "an optimizer was stepped before any self.manual_backward(loss). The gradients of a plain loss.backward() are "
-                "neither averaged over the ranks nor scaled as 16-mixed needs it. Call self.manual_backward(loss) instead."
-            )
         self.state.count_manual_step(result.skipped)
         self.window.drop()
 

@@ -115,6 +115,9 @@ class Resumption:
                 f"{path}: it has states that no callback loads, so this run continues without them: {', '.join(unused)}.",
                 stacklevel=2,
             )
+        for config in run.trained.schedulers if run.state.step else ():
+            if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
+                optimizer._opt_called = True  # it stepped before this process began, and torch would warn of the order
         unfinished = self._unfinished_metrics(checkpoint, restored.rank_state) if run.state.batch else None
         run.logbook.load_state_dict(state.get("metrics", {}), unfinished)
         last, epoch = run.settings.last_epoch, run.state.epoch
@@ -140,16 +143,15 @@ class Resumption:
 
     def _can_hold(self, checkpoint: StoredCheckpoint, gradients: Sequence[Mapping[str, Tensor]]) -> bool:
         """Return whether this job is like the job that saved these gradients. Warn if it differs."""
-        run, saved_under = self._run, checkpoint.header.get("strategy")
-        if saved_under == run.engine.strategy.name and len(gradients) == len(run.engine.modules):
-            return True
-        rank_zero_warn(
-            f"{checkpoint.path} holds gradients that wait for a step, as {checkpoint.world_size} processes under "
-            f"{saved_under!r} had them. On {run.engine.world_size} under {run.engine.strategy.name!r} the run continues "
-            "without them.",
-            stacklevel=2,
-        )
-        return False
+        engine = self._run.engine
+        is_alike = checkpoint.header.get("strategy") == engine.strategy.name and len(gradients) == len(engine.modules)
+        if not is_alike:
+            rank_zero_warn(
+                f"{checkpoint.path} holds gradients that wait for a step. Another strategy or number of processes continues "
+                "without them.",
+                stacklevel=2,
+            )
+        return is_alike
 
     def _unfinished_metrics(self, checkpoint: StoredCheckpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the epoch's logged values of this rank, or at a different world size a share of all ranks' values."""

@@ -324,7 +324,7 @@ class Run:
         # Rank 0's, because the working directories of the ranks may differ.
         self.root = ranks.broadcast(self.root, START_OF_LOGGERS)
         saving = self.checkpoint_callbacks if self.call == "fit" and not self.settings.fast_dev_run else []
-        lock_folders(ranks, [callback.given_dirpath for callback in saving], locks, self.trainer.print)
+        lock_folders(ranks, [callback.given_dirpath for callback in saving], locks)
         path = choice.path or ""
         if choice.continues:
             matches = ranks.decide(lambda: match_states(self.loggers, choice.loggers, path), START_OF_LOGGERS)
@@ -336,7 +336,7 @@ class Run:
             logger.begin_fit()
         agreed = partial(ranks.broadcast, call=START_OF_LOGGERS)
         start_loggers(self.loggers, agreed, is_writer=self.engine.rank == 0, call=self.call)
-        lock_folders(ranks, [callback.folder_in(self.trainer) for callback in saving], locks, self.trainer.print)
+        lock_folders(ranks, [callback.folder_in(self.trainer) for callback in saving], locks)
 
     def _set_up(self) -> None:
         """Prepare the data on one process of each node, then set up every part in the order of hooks.py. Collective."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum, StrEnum, auto
+from operator import attrgetter
 from typing import Any
 
 from trainwright.data.seeding import rng_state, set_rng_state
@@ -38,6 +39,11 @@ class TrainerStatus(StrEnum):
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
 
+    @property
+    def stopped(self) -> bool:
+        """Return whether the call has ended, in whatever way."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
 
 class TrainerFn(StrEnum):
     """The call. A member equals the text that `setup` and `teardown` get."""
@@ -56,6 +62,11 @@ class RunningStage(StrEnum):
     VALIDATING = "validate"
     TESTING = "test"
     PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Return whether this is an evaluation."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
 
 class Phase(Enum):
@@ -302,25 +313,15 @@ class Position:
         finally:
             vars(self).update(now)
 
-    @property
-    def fn(self) -> TrainerFn | None:
-        """Return the Trainer's present or latest call."""
-        return self.progress.fn
-
-    @property
-    def stage(self) -> RunningStage | None:
-        """Return the stage within the call. None outside of a call."""
-        return self.progress.stage
-
-    @property
-    def status(self) -> TrainerStatus:
-        """Return how far the call is."""
-        return self.progress.status
+    fn = property(attrgetter("progress.fn"), doc="The Trainer's present or latest call.")
+    stage = property(attrgetter("progress.stage"), doc="The stage within the call. None outside of a call.")
+    status = property(attrgetter("progress.status"), doc="How far the call is.")
+    stopped = property(attrgetter("progress.status.stopped"), doc="Whether the call has ended.")
 
     @property
     def finished(self) -> bool:
         """Return whether the call has ended without an exception."""
-        return self.status is TrainerStatus.FINISHED
+        return self.progress.status is TrainerStatus.FINISHED
 
     @property
     def logged_step(self) -> int:

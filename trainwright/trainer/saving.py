@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
-from trainwright.checkpoint.contents import encode_state, extra_states
+from trainwright.checkpoint.contents import encode_state
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.checkpoint.shards import check_storable
@@ -21,7 +21,6 @@ from trainwright.engine.named_state import computed_keys, held_gradients, model_
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import UNSAVED_KEYS
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import CHECKPOINT, EPOCH_LEFT, EPOCH_START, OpenEpoch
 from trainwright.trainer.training_run import TrainingRun
@@ -96,15 +95,8 @@ def check_state(run: TrainingRun) -> None:
         return
 
     def look() -> None:
-        for optimizer in engine.optimizers:
-            for group in optimizer.param_groups:
-                stored = {key: value for key, value in group.items() if key not in UNSAVED_KEYS}
-                encode_state(stored, f"a parameter group of {type(optimizer).__name__}")
         try:
-            state = {
-                **run_state(run, run.data.state_dict()),
-                "extra": [extra_states(module) for module in engine.modules],
-            }
+            state = run_state(run, run.data.state_dict())
         except Exception:  # a state_dict may not be ready before the first batch, and the save will report the error
             return
         encode_state(state, "state")

@@ -13,15 +13,12 @@ DEFAULT_MAX_EPOCHS = 1000
 
 REPLACED = {
     "gpus": "pass devices=, with accelerator='gpu'",
-    "tpu_cores": "TPUs are not supported; pass devices= with accelerator='cpu' or 'gpu'",
-    "num_processes": "pass devices=",
     "resume_from_checkpoint": "pass ckpt_path= to trainer.fit",
     "auto_lr_find": "pass a LearningRateFinder in callbacks=, or call tw.Tuner(trainer).lr_find(module)",
     "auto_scale_batch_size": "pass a BatchSizeFinder in callbacks=, or call tw.Tuner(trainer).scale_batch_size(module)",
     "replace_sampler_ddp": "pass use_distributed_sampler=",
     "checkpoint_callback": "pass enable_checkpointing=, and a ModelCheckpoint in callbacks=",
     "progress_bar_refresh_rate": "pass TQDMProgressBar(refresh_rate=...) in callbacks=, or enable_progress_bar=False",
-    "model_registry": "ckpt_path= takes a path or an fsspec URL; the registry is missing",
     "epochs": "pass max_epochs=",
     "steps": "pass max_steps=",
 }
@@ -156,6 +153,12 @@ class Settings:
             wanted = ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name))
             if wanted:
                 yield f"barebones=True omits what costs time, but {wanted} asks for it. Omit one"
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The settings that have to be the same on every rank."""
+        own = ("enable_", "detect_anomaly", "benchmark")  # each rank may print and look for errors in its own way
+        return {name: value for name, value in vars(self).items() if not name.startswith(own)}
 
     @property
     def effective(self) -> Settings:

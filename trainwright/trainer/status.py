@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from numbers import Integral
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar, cast
@@ -64,30 +65,6 @@ class Setting(Forwarded[T]):
 
     def __set__(self, trainer: Any, value: Any) -> None:
         trainer._change_setting(self._name, value)
-
-
-class FitLoop:
-    """`trainer.fit_loop`: the limits of a fit, and its counters at this moment.
-
-    `change` changes a setting by name, which the next fit takes; within a run it raises.
-    """
-
-    def __init__(self, settings: Settings, state: Position, change: Callable[[str, Any], None]) -> None:
-        self._last_epoch, self._change = settings.last_epoch, change
-        self.min_epochs, self.min_steps, self.max_steps = settings.min_epochs, settings.min_steps, settings.max_steps
-        self.epoch_progress = SimpleNamespace(current=SimpleNamespace(completed=state.shown_epoch))
-        self.epoch_loop = SimpleNamespace(
-            batch_idx=state.batch - 1, total_batch_idx=state.total_batches - 1, global_step=state.step
-        )
-
-    @property
-    def max_epochs(self) -> int:
-        """The number of epochs to train; -1 for no limit."""
-        return -1 if self._last_epoch is None else self._last_epoch
-
-    @max_epochs.setter
-    def max_epochs(self, value: int | None) -> None:
-        self._change("max_epochs", value)
 
 
 class Status:
@@ -251,6 +228,11 @@ class Status:
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={value!r} is not accepted. Set it to an integer of at least 1."
+            )
+        value = int(value)
         if self.run.running_call is None:
             self._change_setting("accumulate_grad_batches", value)
         self.run.update_trained(accumulate_grad_batches=value)
@@ -287,7 +269,7 @@ class Status:
     @property
     def fit_loop(self) -> FitLoop:
         """Return the limits and counters of fit as Lightning's loop has them."""
-        return FitLoop(self._settings, self.run.state, self._change_setting)
+        return FitLoop(self, self.run.state)
 
     num_training_batches = Forwarded[Batches]("run.stages.num_training_batches", "Batches of an epoch on this rank.")
     num_val_batches = Forwarded[list[Batches]]("run.stages.validation.num_batches", "Batches of every loader.")
@@ -348,3 +330,26 @@ class Status:
     callback_metrics = Forwarded[dict[str, Tensor]]("run.logbook.callback_metrics", "The latest value of every metric.")
     logged_metrics = Forwarded[dict[str, Tensor]]("run.logbook.logged_metrics", "The metrics that go to the loggers.")
     progress_bar_metrics = Forwarded[dict[str, float]]("run.logbook.progress_bar_metrics", "Those with prog_bar=True.")
+
+
+class FitLoop:
+    """`trainer.fit_loop`: the limits of a fit, which the Trainer's attributes change too, and its counters at this moment."""
+
+    __slots__ = ("_trainer", "epoch_loop", "epoch_progress")
+
+    max_epochs, min_epochs = Status.max_epochs, Status.min_epochs
+    max_steps, min_steps = Status.max_steps, Status.min_steps
+
+    def __init__(self, trainer: Status, state: Position) -> None:
+        self._trainer = trainer
+        self.epoch_progress = SimpleNamespace(current=SimpleNamespace(completed=state.shown_epoch))
+        self.epoch_loop = SimpleNamespace(
+            batch_idx=state.batch - 1, total_batch_idx=state.total_batches - 1, global_step=state.step
+        )
+
+    @property
+    def _settings(self) -> Settings:
+        return self._trainer._settings
+
+    def _change_setting(self, name: str, value: Any) -> None:
+        self._trainer._change_setting(name, value)

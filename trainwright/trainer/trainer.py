@@ -19,6 +19,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Engine
+from trainwright.engine.script_settings import refuse_unlike_arguments
 from trainwright.errors import a_type_of
 from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.module import Module, hook_of
@@ -422,6 +423,8 @@ class Trainer(Status):
             returned = hook_of(request.module, "configure_callbacks", Module)()
             self.callbacks = with_the_modules(self.callbacks, returned)
         parts, callbacks = self._parts(self.run.root), self.checkpoint_callbacks
+        saving = [type(each).__name__ for each in callbacks]
+        refuse_unlike_arguments({**parts.settings.shared, "callbacks that save": saving}, "Trainer", self.engine.ranks)
         search = CheckpointSearch(
             self.engine,
             callbacks,

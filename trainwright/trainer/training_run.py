@@ -48,6 +48,9 @@ class TrainingRun(PreparedRun):
         if not self.plan.is_manual:  # otherwise gradients that on_train_epoch_start has sent backward wait for a step
             self.window.drop()
         self.engine.refresh_trainable()
+        is_scaled, capabilities = self.engine.precision.has_scaler, self.engine.strategy.capabilities
+        if self.plan.is_manual and (is_scaled or self.engine.world_size > 1) and capabilities.gradients_are_parameters:
+            self.plain_backwards.watch(self.module)
         self.engine.sync_gradients(True)
         if self.settings.fused_optimizers:
             for optimizer in self.trained.optimizers:
@@ -64,7 +67,7 @@ class TrainingRun(PreparedRun):
             return pairs
         self._is_watched = True
         self.close_at_end(self._drop_batch)
-        warn_of_evaluation_mode(self.module)
+        warn_of_evaluation_mode(self.module, self.trained.optimizers)
         length = self.data.num_batches
         if length is not None and length <= LONG_EPOCH:
             return pairs
@@ -166,7 +169,11 @@ class TrainingRun(PreparedRun):
             self.window.hold_gradients()  # until an optimizer steps
             if self.batch is not None:
                 loss = self.window.scale(loss, self.batch.weight)
-        super().backward(loss, send, options)
+        self.plain_backwards.refuse()
+        try:
+            super().backward(loss, send, options)
+        finally:
+            self.plain_backwards.came.clear()
 
     @property
     def enable_validation(self) -> bool:
