@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 from trainwright.distributed.environment import Environment
-from trainwright.engine.job import check_nodes, device_index, resolve_num_processes
+from trainwright.engine.job import check_nodes, device_index, resolve_num_processes, warn_of_untested_torch
 
 
 def task(launched_by: str, local_rank: int = 1) -> Environment:
@@ -61,3 +63,12 @@ def test_nodes_are_those_of_the_job() -> None:
         with pytest.raises(ValueError, match="num_nodes=2 was passed, but this job was launched on 1; omit num_nodes"):
             check_nodes(2, task(launched_by))
     check_nodes(2, Environment())  # the launcher will ask for this node's place
+
+
+def test_a_torch_newer_than_the_tested_ones_is_warned_of_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_untested_torch(newest=(2, 10))
+        warn_of_untested_torch(newest=(2, 10))
+    assert [f"torch {torch.__version__} is newer than 2.10" in str(warning.message) for warning in caught] == [True]
+    warn_of_untested_torch(newest=(99, 0))

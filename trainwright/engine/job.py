@@ -19,6 +19,8 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import SPAWNING, Strategy, is_variant_of, resolve_strategy
 
 DEFAULT_SECONDS = 1800.0
+NEWEST_TORCH = (2, 15)
+"""The newest torch that the tests have passed with."""
 
 JoinedJob = tuple[Environment, Strategy, Precision, torch.device, Connection, float, int]
 """The job's parts as an Engine uses them, the seconds that ranks wait for each other, and the workers to start for a call."""
@@ -60,6 +62,7 @@ def join_job(
         # Returns only if workers run the calls. Then this process computes nothing, and uses no GPU.
         num_workers = _start_job(num_processes, num_nodes, strategy, can_call_workers)
         chosen, device_type, backend = Strategy(), "cpu", "gloo"
+    warn_of_untested_torch()
     device = torch.device("cpu")
     if device_type != "cpu":
         device = torch.device(device_type, device_index(devices, device_type, environment))
@@ -187,6 +190,16 @@ def warn_of_missing_srun(num_processes: int, num_tasks: int) -> None:
         rank_zero_warn(
             f"srun did not start this script, so the job has {num_processes} process(es), and its SLURM allocation {num_tasks} "
             "tasks: start the script with srun, as in `srun python train.py`, or ask for one task."
+        )
+
+
+@cache
+def warn_of_untested_torch(newest: tuple[int, int] = NEWEST_TORCH) -> None:
+    """Warn, once, of a torch that is newer than the newest tested one."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) > newest:
+        rank_zero_warn(
+            f"torch {torch.__version__} is newer than {newest[0]}.{newest[1]}, the newest version that was tested here. "
+            "If a run fails within torch, install that version or a newer trainwright."
         )
 
 
