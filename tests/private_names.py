@@ -156,6 +156,16 @@ TORCH = (
         "end the workers of an epoch that was left (data/vendor.py)",
     ),
     Use(
+        "torch.utils.data._utils.worker",
+        "_worker_loop",
+        "find the `done_event` by which a loader tells a worker to end (data/vendor.py)",
+    ),
+    Use(
+        "multiprocessing.synchronize.Event",
+        "_flag",
+        "see without a lock whether a worker was told to end (data/vendor.py)",
+    ),
+    Use(
         "torch.utils.tensorboard.SummaryWriter",
         "_get_file_writer",
         "flush and place the file of events (loggers/tensorboard.py)",

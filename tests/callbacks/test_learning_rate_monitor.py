@@ -123,6 +123,12 @@ def test_learning_rate_monitor_rejects_wrong_settings() -> None:
     with pytest.raises(ValueError, match="but logger=False"):
         tw.Trainer(callbacks=[LearningRateMonitor()], **QUIET).fit(Classifier(), make_loader())
 
+    def twins(parameters: Any) -> Any:
+        return SGD([{"params": [each], "name": "twin"} for each in parameters], lr=0.1)
+
+    with pytest.raises(ValueError, match="have the same name"):
+        rows(LearningRateMonitor(), Tuned(twins))
+
 
 def test_the_rates_are_among_the_callback_metrics(tmp_path: Path) -> None:
     callbacks = [LearningRateMonitor(log_momentum=True), tw.ModelCheckpoint(str(tmp_path), "{lr-AdamW:.2f}")]

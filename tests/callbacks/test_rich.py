@@ -251,6 +251,8 @@ def test_a_bar_of_ones_own_is_short(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rich_rejects_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="time='no style' of the theme is not a style"):
+        tw.RichProgressBar(theme=RichProgressBarTheme(time="no style"))
     with pytest.raises(ValueError, match="refresh_rate=-1 is not accepted"):
         tw.RichProgressBar(-1)
     monkeypatch.setitem(sys.modules, "rich", None)

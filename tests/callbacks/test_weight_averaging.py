@@ -331,6 +331,18 @@ def test_weight_averaging_works_in_other_runs() -> None:
 
     fit(average, kind=Manual)
     assert average.n_averaged == 33
+
+    class Growing(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.queue = torch.zeros(batch_idx + 2)
+            return super().training_step(batch, batch_idx)
+
+    _, grown = fit(ema(), kind=Growing, max_epochs=1)
+    assert len(grown.queue) > 2
     copied = pickle.loads(pickle.dumps(copy.deepcopy(average)))
     assert copied.n_averaged == 33
     assert copied.decay == 0.7

@@ -147,6 +147,29 @@ def test_no_worker_outlives_its_run(persistent: bool) -> None:
     assert time.monotonic() - began < deadline(4 * 5)  # a wait for a worker takes 5 s
 
 
+BLOCKED = """
+import time, torch
+from torch.utils.data import DataLoader, IterableDataset
+from small import QUIET, Classifier
+import trainwright as tw
+
+class Blocked(IterableDataset):
+    def __iter__(self):
+        yield from [(torch.zeros(8), torch.tensor(0))] * 2
+        time.sleep(1000)
+
+tw.Trainer(max_steps=1, **QUIET).fit(Classifier(), DataLoader(Blocked(), num_workers=1))
+"""
+
+
+@pytest.mark.launch
+def test_a_process_ends_although_its_worker_is_blocked(tmp_path: Path) -> None:
+    script = tmp_path / "blocked.py"
+    script.write_text(BLOCKED)
+    environment = {**os.environ, "PYTHONPATH": search_path(Path(__file__).parents[1])}
+    subprocess.run([sys.executable, str(script)], env=environment, timeout=deadline(60), check=True)
+
+
 SIGNALLED = """
 import os, signal, sys, time, torch
 from torch.utils.data import DataLoader, TensorDataset

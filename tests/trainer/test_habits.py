@@ -19,7 +19,6 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.gradient_norms import grad_norm
-from trainwright.trainer.oversights import watching
 
 
 def trainer_of(**settings: Any) -> tw.Trainer:
@@ -377,28 +376,6 @@ class Logs(Classifier):
 class Ends(tw.Callback):
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         trainer.should_stop = True
-
-
-@pytest.mark.parametrize(("seconds", "is_named"), [(0.5, True), (0.001, False)])
-def test_waiting_for_data_beside_idle_cores_is_named(seconds: float, is_named: bool, monkeypatch: Any) -> None:
-    now = [0.0]
-
-    def batches() -> Any:
-        for batch in range(50):
-            now[0] += seconds
-            yield batch
-
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
-    pairs = watching(batches(), make_loader(16), torch.device("cpu"), 4, clock=lambda: now[0])
-    assert list(pairs) == list(range(50))  # four processes on four cores: none is idle
-    pairs = watching(batches(), make_loader(16), torch.device("cpu"), 1, clock=lambda: now[0])
-    if is_named:
-        with pytest.warns(
-            UserWarning, match=r"100% of its time \(500 ms for a batch\): the loader has num_workers=0, .* 4 cores"
-        ):
-            assert list(pairs) == list(range(50))
-    else:
-        assert list(pairs) == list(range(50))
 
 
 def test_objects_of_lightnings_classes_are_named() -> None:

@@ -112,13 +112,23 @@ class AveragedPieces:
             self._averages.clear()
             self.join(strategy, module)
             return
-        pairs = list(self._pairs(strategy.model_pieces(module)))
+        pairs = list(self._pairs(self._read(strategy, module)))
         for some in _portions(pairs):
             self._fold([average for average, _ in some], [_like(value, average) for average, value in some], count)
         # A mean with infinite elements became NaN. These elements get the current value.
         for average, value in pairs if self._infinite else ():
             if id(average) in self._infinite:
                 average.copy_(torch.where(average.isfinite(), average, _like(value, average)))
+
+    def _read(self, strategy: Strategy, module: nn.Module) -> list[Piece]:
+        """Return the pieces of the module. The average of a buffer with a new size begins again."""
+        pieces = strategy.model_pieces(module)
+        for piece in pieces:
+            average = self._averages.get(piece.name)
+            if average is not None and average.shape != piece.tensor.shape:
+                del self._averages[piece.name]
+                self._begin([piece])
+        return pieces
 
     def _pairs(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every average once, with the tensor that the module holds."""
@@ -132,7 +142,7 @@ class AveragedPieces:
     @torch.no_grad()
     def show(self, strategy: Strategy, module: nn.Module, kept: Collection[str] = ()) -> None:
         """Put the averages into the module, and keep its weights and the tensors named `kept`. Collective."""
-        pieces = strategy.model_pieces(module)
+        pieces = self._read(strategy, module)
         names = self._averages.keys() | set(kept)
         for group in tied_groups(piece for piece in pieces if piece.name in names):
             value = group[0].tensor.clone()
@@ -165,7 +175,7 @@ class AveragedPieces:
         `is_model`: the averages are its model. `is_final`: the module contains them, with later changes by its user.
         """
         found: dict[str, dict[str, Tensor]] = {}
-        pieces = {piece.name: piece.tensor for piece in strategy.model_pieces(module)}
+        pieces = {piece.name: piece.tensor for piece in self._read(strategy, module)}
         averages = {name: average for name, average in self._averages.items() if name in pieces}
         if is_model:
             found[TRAINING] = self._kept or {name: pieces[name] for name in averages}
@@ -192,8 +202,10 @@ class AveragedPieces:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        apart = _names_in(checkpoint, AVERAGE)
-        in_model = _names_in(checkpoint, TRAINING) - apart if is_model else set()
+        apart, training = (
+            set(checkpoint.tensors(name)) if name in checkpoint.sections else set() for name in (AVERAGE, TRAINING)
+        )
+        in_model = training - apart if is_model else set()
         self.join(strategy, module)
         pieces = strategy.model_pieces(module)
         self._begin(piece for piece in pieces if piece.name in apart | in_model)  # also those frozen since the save
@@ -205,10 +217,6 @@ class AveragedPieces:
             fill([piece for piece in averages if piece.name in edited], edited)
         elif in_model:
             checkpoint.read_into(MODEL, averages)
-
-
-def _names_in(checkpoint: StoredCheckpoint, section: str) -> set[str]:
-    return set(checkpoint.tensors(section)) if section in checkpoint.sections else set()
 
 
 def _can_be_averaged(tensor: Tensor) -> bool:
@@ -335,5 +343,4 @@ class Averaging(Callback):
         return {"n_averaged": self.n_averaged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.n_averaged = int(state["n_averaged"])
-        self._is_loaded = True
+        self.n_averaged, self._is_loaded = int(state["n_averaged"]), True

@@ -167,7 +167,8 @@ class ClassificationReport(Callback):
         self._confusion = EMPTY
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
-        self.scores.pop("test" if stage == "test" else "validation", None)
+        if stage != "predict":
+            self.scores.pop("test" if stage == "test" else "validation", None)
         self._confusion = EMPTY  # an evaluation that failed may have left some
 
     def on_validation_batch_end(

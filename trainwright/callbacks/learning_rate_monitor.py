@@ -34,7 +34,7 @@ class LearningRateMonitor(Callback):
     also in trainer.callback_metrics, for a checkpoint's name or a monitor.
 
     Raises:
-        ValueError: the interval is unknown, or in fit there is no logger.
+        ValueError: the interval is unknown, in fit there is no logger, or two groups of an optimizer have one name.
 
     >>> monitor = tw.LearningRateMonitor(logging_interval="epoch")
     >>> trainer = tw.Trainer(callbacks=monitor, max_epochs=2, enable_model_summary=False)
@@ -154,4 +154,7 @@ def _group_names(optimizer: Optimizer, name: str) -> list[str]:
     groups = optimizer.param_groups
     if len(groups) == 1:
         return [f"{name}/{groups[0]['name']}" if groups[0].get("name") else name]
-    return [f"{name}/{group.get('name') or f'pg{number}'}" for number, group in enumerate(groups, start=1)]
+    names = [f"{name}/{group.get('name') or f'pg{number}'}" for number, group in enumerate(groups, start=1)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two groups of one optimizer have the same name ({', '.join(names)}); change one of them.")
+    return names

@@ -220,16 +220,14 @@ class RichModelSummary(ModelSummary):
     def _print(self, trainer: TrainerProtocol, summary: LayerSummary) -> None:
         if not trainer.is_global_zero:
             return
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+        from rich import console, table, text
 
-        table = Table(header_style="bold")
+        grid = table.Table(header_style="bold")
         for title, align in zip(summary.header, ALIGNED, strict=False):
-            table.add_column(title, justify="right" if align == ">" else "left", overflow="fold")
+            grid.add_column(title, justify="right" if align == ">" else "left", overflow="fold")
         for row in summary.rows:
-            table.add_row(*map(Text, row))  # not markup, even in brackets
-        console = Console()
+            grid.add_row(*map(text.Text, row))  # not markup, even in brackets
+        printer = console.Console()
         if summary.rows:
-            console.print(table)
-        console.print(*summary.totals, sep="\n", markup=False, highlight=False, soft_wrap=True)
+            printer.print(grid)
+        printer.print(*summary.totals, sep="\n", markup=False, highlight=False, soft_wrap=True)

@@ -57,6 +57,7 @@ class RichProgressBar(LiveProgressBar):
 
     Raises:
         ImportError: rich is not installed.
+        ValueError: rich does not know a style.
 
     >>> theme = tw.callbacks.RichProgressBarTheme(progress_bar="magenta", metrics_format=".4f")
     >>> bar = tw.RichProgressBar(theme=theme, leave=True)
@@ -75,8 +76,17 @@ class RichProgressBar(LiveProgressBar):
         line_seconds: float = 30.0,
     ) -> None:
         require_rich("RichProgressBar")
+        from rich import console, errors
+
         super().__init__(refresh_rate, leave, refresh_seconds, line_seconds)
         self.theme = RichProgressBarTheme() if theme is None else theme
+        for name, style in self.theme.styles().items():
+            try:
+                console.Console().get_style(style)
+            except errors.MissingStyle:
+                raise ValueError(
+                    f"{name}={style!r} of the theme is not a style, such as 'bold green' or '#6206E0'."
+                ) from None
         self._console_kwargs = {"stderr": True, **(console_kwargs or {})}
         self._console: Console | None = None
         self._display: RichDisplay | None = None
@@ -113,14 +123,10 @@ class RichProgressBar(LiveProgressBar):
 
     def _text(self, metrics: dict[str, Any]) -> str:
         """Return the metrics as they are shown."""
-        theme = self.theme
-        if theme.metrics_format:
-            items = plain(metrics).items()
-            shown = {
-                name: format(each, theme.metrics_format) if isinstance(each, float) else each for name, each in items
-            }
-        else:
-            shown = rounded(metrics, digits=3)
+        theme, form = self.theme, self.theme.metrics_format
+        shown = rounded(metrics, digits=3)
+        if form:
+            shown = {n: format(each, form) if isinstance(each, float) else each for n, each in plain(metrics).items()}
         return theme.metrics_text_delimiter.join(f"{name}={value}" for name, value in shown.items())
 
 

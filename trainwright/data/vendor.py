@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -65,3 +66,14 @@ def is_split_after_shuffle(stream: Any) -> bool:
     while part is not None:
         names, part = names + type(part).__name__, getattr(part, "ex_iterable", None)
     return re.search("(Take|Skip)Examples.*BufferShuffled", names) is not None
+
+
+def is_loop_done(frame: FrameType | None) -> bool:
+    """Return whether the parent has ended torch's worker loop in this process; True if unknown."""
+    while frame is not None and frame.f_code.co_name != "_worker_loop":
+        frame = frame.f_back
+    event = frame.f_locals.get("done_event") if frame is not None else None
+    try:
+        return bool(event._flag.get_value())  # type: ignore[union-attr] # is_set() takes a lock that this thread may hold
+    except (AttributeError, NotImplementedError):  # another version of torch's loop, or a system without this value
+        return True

@@ -29,7 +29,7 @@ from torch.utils.data import (
 )
 
 from trainwright.data.seeding import derive_seed, seed_generators
-from trainwright.data.vendor import is_split_after_shuffle
+from trainwright.data.vendor import is_loop_done, is_split_after_shuffle
 from trainwright.distributed.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
@@ -122,22 +122,20 @@ def hear_signals() -> None:
     """Make this worker survive a signal to its process group, and end when its parent has ended, in whatever way.
 
     Ctrl-C, torchrun and SLURM signal every process of a group, but a run that stops on a signal still reads to the end of a
-    step.
+    step. So SIGTERM ends a worker only if its parent needs no more batches, or has ended.
     """
     if os.name != "posix":
         return
     parent = os.getppid()
 
-    def leave_after_parent(number: int, frame: FrameType | None) -> None:
-        if os.getppid() != parent:
-            for (
-                other
-            ) in STOP_SIGNALS:  # a second signal from the launcher would interrupt the removal of temporary files
+    def leave_if_done(number: int, frame: FrameType | None) -> None:
+        if os.getppid() != parent or is_loop_done(frame):
+            for other in STOP_SIGNALS:  # a second one from the launcher would interrupt the removal of temporary files
                 signal.signal(other, signal.SIG_IGN)
             sys.exit(128 + number)
 
     for number in STOP_SIGNALS:
-        signal.signal(number, leave_after_parent)
+        signal.signal(number, leave_if_done)
     multiprocessing.util.get_temp_dir()  # now, because a signal during its creation would leave it behind
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if sys.platform == "linux":

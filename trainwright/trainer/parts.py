@@ -66,8 +66,10 @@ def arranged_callbacks(callbacks: Any, settings: Settings, loggers: Sequence[Log
         ValueError: two have the same state_key, or a setting forbids one.
     """
     passed = _as_list(callbacks, Callback, "callbacks= holds")
-    for callback in passed:
-        _refuse_conflict(callback, settings)
+    for switch, _, _, forbidden in DEFAULTS:
+        refused = next((each for each in passed if isinstance(each, forbidden)), None)
+        if getattr(settings, switch) is False and refused is not None:
+            raise ValueError(f"{switch}=False, but callbacks= holds {a_type_of(refused)}. Omit one of the two.")
     writes_files = any(isinstance(logger, FolderLogger) for logger in loggers)
     if settings.enable_report and not writes_files and not settings.fast_dev_run:
         rank_zero_warn(
@@ -78,21 +80,13 @@ def arranged_callbacks(callbacks: Any, settings: Settings, loggers: Sequence[Log
     before, after = list[Callback](), list[Callback]()
     for switch, kind, default, _ in DEFAULTS:
         wanted = getattr(settings, switch)
-        is_report = kind is RunReport
         if wanted is None:
-            wanted = writes_files or not is_report
+            wanted = writes_files or kind is not RunReport
         if wanted and not any(isinstance(callback, kind) for callback in passed):
-            (after if is_report else before).append(default())
+            (after if kind is RunReport else before).append(default())
     if settings.max_time is not None:
         before.append(Timer(settings.max_time))
     return _in_order([*before, *passed, *after])
-
-
-def _refuse_conflict(callback: Callback, settings: Settings) -> None:
-    """Raise ValueError for a callback that a setting forbids."""
-    for switch, _, _, forbidden in DEFAULTS:
-        if getattr(settings, switch) is False and isinstance(callback, forbidden):
-            raise ValueError(f"{switch}=False, but callbacks= holds {a_type_of(callback)}. Omit one of the two.")
 
 
 def with_the_modules(callbacks: Sequence[Callback], returned: Any) -> list[Callback]:

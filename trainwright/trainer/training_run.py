@@ -14,7 +14,7 @@ from trainwright.engine.optimizers import use_fused
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
-from trainwright.trainer.oversights import LONG_EPOCH, warn_of_evaluation_mode, watching
+from trainwright.trainer.oversights import warn_of_evaluation_mode
 from trainwright.trainer.prepared_run import PreparedRun
 from trainwright.trainer.run_position import AFTER_EPOCH_START, Phase
 from trainwright.trainer.uneven_round import UnevenRound
@@ -32,8 +32,8 @@ class TrainingRun(PreparedRun):
     """The current batch, if it is one of an uneven round."""
     _num_empty = 0
     """Batches of this run for which training_step returned None."""
-    _is_watched = False
-    """Whether an epoch has begun, during which the loop looks for oversights."""
+    _is_checked = False
+    """Whether an epoch has begun."""
 
     def begin_batches(self) -> EpochBatches:
         """Begin an epoch's windows, and return its batches from the state's position on.
@@ -57,22 +57,17 @@ class TrainingRun(PreparedRun):
                 use_fused(optimizer, [self.module])  # a hook may have added groups
         self.data.plan_states(self.accumulate, self.checkpoint_callbacks)
         plan = self.plan
-        return EpochBatches(self.data, plan.num_arguments, plan.transfer, self.engine, self._watched, self._is_stopped)
+        return EpochBatches(self.data, plan.num_arguments, plan.transfer, self.engine, self._timed, self._is_stopped)
 
-    def _watched(self, pairs: Pairs) -> Pairs:
-        """Return the same batches, timed by the profiler; in the run's first epoch the loop looks for oversights."""
+    def _timed(self, pairs: Pairs) -> Pairs:
+        """Return the same batches, timed by the profiler."""
+        if not self._is_checked:
+            self._is_checked = True
+            self.close_at_end(self._drop_batch)
+            warn_of_evaluation_mode(self.module, self.trained.optimizers)
         if is_measuring(self.profiler):
-            pairs = self.profiler.timed_iterator(pairs, "train_dataloader_next")
-        if self._is_watched:
-            return pairs
-        self._is_watched = True
-        self.close_at_end(self._drop_batch)
-        warn_of_evaluation_mode(self.module, self.trained.optimizers)
-        length = self.data.num_batches
-        if length is not None and length <= LONG_EPOCH:
-            return pairs
-        processes = self.engine.environment.local_world_size
-        return watching(pairs, self.stages.train_dataloader, self.engine.device, processes)
+            return self.profiler.timed_iterator(pairs, "train_dataloader_next")
+        return pairs
 
     def _is_stopped(self) -> bool:
         """Return whether the run stops before the first batch. Collective."""
