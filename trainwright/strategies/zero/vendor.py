@@ -159,6 +159,8 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None
 @contextmanager
 def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
     """Patch how engines of this class are created, within the context."""
+    compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
+    compile_with_torch = compiler.compile
     names = ("_broadcast_model", "_configure_basic_optimizer", "_do_optimizer_sanity_check")
     theirs = [getattr(kind, name) for name in names]
 
@@ -176,8 +178,11 @@ def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
         # DeepSpeed broadcasts parameters as bytes, which fails for 0-dim ones. They are rank 0's already.
         for name, own in zip(names, (lambda engine: None, configure, choose), strict=True):
             setattr(kind, name, own)
+        # DeepSpeed imports its optimizer Muon to see whether it was passed. Compiling Muon imports inductor, which takes a second.
+        compiler.compile = lambda: lambda function: function
         yield
     finally:
+        compiler.compile = compile_with_torch
         for name, their in zip(names, theirs, strict=True):
             setattr(kind, name, their)
 
