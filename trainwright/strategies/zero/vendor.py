@@ -178,7 +178,7 @@ def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
         # DeepSpeed broadcasts parameters as bytes, which fails for 0-dim ones. They are rank 0's already.
         for name, own in zip(names, (lambda engine: None, configure, choose), strict=True):
             setattr(kind, name, own)
-        # DeepSpeed imports its optimizer Muon to see whether it was passed. Compiling Muon imports inductor, which takes a second.
+        # DeepSpeed imports its optimizer Muon to see whether it was passed. To compile that imports inductor: a second.
         compiler.compile = lambda: lambda function: function
         yield
     finally:
