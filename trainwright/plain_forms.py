@@ -12,6 +12,7 @@ import enum
 import functools
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -170,8 +171,8 @@ def look_up(path: str) -> Any:
 def find(path: str, cls: type[Any]) -> Any:
     """Return the class or function of a name in a checkpoint, for the constructor of a class (LookupError if not allowed).
 
-    Allowed are the package of the class, torch's modules, optimizers, schedulers and functions of tensors, and everything
-    passed to `torch.serialization.add_safe_globals`.
+    Allowed are the package of the class, torch's modules, optimizers, schedulers and functions of tensors, the types in the
+    constructor's annotations, and everything passed to `torch.serialization.add_safe_globals`.
     """
     if path.startswith("__main__:"):  # of the training script, which this script may import as a module
         with suppress(LookupError):
@@ -179,6 +180,9 @@ def find(path: str, cls: type[Any]) -> Any:
     value = look_up(path)
     packages = {base.__module__.split(".")[0] for base in cls.__mro__} - {"builtins", "torch", "trainwright"}
     safe = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
+    with suppress(Exception):  # annotations may contain names that do not exist
+        for hint in typing.get_type_hints(cls.__init__).values():
+            safe += [hint, *typing.get_args(hint)]
     package = path.partition(":")[0].partition(".")[0]
     if package in packages or _is_of_torch(value, path) or any(value is entry for entry in safe):
         return value

@@ -370,7 +370,7 @@ def called_after_fit(folder: Path) -> float:
         here = module(torch.ones(2, 3))
     path = folder / "called.ckpt"
     trainer.save_checkpoint(str(path))
-    with pytest.raises(TypeError, match=r"log\('norm'\) was given a value that was computed from sharded parameters"):
+    with pytest.raises(TypeError, match=r"log\('norm', \.\.\.\) got a value of sharded parameters"):
         tw.Trainer(strategy=FSDPStrategy(min_parameters=1), **QUIET).validate(module, loader, verbose=False)
     whole = LogsNorm.load_from_checkpoint(str(path))
     return float((whole(torch.ones(2, 3)).detach() - here).abs().max())

@@ -51,7 +51,9 @@ def test_a_checkpoint_is_scored_as_in_the_run_that_saved_it(job: Any) -> None:
             for name in NETS:
                 for precision in PRECISIONS:
                     _, (in_fit, after, read) = rank[strategy, name, precision]
-                    assert in_fit == after == read, f"{strategy} {precision} {name}"
+                    assert after == read, f"{strategy} {precision} {name}"
+                    # The metrics of a fit are float32 tensors.
+                    assert in_fit == pytest.approx(after, rel=1e-6), f"{strategy} {precision} {name}"
 
 
 @pytest.mark.slow

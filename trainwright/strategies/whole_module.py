@@ -22,7 +22,10 @@ from trainwright.value_kinds import computed_tensors
 
 ENGINES = (str(Path(__file__).parent), str(Path(dist.__file__).parent))
 """The folders of the code that strategies attach to modules."""
-ADDED = ("__composable_api", "ds_")
+ADDED = (
+    *("__composable_api", "ds_", "_external_params", "_original_parameters", "all_parameters"),
+    *("applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"),
+)
 """Beginnings of the names of attributes that torch's fully_shard and DeepSpeed add to a module."""
 PACKAGES = ("deepspeed.", "torch.distributed.", "trainwright.strategies.")
 

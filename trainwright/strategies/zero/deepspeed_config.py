@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.devices import cuda
 from trainwright.errors import a_type_of
 from trainwright.precision.base import Precision
 from trainwright.rank_zero import rank_zero_warn
@@ -20,7 +21,7 @@ from trainwright.strategies.base import Optimization
 from trainwright.strategies.divided_optimizers import parameters_of, refuse_unknown_optimizer
 from trainwright.strategies.memory_plan import LARGEST_BUCKET
 from trainwright.strategies.module_checks import changed, trained
-from trainwright.strategies.zero.vendor import ACCELERATORS, import_deepspeed
+from trainwright.strategies.zero.vendor import import_deepspeed
 from trainwright.tensor_names import clean_name, is_compiled
 
 LOW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -222,7 +223,7 @@ def check_supported(device_type: str, precision: Precision) -> None:
         raise ValueError(
             f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits. Choose one of these, or 'fsdp'."
         )
-    if device_type not in ACCELERATORS:
+    if device_type not in ("cpu", cuda.NAME, "xpu"):
         import_deepspeed(torch.device(device_type))
 
 

@@ -17,14 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece
-from trainwright.devices import cuda
 from trainwright.distributed.environment import Environment, announce_local_rank, announced
 from trainwright.precision.base import Precision
 from trainwright.strategies.base import Clipping
 from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
 
-ACCELERATORS = ("cpu", cuda.NAME, "xpu")
-"""The torch devices that DeepSpeed supports."""
 ADDED_LATER = ("pre_bwd_fn", "post_bwd_fn", "ds_grads_remaining", "applied_pre_backward_ref_cnt")
 """Attributes that the first forward and backward add to a module."""
 
@@ -159,32 +156,34 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None
 @contextmanager
 def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
     """Patch how engines of this class are created, within the context."""
-    compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
-    compile_with_torch = compiler.compile
-    names = ("_broadcast_model", "_configure_basic_optimizer", "_do_optimizer_sanity_check")
-    theirs = [getattr(kind, name) for name in names]
+    make, choose = kind._configure_basic_optimizer, kind._do_optimizer_sanity_check
 
     def configure(engine: Any, parameters: Any) -> MasterOptimizer:
-        optimizer = theirs[1](engine, parameters)
+        optimizer = make(engine, parameters)
         check(optimizer)
         return MasterOptimizer(optimizer)
 
-    def choose(engine: Any, optimizer: Any) -> Any:
-        # For windows summed in float32 DeepSpeed would choose another class in stage 1, with other masters.
-        chosen = theirs[2](engine, optimizer)
+    def sanitize(engine: Any, optimizer: Any) -> Any:
+        chosen = choose(engine, optimizer)
         return "zero_optimization" if engine.zero_optimization() else chosen
 
-    try:
-        # DeepSpeed broadcasts parameters as bytes, which fails for 0-dim ones. They are rank 0's already.
-        for name, own in zip(names, (lambda engine: None, configure, choose), strict=True):
-            setattr(kind, name, own)
+    patches = (
         # DeepSpeed imports its optimizer Muon to see whether it was passed. To compile that imports inductor: a second.
-        compiler.compile = lambda: lambda function: function
+        (importlib.import_module("deepspeed.runtime.compiler"), "compile", lambda: lambda function: function),
+        # DeepSpeed broadcasts parameters as bytes, which fails for 0-dim ones. They are rank 0's already.
+        (kind, "_broadcast_model", lambda engine: None),
+        (kind, "_configure_basic_optimizer", configure),
+        # For windows summed in float32 DeepSpeed would choose another class in stage 1, with other masters.
+        (kind, "_do_optimizer_sanity_check", sanitize),
+    )
+    theirs = [getattr(owner, name) for owner, name, _ in patches]
+    try:
+        for owner, name, ours in patches:
+            setattr(owner, name, ours)
         yield
     finally:
-        compiler.compile = compile_with_torch
-        for name, their in zip(names, theirs, strict=True):
-            setattr(kind, name, their)
+        for (owner, name, _), their in zip(patches, theirs, strict=True):
+            setattr(owner, name, their)
 
 
 def shards_of(zero: Any, stage: int, rank: int) -> Iterator[Shard]:
