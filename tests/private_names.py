@@ -205,6 +205,16 @@ ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 ZERO_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 DEEPSPEED = (
     Use(
+        "deepspeed.runtime.zero.partition_parameters",
+        "_external_params",
+        "leave DeepSpeed's marks out of a whole copy of a module (strategies/whole_module.py)",
+    ),
+    Use(
+        "deepspeed.runtime.zero.parameter_offload",
+        "_original_parameters",
+        "leave DeepSpeed's marks out of a whole copy of a module (strategies/whole_module.py)",
+    ),
+    Use(
         "deepspeed.comm.torch",
         "build_shm_op",
         "run on the CPU without a compiler (strategies/zero/vendor.py)",

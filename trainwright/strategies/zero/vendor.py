@@ -155,7 +155,12 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None
 
 @contextmanager
 def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Patch how engines of this class are created, within the context."""
+    """Patch how engines of this class are created, within the context.
+
+    DeepSpeed imports its optimizer Muon to see whether it was passed, and compiling Muon imports inductor, which takes a second.
+    It broadcasts parameters as bytes, which fails for 0-dim ones: they are rank 0's already. For windows summed in float32 it
+    would choose another class in stage 1, with other masters.
+    """
     make, choose = kind._configure_basic_optimizer, kind._do_optimizer_sanity_check
 
     def configure(engine: Any, parameters: Any) -> MasterOptimizer:
@@ -168,12 +173,9 @@ def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
         return "zero_optimization" if engine.zero_optimization() else chosen
 
     patches = (
-        # DeepSpeed imports its optimizer Muon to see whether it was passed. To compile that imports inductor: a second.
         (importlib.import_module("deepspeed.runtime.compiler"), "compile", lambda: lambda function: function),
-        # DeepSpeed broadcasts parameters as bytes, which fails for 0-dim ones. They are rank 0's already.
         (kind, "_broadcast_model", lambda engine: None),
         (kind, "_configure_basic_optimizer", configure),
-        # For windows summed in float32 DeepSpeed would choose another class in stage 1, with other masters.
         (kind, "_do_optimizer_sanity_check", sanitize),
     )
     theirs = [getattr(owner, name) for owner, name, _ in patches]
