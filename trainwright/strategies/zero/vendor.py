@@ -157,8 +157,8 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None
 def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
     """Patch how engines of this class are created, within the context.
 
-    DeepSpeed imports its optimizer Muon to see whether it was passed, and compiling Muon imports inductor, which takes a second.
-    It broadcasts parameters as bytes, which fails for 0-dim ones: they are rank 0's already. For windows summed in float32 it
+    DeepSpeed imports its optimizer Muon to see whether it was passed, and compiling Muon imports inductor: a second. It
+    broadcasts parameters as bytes, which fails for 0-dim ones: they are rank 0's already. For windows summed in float32 it
     would choose another class in stage 1, with other masters.
     """
     make, choose = kind._configure_basic_optimizer, kind._do_optimizer_sanity_check
