@@ -204,18 +204,32 @@ def describe_optimizers(strategy: Strategy, named: Named, ranks: Ranks) -> list[
     """Return the groups of every optimizer and the plain values of its state, the same on every rank. Collective.
 
     Raises:
-        CheckpointError: a value cannot be stored.
+        CheckpointError: a value cannot be stored, on every rank if every rank owns a part of the state.
     """
-    described = [strategy.describe_optimizer(optimizer, names) for optimizer, names in named]
     if not strategy.capabilities.divides_optimizers or ranks.world_size == 1:
-        return described
-    plain, tensors = encode_stored([groups["plain"] for groups in described], "the state of the optimizers")
-    parts = ranks.exchange({"plain": plain, "tensors": table_of(tensors)}, "a save of the optimizers' state")
+        return [strategy.describe_optimizer(optimizer, names) for optimizer, names in named]
+    error = ""
+    described: list[dict[str, Any]] = []
+    plain: list[Any] = []
+    tensors: dict[str, Tensor] = {}
+    try:
+        for number, (optimizer, names) in enumerate(named):
+            described.append(strategy.describe_optimizer(optimizer, names))
+            subject = f"the state of {type(optimizer).__name__}" + (f" (optimizer {number})" if number else "")
+            text, found = encode_stored(described[-1]["plain"], subject)
+            plain.append(text)
+            tensors |= found
+    except CheckpointError as refused:  # raised after the exchange, in which the other ranks wait for this one
+        error = str(refused)
+    message = {"error": error, "plain": plain, "tensors": table_of(tensors)}
+    parts = ranks.exchange(message, "a save of the optimizers' state")
+    if errors := [part["error"] for part in parts if part["error"]]:
+        raise CheckpointError(errors[0])
     joined: list[dict[str, Any]] = [{} for _ in described]
     for rank, part in enumerate(parts):
         sent = broadcast_tensors(part["tensors"], tensors if rank == ranks.rank else None, rank, strategy.device)
-        for values, found in zip(joined, decode(part["plain"], sent), strict=True):
-            values.update(found)
+        for values, text in zip(joined, part["plain"], strict=True):
+            values.update(decode(text, sent))
     return [{**groups, "plain": values} for groups, values in zip(described, joined, strict=True)]
 
 
