@@ -49,10 +49,12 @@ def train_by_hand(
     scaler: torch.amp.GradScaler | None = None,
     loss_in_autocast: bool = True,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
 ) -> Trained:
     """Train a net in place, as torch's tutorials do."""
     net.to(device)
     optimizer, dtype = make_optimizer(net), DTYPES.get(precision)
+    scheduler = None if make_scheduler is None else make_scheduler(optimizer)
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=precision == "16-mixed")
     count, losses, skipped = len(batches), [], 0  # type: ignore[arg-type]
     for _ in range(epochs):
@@ -78,6 +80,8 @@ def train_by_hand(
             scaler.step(optimizer)
             scaler.update()
             skipped += scaler.get_scale() < before
+            if scheduler is not None and scaler.get_scale() >= before:
+                scheduler.step()
             optimizer.zero_grad()
     return Trained(torch.stack(losses).float().cpu(), scaler.get_scale(), skipped)
 

@@ -23,7 +23,7 @@ from interpreters import search_path
 # On a CPU with AMX, oneDNN's gradient of a small bfloat16 convolution is now and then not finite (torch 2.13).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
-STARTS_PROCESSES = {"run_job", "run_alone", "run_python", "subprocess", "start_job", "notebook_launcher"}
+STARTS_PROCESSES = {"run_job", "run_alone", "run_python", "run_command", "subprocess", "start_job", "notebook_launcher"}
 """Functions that run code in other interpreters."""
 
 

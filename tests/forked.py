@@ -55,12 +55,12 @@ def run_ranks(
     seconds: float,
     passed_on: Mapping[str, Any] | None = None,
 ) -> None:
-    """Call a function on each rank of a job, in a process of its own, with the test's filters of warnings.
+    """Call a function on every rank of a job, in a separate process, with the test's filters of warnings.
 
-    `passed_on` is what `trainwright launch` passes to its workers, such as a strategy.
+    `passed_on` has the settings that `trainwright launch` passes to its workers, such as a strategy.
 
     Raises:
-        AssertionError: a rank failed, or the job missed its deadline; with what each rank printed.
+        AssertionError: a rank failed, or the job missed its deadline. It has the output of all ranks.
     """
     limit = deadline(seconds)  # before the ranks start, since they inherit the measurement
     context = _server()
@@ -102,7 +102,7 @@ def run_python(
     seconds: float = 120.0,
     warnings_are: str | None = "error",
 ) -> subprocess.CompletedProcess[str]:
-    """Run what `python ARGUMENTS` would (-c CODE, -m MODULE or a script), in a process group of its own.
+    """Run `python ARGUMENTS` (-c CODE, -m MODULE or a script), in a separate process group.
 
     Raises:
         subprocess.TimeoutExpired: it missed its deadline, and was killed.

@@ -88,7 +88,7 @@ def trace_of(jobs: Any, name: str, number: int, config: Any) -> dict[str, Any]:
 
 
 def first_difference(one: Any, other: Any, ignore: re.Pattern[str] | None, field: str = "") -> str:
-    """Return the first field in which two traces differ, and its values; "" if there is none."""
+    """Return the first field in which two traces differ, and its values, or "" if there is none."""
     if one == other or (ignore is not None and ignore.search(field)):
         return ""
     if isinstance(one, list) and isinstance(other, list):
@@ -102,7 +102,7 @@ def first_difference(one: Any, other: Any, ignore: re.Pattern[str] | None, field
 
 
 def read(path: Path) -> dict[int, Any]:
-    """Return the traces in a file of a record by the numbers of their cases; none without the file."""
+    """Return the traces in a file of a record by the numbers of their cases, or none if there is no file."""
     lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return {line["case"]: line["trace"] for line in lines}
 

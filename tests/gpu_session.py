@@ -2,9 +2,9 @@
 
     python tests/gpu_session.py [pytest's arguments]
 
-Nothing is installed: tests of packages that are missing skip with the reason. Only the files that hold such tests are
-imported. Warnings do not fail a test here, apart from Trainwright's own: what a driver or another torch warns of cannot be
-known beforehand. What has not begun after nine minutes is skipped.
+Nothing is installed: tests of packages that are missing skip with the reason. Only files with such tests are imported. Only
+warnings of Trainwright fail a test, since a driver or another torch may give unknown ones. Tests that have not begun after
+nine minutes are skipped.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     given = (
         [] if any(not each.startswith("-") and Path(each.split("::")[0]).exists() for each in arguments) else files()
     )
-    code = int(pytest.main([*options, *arguments, *given], plugins=[SessionClock(MINUTES, SECONDS)]))
+    code = int(pytest.main([*options, *arguments, *given], plugins=[SessionClock(MINUTES)]))
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code
 
 

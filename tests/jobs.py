@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from deadlines import deadline
 from forked import run_python, run_ranks
+from interpreters import run_command
 from small import ON_HOST
 
 
@@ -26,7 +25,7 @@ def run_job(
 ) -> list[Any]:
     """Run a module-level function on every rank of a job and return the results by rank.
 
-    `warnings_are` applies to interpreters; forked ranks have the test's filters.
+    `warnings_are` applies to interpreters, and forked ranks have the test's filters.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if ON_HOST and not torch.accelerator.is_available():
@@ -47,14 +46,8 @@ def _launch(function: Callable[[Path], Any], ranks: int, folder: Path, seconds: 
         function.__name__,
         str(folder),
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(ranks), "--", *command],
-        capture_output=True,
-        text=True,
-        timeout=deadline(seconds),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-    )
+    launcher = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", ranks, "--"]
+    done = run_command([*launcher, *command], folder=folder, seconds=seconds)
     assert done.returncode == 0, f"the job ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
@@ -66,9 +59,7 @@ def run_alone(script: str, folder: Path, *, seconds: float = 120.0) -> None:
         done = run_python("-c", program, folder=folder, seconds=seconds)
     else:
         command = [sys.executable, "-W", "error", "-c", program]
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=deadline(seconds), check=False
-        )
+        done = run_command(command, folder=folder, seconds=seconds)
     assert done.returncode == 0, done.stderr
 
 

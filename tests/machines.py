@@ -1,4 +1,4 @@
-"""Two or three machines, as separate network namespaces: two are joined by a cable (a veth pair), three by a switch."""
+"""Two machines, as separate network namespaces that are joined by a cable (a veth pair)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,14 @@ from started import Started
 
 NEEDED = "TRAINWRIGHT_TEST_TWO_NODES"
 """If set, it is a failure that these tests cannot run."""
-ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
-CABLE = "ip link add veth0 netns node0 type veth peer name veth1 netns node1"
-SWITCH = """ip link add switch type bridge
-ip link set switch up
-for node in $nodes; do
-    ip link add port$node type veth peer name veth$node netns node$node
-    ip link set port$node master switch up
-done"""
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
 JOIN = """
 set -e
-nodes="{nodes}"
+nodes="0 1"
 mount -t tmpfs tmpfs /run
 mkdir /run/netns
 for node in $nodes; do ip netns add node$node; ip -n node$node link set lo up; done
-{joint}
+ip link add veth0 netns node0 type veth peer name veth1 netns node1
 for node in $nodes; do
     ip -n node$node addr add 10.77.0.$((node + 1))/24 dev veth$node
     ip -n node$node link set veth$node up
@@ -40,13 +33,12 @@ exec cat
 
 
 class Network:
-    """A few nodes. A process on one of them sees only its interfaces."""
+    """Two nodes. A process on one of them sees only its interfaces."""
 
-    def __init__(self, unshare: list[str], folder: Path, count: int) -> None:
+    def __init__(self, unshare: list[str], folder: Path) -> None:
         self._has_users = "-U" in unshare
-        numbers = " ".join(str(node) for node in range(count))
         self.process = subprocess.Popen(
-            [*unshare, "sh", "-c", JOIN.format(nodes=numbers, joint=CABLE if count == 2 else SWITCH)],
+            [*unshare, "sh", "-c", JOIN],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -82,14 +74,14 @@ class Network:
 
 
 @contextmanager
-def machines(folder: Path, count: int = 2) -> Iterator[Network]:
-    """Join two or three machines for a test, which is skipped where they cannot be made."""
+def machines(folder: Path) -> Iterator[Network]:
+    """Join two machines for a test, which is skipped where they cannot be made."""
     reasons = []
     for unshare in (["unshare", "-U", "-r", "-n", "-m"], ["unshare", "-n", "-m"]):
         if not all(shutil.which(program) for program in ("unshare", "nsenter", "ip")):
             reasons.append("unshare, nsenter (util-linux) and ip (iproute2) are not all installed")
             break
-        network = Network(unshare, folder, count)
+        network = Network(unshare, folder)
         if network.is_joined:
             try:
                 yield network
@@ -97,7 +89,7 @@ def machines(folder: Path, count: int = 2) -> Iterator[Network]:
                 network.close()
             return
         reasons.append(network.process.communicate(timeout=deadline(60))[1].strip())
-    reason = f"{count} network namespaces cannot be made here; they need root or user namespaces: {reasons}"
+    reason = f"two network namespaces cannot be made here; they need root or user namespaces: {reasons}"
     if NEEDED in os.environ:
         pytest.fail(reason)
     pytest.skip(reason)

@@ -23,18 +23,7 @@ class Use(NamedTuple):
 
 
 TORCH = (
-    Use("torch", "_foreach_norm", "check all gradients for NaN and infinity in one call (engine/finiteness.py)"),
-    Use(
-        "torch",
-        "_foreach_copy_",
-        "keep what a step wrote into gathered parameters in one call (strategies/fsdp2/vendor.py)",
-    ),
     Use("torch._C", "_get_privateuse1_backend_name", "name the out-of-tree backend that `accelerator=` accepts"),
-    Use(
-        "torch._dynamo",
-        "disable",
-        "keep fsdp's checks for writes out of a compiled graph (strategies/fsdp2/vendor.py)",
-    ),
     Use(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
         "_checkpoint_wrapped_module",
@@ -46,13 +35,6 @@ TORCH = (
         "_profiler_enabled",
         "leave torch's profiler whole when a recording fails (profilers/pytorch.py)",
     ),
-    Use(
-        "torch.autograd",
-        "_unsafe_preserve_version_counter",
-        "pass a module its own tensors without marking them as written (engine/module_state.py)",
-    ),
-    Use("torch.autograd.Variable", "_execution_engine", "call back at a backward's end (strategies/oss/vendor.py)"),
-    Use("torch.Tensor", "_make_subclass", "move a parameter to the meta device in its class (raw_loop/bare_models.py)"),
     Use("torch.Tensor", "_version", "see that a step wrote to a parameter or a buffer in place"),
     Use(
         "torch.Tensor",
@@ -75,25 +57,12 @@ TORCH = (
         "_call_impl _compiled_call_impl",
         "compile submodules in place, so that a state_dict keeps its names (engine/compilation.py)",
     ),
-    Use("torch.nn.Module", "_forward_pre_hooks", "put hooks in order: the engines' before the user's, and each once"),
-    Use("torch.nn.Module", "_state_dict_hooks", "warn once of a state_dict of shards (strategies/zero/strategy.py)"),
-    Use(
-        "torch.nn.Module",
-        "_load_from_state_dict _load_state_dict_pre_hooks _load_state_dict_post_hooks",
-        "tell modules that load themselves from those that are filled in place (engine/module_state.py)",
-    ),
-    Use("torch.nn.Module", "_metadata", "keep the versions of modules that a state_dict carries"),
     Use("torch.nn.modules.module", "_extra_state", "store what a module keeps beside tensors (checkpoint/contents.py)"),
     Use("torch.nn.MultiheadAttention", "_reset_parameters", "initialize layers that were built on the meta device"),
     Use(
         "torch.nn.modules.batchnorm",
         "_BatchNorm",
         "keep normalizations in float32 under fsdp (strategies/fsdp2/vendor.py)",
-    ),
-    Use(
-        "torch.nn.modules.batchnorm",
-        "_NormBase",
-        "leave running statistics out of a check for NaN (engine/finiteness.py)",
     ),
     Use(
         "torch.nn.parallel.distributed",
@@ -127,73 +96,35 @@ TORCH = (
     ),
     Use(
         "torch.distributed.distributed_c10d",
-        "_get_default_store",
-        "join the store of a process group that the user opened",
-    ),
-    Use(
-        "torch.distributed.distributed_c10d",
         "_set_pg_timeout",
-        "give collectives a timeout of their own (distributed/collectives.py)",
+        "give collectives a timeout of their own (distributed/vendor.py)",
         instead="torch.distributed.set_timeout",
     ),
     Use(
         "torch.distributed.distributed_c10d",
         "_world",
-        "count the collectives that a step has made (distributed/collectives.py)",
+        "count the collectives that a step has made (distributed/vendor.py)",
     ),
     Use(
         "torch.distributed.ProcessGroup",
         "_get_backend _device_types",
-        "count the collectives that a step has made (distributed/collectives.py)",
+        "count the collectives that a step has made (distributed/vendor.py)",
     ),
     Use(
         "torch._C._distributed_c10d.Backend",
         "_get_sequence_number_for_group",
-        "count the collectives that a step has made (distributed/collectives.py)",
+        "count the collectives that a step has made (distributed/vendor.py)",
     ),
     Use(
         "torch.distributed.tensor._utils",
         "compute_local_shape_and_global_offset",
         "find this rank's range of a sharded parameter (strategies/fsdp2/vendor.py)",
     ),
-    Use("torch.distributed.tensor.DTensor", "_local_tensor", "read a shard without a graph of its own"),
     Use("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "reach what fsdp keeps of a group's parameters"),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
-        "_fsdp_param_groups",
-        "keep what a step wrote into gathered parameters (strategies/fsdp2/vendor.py)",
-        instead="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
-    ),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
-        "_fsdp_param_group",
-        "keep what a step wrote into gathered parameters, on torch 2.11 (strategies/fsdp2/vendor.py)",
-        instead="torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups",
-    ),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
         "_register_pre_backward_hook",
         "gather for the backward of a loss that was made outside of a forward (strategies/fsdp2/vendor.py)",
-    ),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
-        "_reshard_after_forward_event",
-        "let what a step wrote be in the shards before they are gathered (strategies/fsdp2/vendor.py)",
-    ),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
-        "_sharded_param_data _unsharded_param _orig_size _contiguous_orig_stride",
-        "keep what a step wrote into gathered parameters (strategies/fsdp2/vendor.py)",
-    ),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
-        "_param_fqn _module_info",
-        "name the parameter that was written in a low precision (strategies/fsdp2/vendor.py)",
-    ),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fully_shard",
-        "_is_fsdp_managed_module _fsdp_use_orig_params",
-        "leave fsdp's marks out of a whole copy of a module (strategies/whole_module.py)",
     ),
     Use("torch.amp.GradScaler", "_scale", "set, read and keep the loss scale (precision/mixed.py)"),
     Use(
@@ -202,11 +133,6 @@ TORCH = (
         "share found infinities between optimizers and ranks (precision/mixed.py)",
     ),
     Use("torch.amp.GradScaler", "_growth_tracker", "carry a loss scale from DeepSpeed to others, and back"),
-    Use(
-        "torch.optim.Optimizer",
-        "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
-        "watch a fused step once, know optimizers that step by themselves, and join groups before a step's hooks see them",
-    ),
     Use("torch.optim.Adam", "_init_group", "know a subclass that steps as torch's own class does"),
     Use("torch.optim.lr_scheduler", "_opt_called", "resume a scheduler without torch's warning of its first step"),
     Use(
@@ -216,23 +142,28 @@ TORCH = (
     ),
     Use(
         "torch.utils.data.DataLoader",
-        "_iterator _get_iterator _auto_collation _index_sampler",
-        "start a loader's workers anew, know them, and know who iterates as torch does (data/loaders.py)",
+        "_iterator _get_iterator",
+        "start a loader's workers anew, know them, and know who iterates as torch does (data/vendor.py)",
     ),
     Use(
         "torch.autograd.profiler",
         "_is_profiler_enabled",
-        "open a profiler's region only while one records (data/loaders.py)",
+        "step as torch does while a profiler records (engine/optimizers.py)",
     ),
     Use(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
         "_shutdown_workers",
-        "end the workers of an epoch that was left (data/workers.py)",
+        "end the workers of an epoch that was left (data/vendor.py)",
     ),
     Use(
         "torch.utils.data._utils.worker",
         "_worker_loop",
-        "find the `done_event` by which a loader tells a worker to end (data/workers.py)",
+        "find the `done_event` by which a loader tells a worker to end (data/vendor.py)",
+    ),
+    Use(
+        "multiprocessing.synchronize.Event",
+        "_flag",
+        "see without a lock whether a worker was told to end (data/vendor.py)",
     ),
     Use(
         "torch.utils.tensorboard.SummaryWriter",
@@ -243,25 +174,23 @@ TORCH = (
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
         "_start_workers _stop_workers _restart_workers _monitor_workers _exit_barrier _construct_event _worker_group "
         "_remaining_restarts _pcontext _rendezvous",
-        "start, watch and end the ranks of a job in our order (launch/agent.py)",
+        "start, watch and end the ranks of a job in our order (launch/vendor.py)",
     ),
     Use(
         "torch.distributed.elastic.multiprocessing.api.PContext",
         "_close",
-        "end ranks in less than the fixed 30 seconds (launch/agent.py)",
+        "end ranks in less than the fixed 30 seconds (launch/vendor.py)",
     ),
     Use(
         "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
         "_stdout _stderr",
-        "close the files of the ranks' output that the launcher holds (launch/agent.py)",
+        "close the files of the ranks' output that the launcher holds (launch/vendor.py)",
     ),
 )
 
 TORCHMETRICS = (
-    Use("torchmetrics.Metric", "_update_count _computed _defaults", "save, restore and merge the state of a metric"),
-    Use("torchmetrics.Metric", "_copy_state_dict", "run a batch whose results are dropped (trainer/uneven_round.py)"),
-    Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/metric_objects.py)"),
-    Use("torchmetrics.Metric", "_reductions", "merge what ranks have counted (trainer/metric_objects.py)"),
+    Use("torchmetrics.Metric", "_update_count _computed", "restore the state of a metric"),
+    Use("torchmetrics.Metric", "_forward_cache", "log a metric's value of this batch (trainer/vendor.py)"),
 )
 
 FAIRSCALE = (
@@ -270,57 +199,25 @@ FAIRSCALE = (
         "_broadcast_params",
         "send this rank's parameters after a load (strategies/oss/vendor.py)",
     ),
-    Use("fairscale.optim.OSS", "_param_to_rank", "know which rank steps a parameter (strategies/oss/vendor.py)"),
-    Use(
-        "fairscale.optim.OSS",
-        "_partition_parameters",
-        "deal the largest parameters out first (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_should_bucket_grad _trainable_params _bucket_list _grad_accs _trainable_param_to_rank _rank",
-        "average what each backward adds, and drop the gradients of one of several optimizers (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_detect_train_change _reference_trainable_mask _all_params _grad_to_be_reduced",
-        "follow a change of what is trained, once (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_should_accumulate_grads",
-        "accumulate gradients without a context (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_grad_hooks",
-        "take FairScale off a module (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_setup_bucket_strategy _setup_backward_hooks _flush_reduce_calls _clear_counters",
-        "average what each backward adds, once (strategies/oss/vendor.py)",
-    ),
-    Use(
-        "fairscale.nn.data_parallel.ShardedDataParallel",
-        "_get_reduce_fn _bucket_flush_callback_set",
-        "send in one order on all ranks (strategies/oss/vendor.py)",
-    ),
-    Use("fairscale.nn.misc.GradBucket", "_params", "find a parameter's bucket (strategies/oss/vendor.py)"),
 )
 
 ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 ZERO_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 DEEPSPEED = (
     Use(
-        "deepspeed.accelerator.abstract_accelerator",
-        "DeepSpeedAccelerator",
-        "find DeepSpeed's class for this run's kind of device (strategies/zero/deepspeed_import.py)",
+        "deepspeed.runtime.zero.partition_parameters",
+        "_external_params",
+        "leave DeepSpeed's marks out of a whole copy of a module (strategies/whole_module.py)",
+    ),
+    Use(
+        "deepspeed.runtime.zero.parameter_offload",
+        "_original_parameters",
+        "leave DeepSpeed's marks out of a whole copy of a module (strategies/whole_module.py)",
     ),
     Use(
         "deepspeed.comm.torch",
         "build_shm_op",
-        "run on the CPU without a compiler (strategies/zero/deepspeed_import.py)",
+        "run on the CPU without a compiler (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.engine.DeepSpeedEngine",
@@ -431,73 +328,29 @@ DEEPSPEED = (
         "shard what a failed forward has left gathered (strategies/zero/vendor.py)",
     ),
     Use(
-        "deepspeed.runtime.zero.partition_parameters",
-        "_external_params ds_external_parameters all_parameters",
-        "leave DeepSpeed's marks out of a whole copy of a module (strategies/whole_module.py)",
-    ),
-    Use(
-        "deepspeed.runtime.zero.parameter_offload",
-        "_original_parameters ds_inflight_param_registry ds_grads_remaining ds_recompute_parameters "
-        "applied_pre_backward_ref_cnt post_bwd_fn pre_bwd_fn",
-        "leave DeepSpeed's marks out of a whole copy of a module (strategies/whole_module.py)",
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator",
+        "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
     ),
     Use(
         "deepspeed.runtime.zero.parameter_offload",
         "FWD_MODULE_STACK ds_inflight_param_registry",
         "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
     ),
-    Use(
-        "deepspeed.runtime.zero.partitioned_param_coordinator",
-        "PartitionedParameterCoordinator",
-        "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)",
-    ),
-)
-
-PYTHON = (
-    Use(
-        "subprocess",
-        "_args_from_interpreter_flags",
-        "start a notebook's processes with this one's flags (launch/notebook.py)",
-    ),
-    Use(
-        "multiprocessing.queues.Queue",
-        "_on_queue_feeder_error",
-        "send why a batch cannot be sent (data/worker_process.py)",
-    ),
-    Use(
-        "multiprocessing.util",
-        "_exit_function",
-        "remove a worker's temporary folder when a signal ends it (data/workers.py)",
-    ),
-    Use(
-        "multiprocessing.synchronize.Event",
-        "_flag",
-        "see without a lock whether a worker was told to end (data/workers.py)",
-    ),
-    Use(
-        "multiprocessing.context.ForkServerProcess",
-        "_start_method",
-        "know a worker whose parent is the fork server (data/workers.py)",
-    ),
-    Use("argparse.ArgumentParser", "_actions", "list the options of the launcher's help (launch/cli.py)"),
 )
 
 OTHERS = (
-    Use("tqdm.std.tqdm", "_instances", "see whether a bar is drawn (rank_zero.py)"),
     Use(
         "transformers.modeling_utils.PreTrainedModel",
         "_gradient_checkpointing_func",
         "reject reentrant recomputation on several ranks (strategies/ddp/vendor.py)",
     ),
     Use(
-        "omegaconf.base.Node", "_get_parent", "know a part of a configuration that refers to the rest (plain_forms.py)"
-    ),
-    Use(
         "datasets.IterableDataset",
         "_ex_iterable",
-        "know a stream that is split after a shuffle (data/workers.py)",
+        "know a stream that is split after a shuffle (data/vendor.py)",
     ),
     Use("_pytest", "__name__", "know a script that a test runner runs (launch/command.py)"),
 )
 
-USES = (*TORCH, *TORCHMETRICS, *FAIRSCALE, *DEEPSPEED, *PYTHON, *OTHERS)
+USES = (*TORCH, *TORCHMETRICS, *FAIRSCALE, *DEEPSPEED, *OTHERS)

@@ -1,13 +1,10 @@
-"""The clock of a session of tests on a GPU: it ends slow tests, and prints the device."""
+"""The clock of a session of tests on a GPU: it ends slow sessions, and prints the device."""
 
 from __future__ import annotations
 
 import faulthandler
-import importlib.util
 import os
-import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +12,15 @@ import torch
 
 
 class SessionClock:
-    """Skips what would begin after the session's time, and fails a test that takes too long.
+    """Skips tests that would begin after the session's time.
 
     Args:
-        minutes: how long tests may begin; half a minute later a process that still hangs is ended.
-        seconds: of one test, where pytest-timeout is not there to see to it.
+        minutes: how long tests may begin. Half a minute later a process that still hangs is ended.
     """
 
-    def __init__(self, minutes: float, seconds: int) -> None:
-        self.minutes, self.seconds, self.start = minutes, seconds, time.monotonic()
+    def __init__(self, minutes: float) -> None:
+        self.minutes, self.start = minutes, time.monotonic()
         self.terminal = os.fdopen(os.dup(2), "w")  # pytest captures the standard streams
-        self.watches = importlib.util.find_spec("pytest_timeout") is None and hasattr(signal, "setitimer")
 
     def pytest_report_header(self) -> str:
         kind = torch.accelerator.current_accelerator(check_available=True)
@@ -45,19 +40,3 @@ class SessionClock:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if time.monotonic() - self.start > 60 * self.minutes:
             pytest.skip(f"the session's {self.minutes:g} minutes were over")
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        if not self.watches:
-            return (yield)
-
-        def end(*_: Any) -> None:
-            raise TimeoutError(f"{item.nodeid} took more than {self.seconds} s")
-
-        before = signal.signal(signal.SIGALRM, end)
-        signal.setitimer(signal.ITIMER_REAL, self.seconds)
-        try:
-            return (yield)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)

@@ -102,35 +102,6 @@ class Averaging(torch.optim.SGD):
         return super().step(closure)
 
 
-class Packing(Tensor):
-    """Stores its values in an inner tensor, as the states of optimizers in 8 bits do."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NotImplemented
-
-
-class Low(torch.optim.SGD):
-    """Keeps state that no checkpoint can hold, from its first step on or from its first step of weights that are not zero."""
-
-    def __init__(self, *args: Any, late: bool = False, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.late = late
-
-    def step(self, closure: Any = None) -> Any:
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if not self.late or parameter.abs().sum() > 0:  # a probe steps zeros
-                self.state[parameter].setdefault("exp_avg", Packing(torch.zeros(3)))
-        return super().step(closure)
-
-
 def fit(
     module: tw.Module, loader: Any = None, val: Any = None, *, ckpt_path: Any = None, **settings: Any
 ) -> tw.Trainer:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import subprocess
 import sys
 
 import pytest
+from interpreters import run_command
 from package import FILES, ROOT, imports, part_of, tree_of
 
 from trainwright.strategies import STRATEGIES
@@ -210,7 +210,7 @@ print(changes())
 
 @pytest.mark.launch
 def test_importing_starts_nothing_writes_nothing_changes_no_other_package_and_is_lazy() -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", AUDIT], capture_output=True, text=True, check=False)
+    done = run_command([sys.executable, "-W", "error", "-c", AUDIT])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "[]", "False False False", "False False", "[]"]
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from deadlines import deadline
 from forked import run_python
+from interpreters import run_command
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 def run(*arguments: str, script: str = "strategies.py") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(FOLDER / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=deadline(220),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return run_command([sys.executable, FOLDER / script, *arguments], seconds=220)
 
 
 @pytest.mark.slow
@@ -103,9 +96,3 @@ def test_checkpoints_are_compared_with_the_bare_work() -> None:
     for name, cells in found:
         assert float(cells[0]) > 0, name
         assert float(cells[2]) > 0, name
-
-
-def test_a_number_of_ranks_is_checked() -> None:
-    done = run_python(FOLDER / "checkpoint.py", "--ranks", "1,two")
-    assert done.returncode == 2
-    assert "--ranks 1,two: numbers of processes, such as 1,2" in done.stderr

@@ -98,18 +98,6 @@ def test_a_code_block_runs(block: Block, tmp_path: Path) -> None:
         run_block(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "block",
-    [each for each in TRAIN_ON_SEVERAL if each.place.startswith("docs/notebooks.md")],
-    ids=lambda each: each.place,
-)
-def test_a_block_of_several_processes_runs_as_in_a_notebook(block: Block, tmp_path: Path) -> None:
-    """A test cannot be started again as a script, so the calls start their processes themselves."""
-    (tmp_path / "block.py").write_text(block.text)
-    run_block(tmp_path)
-
-
 def test_few_blocks_are_marked_as_not_run() -> None:
     assert len([block for block in BLOCKS if block.reason is not None]) <= NOT_RUN
     assert {block.kind for block in BLOCKS} <= {"", "python", "console", "yaml"}

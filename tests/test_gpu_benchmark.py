@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-from deadlines import deadline
 from forked import run_python
+from interpreters import run_command
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 OURS = ("by_hand", "trainwright", "trainwright_default", "trainwright_raw", "trainwright_background")
@@ -22,24 +19,17 @@ PATIENCE = 800
 """Seconds that a run may take on a machine that is busy with other work."""
 
 
-def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if path is not None:
-        variables["PYTHONPATH"] = f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    command = [sys.executable, str(FOLDER / "gpu.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=deadline(PATIENCE), env=variables)
-
-
 def rows_of(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
     with open(folder / "table.csv", newline="") as stream:
         return {(row["case"], row["implementation"]): row for row in csv.DictReader(stream)}
 
 
-def small_run(folder: Path, cases: str, names: str, *more: str, path: Path | None = None) -> Any:
+def small_run(folder: Path, cases: str, names: str, *more: str) -> Any:
     """Run cases once, without a limit that a slow machine could reach."""
     chosen = ("--cases", cases, "--implementations", names, "--out", str(folder))
     limits = ("--minutes", str(PATIENCE / 60), "--visits", "1", "--rounds", "2")
-    done = run("--device", "cpu", "--small", *chosen, *limits, *more, path=path)
+    command = [sys.executable, FOLDER / "gpu.py", "--device", "cpu", "--small", *chosen, *limits, *more]
+    done = run_command(command, seconds=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return rows_of(folder)
 
@@ -71,21 +61,6 @@ def test_loops_do_the_same_work_and_a_run_is_resumed_with_the_cases_that_were_no
     visited = [json.loads(line)["case"] for line in lines[1:]]
     assert list(dict.fromkeys(visited)) == list(cases)
     assert len(visited) == len(rows)  # once
-    (tmp_path / "records.jsonl").write_text(json.dumps({**json.loads(lines[0]), "torch": "1.0"}) + "\n")
-    done = run_python(
-        FOLDER / "gpu.py",
-        "--device",
-        "cpu",
-        "--small",
-        "--cases",
-        "mlp",
-        "--out",
-        tmp_path,
-        "--resume",
-        warnings_are=None,
-    )
-    assert done.returncode == 1
-    assert "was measured elsewhere (torch differ); give another --out" in done.stderr
 
 
 @pytest.mark.slow
@@ -110,16 +85,6 @@ def test_unknown_names_are_refused() -> None:
     assert done.returncode == 2
     told = "--cases 'gtp' is unknown. Did you mean 'gpt'? Choose from distilbert-12-512-bf16-mixed, mlp, gpt, resnet"
     assert told in done.stderr
-
-
-@pytest.mark.launch
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_without_an_accelerator_one_line_says_so(tmp_path: Path) -> None:
-    done = run_python(FOLDER / "gpu.py", "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    told = "torch sees no accelerator here: pass --device cpu --small to try the same code on the CPU"
-    assert done.stdout.splitlines() == [f'{told} (make bench-gpu ARGS="--device cpu --small").']
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_trace_tells_what_was_under_way(records: ModuleType) -> None:
@@ -178,16 +143,3 @@ def test_records_become_rows(records: ModuleType, tmp_path: Path) -> None:
     drawn = draw(tmp_path, rows, environment)
     assert drawn is not None
     assert drawn.read_text().count("<rect") == 1 + 3
-
-
-def test_peaks_go_by_the_name_of_the_device(records: ModuleType) -> None:
-    names = {
-        "NVIDIA H100 80GB HBM3": 989.4e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA H200": 989.4e12,
-        "NVIDIA A100-SXM4-80GB": 312e12,
-        "NVIDIA A10G": None,
-        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
-        "Simulated device 0": None,
-    }
-    assert {name: records.peak_flops(name) for name in names} == names

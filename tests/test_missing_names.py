@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 from forked import run_python
 from package import ROOT
-from small import QUIET
 
 import trainwright as tw
 from trainwright.arguments import replaced_names
-from trainwright.trainer.settings import MISSING
 
 
 def test_a_missing_name_says_what_to_use() -> None:
@@ -35,20 +33,11 @@ def test_lightnings_package_is_the_package_itself() -> None:
 def test_every_missing_name_is_listed_in_the_pages() -> None:
     pages = "".join((ROOT.parent / "docs" / f"{page}.md").read_text() for page in ("missing_names", "from_accelerate"))
     assert [name for name in replaced_names() if f"`{name.rpartition('.')[2]}`" not in pages] == []
-    assert [name for name in MISSING if f"`{name}`" not in pages] == []
 
 
 def test_comm_hooks_are_chosen_by_their_enum() -> None:
     options = tw.DistributedDataParallelKwargs(comm_hook=tw.DDPCommunicationHookType.BF16)
     assert options.strategy("ddp").comm_hook == "bf16"  # type: ignore[union-attr]
-
-
-def test_one_device_has_a_strategy_of_that_name() -> None:
-    from trainwright.strategies import SingleDeviceStrategy
-
-    assert type(tw.Trainer(**QUIET).strategy) is SingleDeviceStrategy
-    with pytest.raises(TypeError, match=r"has no device= .*: pass accelerator= to the Trainer"):
-        SingleDeviceStrategy(device="cpu")
 
 
 def test_importing_fails_on_a_system_without_posix_locks() -> None:

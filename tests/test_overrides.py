@@ -99,8 +99,15 @@ def test_accumulation_reaches_trainer_and_accelerator(launched: Callable[..., No
     accelerator.engine.close()
 
 
+class SilentObserver:
+    def note_made(self, owner: str) -> None: ...
+
+    def added_arguments(self, owner: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+
 def write_file(monkeypatch: pytest.MonkeyPatch, path: Path, *overrides: Override) -> None:
-    OverrideFile.write(path, overrides, "trainwright.overrides:Observer")
+    OverrideFile.write(path, overrides, f"{__name__}:SilentObserver")
     monkeypatch.setenv(RUNG_VARIABLE, str(path))
 
 
@@ -113,8 +120,8 @@ def test_a_file_wins_over_a_flag_and_a_variable(
     launched(**TOLD)
     monkeypatch.setenv("TRAINWRIGHT_TRAINER_MAX_STEPS", "9")
     overrides = [
-        Override("Engine", "precision", "64-true", "a tool", wins=True),
-        Override("Trainer", "max_steps", 5, "a tool", wins=True),
+        Override("Engine", "precision", "64-true", "a tool"),
+        Override("Trainer", "max_steps", 5, "a tool"),
     ]
     write_file(monkeypatch, tmp_path / "overrides.json", *overrides)
     trainer = tw.Trainer(**{**QUIET, "accelerator": "cpu"})
@@ -123,9 +130,3 @@ def test_a_file_wins_over_a_flag_and_a_variable(
     assert "trainwright: a tool sets precision='64-true'; the script has None." in said
     assert "trainwright: a tool sets max_steps=5; the script has 9." in said
     trainer.engine.close()
-
-
-def test_a_script_keeps_a_lower_limit_of_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write_file(monkeypatch, tmp_path / "overrides.json", Override("Trainer", "max_steps", 5, "a tool", wins=True))
-    assert tw.Trainer(max_steps=3, **QUIET).max_steps == 3
-    assert tw.Trainer(max_steps=7, **QUIET).max_steps == 5

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-from deadlines import deadline
+from interpreters import run_command
 from package import FILES, tree_of
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +51,7 @@ def test_what_the_package_imports_is_declared() -> None:
 
 
 def run(*command: str | Path, folder: Path) -> str:
-    done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True, timeout=deadline(800))
+    done = run_command(command, folder=folder, seconds=800)
     assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -7,25 +7,18 @@ import inspect
 import pytest
 
 import trainwright as tw
-from trainwright.callbacks.trainer_protocol import Counters, Metrics, RunProgress, SavingEngine, TrainerProtocol
 
-NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs BackboneFinetuning BaseFinetuning
-    BasePredictionWriter BatchSizeFinder CSVLogger Callback CheckpointError ClassificationReport
-    CombinedLoader CometLogger DDPCommunicationHookType DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin
-    DeepSpeedStrategy
-    DeviceStatsMonitor DistributedDataParallelKwargs DistributedType EMAWeightAveraging EarlyStopping Engine
-    FSDPStrategy FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin
-    GradientAccumulationScheduler GradientState InitProcessGroupKwargs LambdaCallback LaunchError
-    LearningRateFinder LearningRateMonitor LightningDataModule LightningModule LocalSGD Logger MLFlowLogger
-    ModelCheckpoint ModelPruning ModelSummary Module OnExceptionCheckpoint PartialState Precision ProfileKwargs Profiler
-    ProgressBar ProjectConfiguration PyTorchProfiler RichModelSummary RichProgressBar RunReport RunStopped ShardedDDPStrategy
-    SimpleProfiler SpikeDetection
-    StochasticWeightAveraging Strategy TQDMProgressBar TensorBoardLogger TensorPredictionWriter
-    ThroughputMonitor Timer Trainer TrainwrightError Tuner WandbLogger WeightAveraging WorkerFailed
-    __version__ broadcast debug_launcher estimate_memory extract_model_from_parallel
+NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs CSVLogger CheckpointError CombinedLoader
+    CometLogger DDPCommunicationHookType DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin
+    DeepSpeedStrategy DistributedDataParallelKwargs DistributedType Engine FSDPStrategy
+    FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin GradientState
+    InitProcessGroupKwargs LaunchError LightningDataModule LightningModule LocalSGD Logger MLFlowLogger Module
+    PartialState Precision ProfileKwargs Profiler ProjectConfiguration PyTorchProfiler RunStopped
+    ShardedDDPStrategy SimpleProfiler Strategy TensorBoardLogger Trainer TrainwrightError Tuner WandbLogger
+    WorkerFailed __version__ broadcast debug_launcher estimate_memory extract_model_from_parallel
     find_executable_batch_size gather gather_module init_empty_weights init_on_device isolate_rng
-    load_predictions notebook_launcher pad_across_processes rank_zero_info rank_zero_only rank_zero_warn
-    reduce release_memory seed_everything set_seed skip_first_batches synchronize_rng_states"""
+    notebook_launcher pad_across_processes rank_zero_info rank_zero_only rank_zero_warn reduce release_memory
+    seed_everything set_seed skip_first_batches synchronize_rng_states"""
 TRAINER = """accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps
     min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
     overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
@@ -34,7 +27,7 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     compile fused_optimizers unknown"""
 METHODS = {
-    tw.Engine: """backward barrier broadcast close finish_save gather load open prepare_loader
+    tw.Engine: """backward barrier broadcast close find_fault finish_save gather load open prepare_loader
         prepare_module prepare_optimizers rank_zero_first reduce refresh_trainable run save step sync_gradients
         take_seed train_apart verified""",
     tw.Accelerator: """accumulate autocast backward broadcast check_trigger clear clip_grad_norm_
@@ -59,16 +52,6 @@ METHODS = {
     tw.Logger: """after_save_checkpoint begin_fit close finalize flush load_state_dict log_graph log_hyperparams log_images
         log_metrics plot save start state_dict""",
 }
-CALLBACKS_MAY_USE = """accumulate_grad_batches batch_indices callback_metrics callbacks ckpt_path current_epoch
-    default_root_dir enable_validation engine fast_dev_run global_rank global_step is_dummy_batch is_global_zero log_dir
-    log_every_n_steps loggers lr_scheduler_configs max_epochs max_steps metrics num_predict_batches
-    num_sanity_val_batches num_test_batches num_training_batches num_val_batches optimizers print profiler
-    progress_bar_metrics resume_source sanity_checking save_checkpoint should_stop state stop_soon strategy
-    train_dataloader trial world_size"""
-COUNTERS = "batch batches_that_stepped epoch_ended is_where logged_step progress total_batches validations"
-SAVING = "connection finish_save finiteness ranks reduce seed writer"
-METRICS = "is_outdated monitored record"
-PROGRESS = "is_in_batch is_leaving is_mid_epoch_validation is_within_window obstacle"
 LOG = """name value prog_bar logger on_step on_epoch reduce_fx enable_graph sync_dist sync_dist_group add_dataloader_idx
     batch_size metric_attribute rank_zero_only"""
 
@@ -81,7 +64,7 @@ def public_methods(kind: type) -> list[str]:
 
 
 def test_public_names_are_listed() -> None:
-    assert sorted(tw.__all__) == sorted(NAMES.split())
+    assert sorted(tw.__all__) == sorted([*NAMES.split(), *tw.callbacks.__all__])
     for name in tw.__all__:
         assert getattr(tw, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
@@ -98,21 +81,6 @@ def test_arguments_of_the_trainer_are_listed() -> None:
 @pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)
 def test_public_methods_have_their_arguments(kind: type) -> None:
     assert public_methods(kind) == METHODS[kind].split()
-
-
-@pytest.mark.parametrize(
-    ("protocol", "names"),
-    [
-        (TrainerProtocol, CALLBACKS_MAY_USE),
-        (Counters, COUNTERS),
-        (SavingEngine, SAVING),
-        (Metrics, METRICS),
-        (RunProgress, PROGRESS),
-    ],
-)
-def test_what_callbacks_may_use(protocol: type, names: str) -> None:
-    members = {**vars(protocol), **protocol.__annotations__}
-    assert sorted(name for name in members if not name.startswith("_")) == names.split()
 
 
 def test_arguments_of_log_are_lightnings() -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from deadlines import deadline
+from interpreters import run_command
 
 import trainwright as tw
 
@@ -38,6 +34,7 @@ LOADED = {
 def test_the_reference_has_every_public_name_once() -> None:
     documented = re.findall(r"^::: trainwright\.(\w+)$", REFERENCE, re.MULTILINE)
     assert len(documented) == len(set(documented))
+    documented += tw.callbacks.__all__  # docs/site/pages.py adds them
     mentioned = {name for name in tw.__all__ if re.search(rf"`(?:trainwright\.)?{name}` is", REFERENCE)}  # aliases
     assert set(documented) | mentioned == set(tw.__all__)
 
@@ -52,49 +49,6 @@ def test_each_page_of_docs_is_in_the_navigation() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-# -- how they are made -----------------------------------------------------------------------------------------------
-
-
-def module_of(name: str) -> Any:
-    """Return a module of docs/site/."""
-    pytest.importorskip("mkdocstrings", reason="make docs installs it")
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/site/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.slow
-def test_arguments_that_share_a_line_are_shown_one_by_one() -> None:
-    low, high, name = (f"    {name}: " for name in ("low", "high", "name"))
-    limits = "the limits,\n        both included.\n"
-    shared = f"Args:\n    low, high: {limits}{name}a name.\n"
-    expected = f"Args:\n{low}{limits}{high}{limits}{name}a name.\n"
-    assert module_of("docstrings").one_by_one(shared) == expected
-
-
-@pytest.mark.slow
-def test_links_work_in_the_repository_and_on_the_site() -> None:
-    pages = module_of("pages")
-    assert pages.address_of("docs/data.md") == "data.md"
-    assert pages.address_of("CHANGELOG.md") == "changelog.md"
-    assert pages.address_of("examples/gan.py") == "source/examples/gan.py.md"
-    assert [pages.path_of(pages.address_of(path)) for path in pages.ELSEWHERE] == list(pages.ELSEWHERE)
-    text = "[a](../README.md)\n```\n[b](../LICENSE)\n```\n[c](../gone.md) [d](https://elsewhere.org) [e](#here)"
-    assert list(pages.targets("docs/data.md", text)) == ["README.md"]
-
-
-@pytest.mark.slow
-def test_a_notebook_is_shown_with_its_outputs() -> None:
-    text = module_of("pages").source_page("examples/multi_gpu_demo.ipynb")
-    assert "\n## Several processes from a notebook\n" in text
-    assert "\n````python\nclass Digits(tw.Module):\n" in text
-    assert re.search(r"^````text\n +seconds +accuracy\none process +[\d.]+ +9\d\.\d\d %$", text, re.MULTILINE)
-    assert text.count("](data:image/png;base64,iVBOR") == 1
 
 
 # -- the site --------------------------------------------------------------------------------------------------------
@@ -124,7 +78,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="make docs installs it")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline(120))
+    done = run_command(command, folder=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -161,21 +115,6 @@ def test_no_page_loads_anything_from_elsewhere(site: Path, pages: dict[Path, Pag
     assert not [each for found in imported for each in found]
     scripts = "".join(path.read_text() for path in pages)
     assert not re.findall(r"googletagmanager|google-analytics|fonts\.g", scripts)
-
-
-@pytest.mark.slow
-def test_the_search_finds_pages_and_leaves_out_sources(site: Path) -> None:
-    index = json.loads((site / "search/search_index.json").read_text())
-    documents = index["docs"]
-    assert {"self", "net", "save_pretrained"} <= set(
-        re.split(index["config"]["separator"], "self.net.save_pretrained(")
-    )
-    boosts = {each["location"]: each.get("boost", 1) for each in documents}
-    assert boosts["reference/trainer.html"] < boosts["checkpoints.html"] == 1
-    found = {each["location"].partition("#")[0] for each in documents if "resume" in each["text"].lower()}
-    assert {"checkpoints.html", "accelerator.html", "reference/trainer.html"} <= found
-    assert not [each["location"] for each in documents if each["location"].startswith("source/")]
-    assert {"reference/module.html#trainwright.Module.log"} <= {each["location"] for each in documents}
 
 
 @pytest.mark.slow

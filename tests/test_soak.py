@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deadlines import deadline, wait_until
 from forked import interpret, run_python, run_ranks
-from started import Started
+from interpreters import run_command
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -78,14 +74,7 @@ def soak(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 @pytest.mark.launch
 def test_a_killed_process_ends_as_the_one_that_nobody_killed(tmp_path: Path) -> None:
     arguments = ("--only", "0", "--strategies", "single_device", "--per-run", "1", "--epochs", "3")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), "--out", str(tmp_path), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=deadline(580),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_command([sys.executable, "-W", "error", SCRIPT, "--out", tmp_path, *arguments], seconds=580)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kill 1: rank 0" in done.stdout
     assert "1 kills in 1 runs of 1 strategies: 0 runs that differ, 0 lost checkpoints, 0 things left" in done.stdout
@@ -127,32 +116,3 @@ def test_what_a_resumed_run_forgets_is_found(soak: Soak, part: str, keys: list[s
     assert code == 1, said
     assert "1 runs that differ" in said
     assert any(f"    {key}" in said for key in keys), said
-
-
-@pytest.mark.slow
-def test_a_soak_that_was_cut_goes_on(tmp_path: Path, soak: Soak) -> None:
-    settings = ("--strategies", "single_device", "--kills", "2", "--per-run", "1", "--epochs", "2", "--jobs", "1")
-    settings += ("--without-torchmetrics",)
-    first = Started([sys.executable, str(SCRIPT), "--out", str(tmp_path), *settings], tmp_path)
-    try:
-        first.wait_for("ends as the run that nobody killed")
-        wait_until((tmp_path / "run-1" / "events-0").exists, 60.0)
-        first.process.send_signal(signal.SIGKILL)
-        first.process.wait(timeout=deadline(60))
-        with pytest.raises(SystemExit, match="go on with these, or give another --out"):
-            soak(*settings, "--seed", "1")
-        code, said = soak(*settings)
-    finally:
-        first.close()
-    assert code == 0, said
-    assert "going on after 1 kills" in said
-    assert "2 kills in 2 runs" in said
-    assert not (tmp_path / "soak.json").exists()  # the next soak begins anew
-    first.check_nothing_left()
-
-
-@pytest.mark.slow
-def test_unknown_strategy_is_refused(soak: Soak, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        soak("--strategies", "fdsp")
-    assert "'fdsp' is unknown here; choose from ddp, ddp_sharded, fsdp, deepspeed_stage_1" in capsys.readouterr().err

@@ -22,12 +22,6 @@ except ImportError as error:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "trainwright.callbacks": "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback "
-    "ClassificationReport DeviceStatsMonitor EMAWeightAveraging EarlyStopping "
-    "GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor "
-    "ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary "
-    "RichProgressBar RunReport SpikeDetection StochasticWeightAveraging TQDMProgressBar "
-    "TensorPredictionWriter ThroughputMonitor Timer WeightAveraging load_predictions",
     "trainwright.data.combined_loader": "CombinedLoader",
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.seeding": "isolate_rng seed_everything",
@@ -60,12 +54,10 @@ _HOMES = {
     "trainwright.trainer.trainer": "Trainer",
     "trainwright.trainer.tuner": "Tuner",
 }
-"""The modules of the public names. __init__.pyi has them for type checkers."""
+"""The modules of the public names, except callbacks. __init__.pyi has them for type checkers."""
+_CALLBACKS = "trainwright.callbacks"
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _ALIASES = {"LightningModule": "Module", "LightningDataModule": "DataModule"}
-
-__all__ = sorted([*_HOME_OF, *_ALIASES, "__version__"])
-
 
 _PACKAGES = ("callbacks", "cli", "loggers", "profilers", "strategies")
 """Packages that may be used in full names, such as `tw.callbacks.EarlyStopping`."""
@@ -76,29 +68,31 @@ def __getattr__(name: str) -> Any:
         return sys.modules[__name__]
     if name in _PACKAGES:
         return importlib.import_module(f"trainwright.{name}")
+    if name == "__all__":
+        return sorted([*_HOME_OF, *_ALIASES, *importlib.import_module(_CALLBACKS).__all__, "__version__"])
     original = _ALIASES.get(name, name)
-    if original not in _HOME_OF:
+    home = importlib.import_module(_HOME_OF.get(original, _CALLBACKS))
+    if original not in _HOME_OF and original not in home.__all__:
         text = f"module 'trainwright' has no attribute {name!r}{_near(name)}"
         frame = sys._getframe(1)
         is_import = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"  # hides an AttributeError's text
         raise ImportError(text, name="trainwright") if is_import else AttributeError(text, name=name)
-    value = getattr(importlib.import_module(_HOME_OF[original]), original)
+    value = getattr(home, original)
     globals()[name] = value  # so this is called once for each name
     return value
 
 
 def _near(name: str) -> str:
-    import difflib
-
     from trainwright.arguments import instead_of
+    from trainwright.errors import did_you_mean
 
     if name in ("core", "utilities", "utils"):
         return ". `trainwright migrate SCRIPT` rewrites the imports of a Lightning or Accelerate script."
     if instead := instead_of(name):
         return f"{instead}. See docs/migrating.md."
-    close = difflib.get_close_matches(name, [*__all__, *_PACKAGES], n=1)
-    return f". Did you mean {close[0]!r}?" if close else "."
+    return f".{did_you_mean(name, [*__dir__(), *_PACKAGES])}"
 
 
 def __dir__() -> list[str]:
-    return __all__
+    names: list[str] = __getattr__("__all__")
+    return names

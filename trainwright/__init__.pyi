@@ -1,34 +1,6 @@
 """The public names, for type checkers. __init__.py loads them at their first use."""
 
-from trainwright.callbacks import BackboneFinetuning as BackboneFinetuning
-from trainwright.callbacks import BaseFinetuning as BaseFinetuning
-from trainwright.callbacks import BasePredictionWriter as BasePredictionWriter
-from trainwright.callbacks import BatchSizeFinder as BatchSizeFinder
-from trainwright.callbacks import Callback as Callback
-from trainwright.callbacks import ClassificationReport as ClassificationReport
-from trainwright.callbacks import DeviceStatsMonitor as DeviceStatsMonitor
-from trainwright.callbacks import EarlyStopping as EarlyStopping
-from trainwright.callbacks import EMAWeightAveraging as EMAWeightAveraging
-from trainwright.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
-from trainwright.callbacks import LambdaCallback as LambdaCallback
-from trainwright.callbacks import LearningRateFinder as LearningRateFinder
-from trainwright.callbacks import LearningRateMonitor as LearningRateMonitor
-from trainwright.callbacks import ModelCheckpoint as ModelCheckpoint
-from trainwright.callbacks import ModelPruning as ModelPruning
-from trainwright.callbacks import ModelSummary as ModelSummary
-from trainwright.callbacks import OnExceptionCheckpoint as OnExceptionCheckpoint
-from trainwright.callbacks import ProgressBar as ProgressBar
-from trainwright.callbacks import RichModelSummary as RichModelSummary
-from trainwright.callbacks import RichProgressBar as RichProgressBar
-from trainwright.callbacks import RunReport as RunReport
-from trainwright.callbacks import SpikeDetection as SpikeDetection
-from trainwright.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
-from trainwright.callbacks import TensorPredictionWriter as TensorPredictionWriter
-from trainwright.callbacks import ThroughputMonitor as ThroughputMonitor
-from trainwright.callbacks import Timer as Timer
-from trainwright.callbacks import TQDMProgressBar as TQDMProgressBar
-from trainwright.callbacks import WeightAveraging as WeightAveraging
-from trainwright.callbacks import load_predictions as load_predictions
+from trainwright.callbacks import *  # noqa: F403
 from trainwright.data.combined_loader import CombinedLoader as CombinedLoader
 from trainwright.data.datamodule import DataModule as DataModule
 from trainwright.data.seeding import isolate_rng as isolate_rng

@@ -23,33 +23,30 @@ def check_names(strategy: str | None, precision: str | None, num_processes: int)
 
 
 COMMANDS = {
-    "config": (
-        "trainwright.tools.config_command:config_command",
-        "ask what launch should use, and write it; config show",
-    ),
-    "test": ("trainwright.tools.trials:trials_command", "train under every strategy here, and compare"),
-    "ladder": (
-        "trainwright.tools.ladder.ladder:ladder_command",
-        "run a script under each precision and strategy, and compare",
-    ),
-    "estimate": ("trainwright.tools.estimate:estimate_command", "the memory that training a model takes"),
-    "env": ("trainwright.tools.environment_report:env_command", "versions, devices and settings, for a bug report"),
-    "runs": ("trainwright.tools.runs:runs_command", "list runs: state, best values, newest checkpoint"),
-    "plot": ("trainwright.tools.plot:plot_command", "draw the curves of runs as a page or an image"),
-    "migrate": (
-        "trainwright.tools.migrate:migrate_command",
-        "rewrite the imports of a Lightning or Accelerate script",
-    ),
-    "checkpoint": ("trainwright.tools.checkpoints:checkpoint_command", "show, verify, export or import a checkpoint"),
+    "config": ("config_command:config_command", "ask what launch should use, and write it; config show"),
+    "test": ("trials:trials_command", "train under every strategy here, and compare"),
+    "ladder": ("ladder.ladder:ladder_command", "run a script under each precision and strategy, and compare"),
+    "estimate": ("estimate:estimate_command", "the memory that training a model takes"),
+    "env": ("environment_report:env_command", "versions, devices and settings, for a bug report"),
+    "runs": ("runs:runs_command", "list runs: state, best values, newest checkpoint"),
+    "plot": ("plot:plot_command", "draw the curves of runs as a page or an image"),
+    "migrate": ("migrate:migrate_command", "rewrite the imports of a Lightning or Accelerate script"),
+    "checkpoint": ("checkpoints:checkpoint_command", "show, verify, export or import a checkpoint"),
 }
-"""The subcommands beside launch: "module:function", imported when chosen, and a line of help."""
+"""The subcommands beside launch: "module:function" in `tools`, imported when chosen, and a line of help."""
 LOST_READER = 141
 """The exit code if the output's reader has gone, which shells give to a process that SIGPIPE ends."""
 
 
 def _run(where: str, arguments: Sequence[str], check: Any) -> int:
     module, name = where.split(":")
-    code: int = getattr(importlib.import_module(module), name)(arguments, check)
+    try:
+        code: int = getattr(importlib.import_module(f"trainwright.tools.{module}"), name)(arguments, check)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the output's reader has gone, as after `| head`
+        # The interpreter flushes it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return LOST_READER
     return code
 
 
@@ -58,35 +55,9 @@ def main() -> int:
     from trainwright.launch.cli import main as run
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # as stderr: a terminal's encoding may lack a letter of a path
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal's encoding may lack a letter of a path
     others = {name: (partial(_run, where), about) for name, (where, about) in COMMANDS.items()}
-    try:
-        try:
-            return run(sys.argv[1:], check_names, others)
-        finally:
-            _flush()
-    except BrokenPipeError:
-        if not _has_lost_reader():
-            raise
-        return LOST_READER
-
-
-def _flush() -> None:
-    if sys.stdout is not None and not sys.stdout.closed:
-        sys.stdout.flush()
-
-
-def _has_lost_reader() -> bool:
-    """Return whether this command's output has lost its reader, as after `| head`; if so, drop the rest of it."""
-    try:
-        _flush()
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # the interpreter flushes it once more when it ends
-        return True
-    return False
+    return run(sys.argv[1:], check_names, others)
 
 
 if __name__ == "__main__":

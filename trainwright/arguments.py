@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -45,15 +45,6 @@ def refuses_unknown(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def refuse_by_position(owner: str, given: Sequence[Any], example: str) -> None:
-    """Raise TypeError for arguments that were passed by position."""
-    if given:
-        raise TypeError(
-            f"{owner} was given {', '.join(map(repr, given))} by position. It takes its arguments by name, such as "
-            f"{owner}({example})."
-        )
-
-
 def check_flags(**given: Any) -> None:
     """Raise TypeError for an argument that is neither True nor False."""
     for name, value in given.items():
@@ -76,21 +67,6 @@ class NamedArguments:
         known = inspect.signature(cls).parameters
         refuse_unknown(cls.__name__, {name: value for name, value in given.items() if name not in known}, known)
         return super().__new__(cls)
-
-
-def check_takes(what: str, function: Callable[..., Any], given: Sequence[str]) -> None:
-    """Raise TypeError for a function that cannot be called with these arguments by position."""
-    try:
-        signature = inspect.signature(function, follow_wrapped=False)
-    except (TypeError, ValueError):  # a callable without a signature
-        return
-    try:
-        signature.bind(*given)
-    except TypeError as error:
-        raise TypeError(
-            f"{what}({', '.join(signature.parameters)}) cannot be called: it is given ({', '.join(given)}), by position "
-            f"({error}). Define it with these arguments."
-        ) from None
 
 
 @functools.cache

@@ -6,9 +6,6 @@ import math
 import re
 from datetime import timedelta
 
-from trainwright.errors import a_type_of
-
-UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
 _CLOCK = re.compile(r"(\d{2,}):(\d{2,}):(\d{2,}):(\d{2,})", re.ASCII)
 
 
@@ -20,12 +17,17 @@ def to_seconds(
         "Expected 'DD:HH:MM:SS' (days, hours, minutes, seconds), a timedelta, or a dict of its arguments. Give for example "
         f"{name}='00:12:00:00', timedelta(hours=12) or {{'hours': 12}}."
     )
-    if not isinstance(value, (str, timedelta, dict)):
-        raise TypeError(f"{name}={value!r} is {a_type_of(value)}. {expected}")
+    match = _CLOCK.fullmatch(value) if isinstance(value, str) else None
+    units = (
+        dict(zip(("days", "hours", "minutes", "seconds"), map(int, match.groups()), strict=True)) if match else value
+    )
     try:
-        length = value if isinstance(value, timedelta) else timedelta(**_units_of(value))
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{name}={value!r} {error}. {expected}") from None
+        length = timedelta(**units) if isinstance(units, dict) else units
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}={value!r} is no duration: {error}. {expected}") from None
+    if not isinstance(length, timedelta):
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"{name}={value!r} is not accepted. {expected}")
     seconds = length.total_seconds()
     if seconds < 0 or (seconds == 0 and not allows_zero):
         raise ValueError(f"{name}={value!r} is not positive. {expected}")
@@ -34,25 +36,9 @@ def to_seconds(
 
 def seconds_of(timeout: float | timedelta | None) -> float | None:
     """Return a timeout in seconds, or raise ValueError or TypeError."""
-    if timeout is None:
-        return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+    if seconds is not None and not isinstance(seconds, (int, float)):
         raise TypeError(f"timeout={timeout!r} is not accepted. Pass seconds, a timedelta, or None.")
-    if not 0 < seconds < math.inf:
+    if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"timeout={timeout!r} is not accepted. Pass a positive number of seconds, or None.")
-    return float(seconds)
-
-
-def _units_of(value: str | dict[str, float]) -> dict[str, float]:
-    if isinstance(value, str):
-        match = _CLOCK.fullmatch(value.strip())
-        if match is None:
-            raise ValueError("is malformed")
-        return dict(zip(UNITS[1:5], map(int, match.groups()), strict=True))
-    for unit, amount in value.items():
-        if unit not in UNITS:
-            raise ValueError(f"has the unknown unit {unit!r}; the units are {', '.join(UNITS)}")
-        if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not math.isfinite(amount):
-            raise ValueError(f"has {amount!r} for {unit!r}, which is not a finite number")
-    return value
+    return seconds

@@ -20,34 +20,25 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
     Returns:
         `{"grad_2.0_norm/layer.weight": ..., "grad_2.0_norm_total": ...}`, empty without gradients.
-
-    Raises:
-        ValueError: norm_type is not above 0.
     """
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type={norm_type!r} is not accepted. Pass a number above 0, or 'inf'.")
     norms = {
-        clean_name(name): _whole(_norm(parameter.grad.detach(), p))
+        clean_name(name): _norm(parameter.grad.detach(), p)
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }
     if not norms:
         return {}
-    total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms.values()]), p)
-    values = torch.stack([*(norm.float() for norm in norms.values()), total]).tolist()  # one wait for the device
-    stem = "_".join(["grad", str(p), "norm"])
-    names = [f"{stem}{group_separator}{name}" for name in norms]
-    return dict(zip([*names, "_".join([stem, "total"])], values, strict=True))
+    total = torch.linalg.vector_norm(torch.stack(list(norms.values())), p)
+    values = torch.stack([*norms.values(), total]).tolist()  # one wait for the device
+    names = [f"grad_{p}_norm{group_separator}{name}" for name in norms]
+    return dict(zip([*names, "_".join(["grad", str(p), "norm", "total"])], values, strict=True))
 
 
 def _norm(gradient: Tensor, p: float) -> Tensor:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     # A sum of squares soon exceeds float16's largest number.
-    wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
-    norm: Tensor = torch.linalg.vector_norm(values, p, dtype=wide)
-    return norm
-
-
-def _whole(norm: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, p, dtype=torch.promote_types(values.dtype, torch.float32))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

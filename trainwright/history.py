@@ -1,4 +1,4 @@
-"""History: the values that a run has logged, over steps, epochs or time. It draws its curves with `plots`."""
+"""History: the values that a run has logged, over steps or epochs. It draws its curves with `plots`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Series:
-    """The values of one metric in the order of its steps. Times are seconds since 1970, or None if unknown."""
+    """The values of one metric in the order of its steps."""
 
     steps: Numbers
     values: Numbers
-    times: Numbers | None = None
 
 
 @dataclass(frozen=True)
@@ -55,20 +54,9 @@ class History:
         """Return the x values of a series; ValueError if the run's files do not contain them."""
         if axis == "step":
             return series.steps
-        if axis == "time":
-            return self._seconds(series)
         if not len(self.epochs):
             raise ValueError(f"{self.folder} has no epochs in its rows, so it cannot be drawn over them; use x='step'.")
         return np.interp(series.steps, *self._epoch_ends())
-
-    def _seconds(self, series: Series) -> Numbers:
-        if series.times is None:
-            raise ValueError(
-                f"{self.folder} has no times: only the event files of a TensorBoardLogger contain them. Use x='step' or "
-                "x='epoch', or log with a TensorBoardLogger too."
-            )
-        firsts = [other.times[0] for other in self.series.values() if other.times is not None and len(other.times)]
-        return series.times - float(min(firsts))
 
     def _epoch_ends(self) -> tuple[Numbers, Numbers]:
         """Return steps, and the number of finished epochs after each one. Epochs between them count as even."""

@@ -7,9 +7,6 @@ plain_forms.py turns values that are not plain data into plain data.
 from __future__ import annotations
 
 import argparse
-import ast
-import copy
-import csv
 import dataclasses
 import enum
 import functools
@@ -22,11 +19,9 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import fsspec
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 from trainwright.errors import a_type_of
-from trainwright.plain_forms import LEFT_OUT, Form, form_of, is_same, readable, rebuild
+from trainwright.plain_forms import LEFT_OUT, Form, form_of, readable, rebuild
 from trainwright.rank_zero import warn
 
 T = TypeVar("T")
@@ -47,10 +42,6 @@ class AttributeDict(dict[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
-    def __delattr__(self, name: str) -> None:
-        self.__getattr__(name)  # raises for a missing name
-        del self[name]
-
     def __repr__(self) -> str:
         keys = [f'"{name}":' for name in self]
         width = max(map(len, keys), default=0)
@@ -68,10 +59,7 @@ class classonly(classmethod):  # type: ignore[type-arg]
 
         @functools.wraps(bound)  # raising in __get__ would break tools that look at every attribute of an instance
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-            raise TypeError(
-                f"{name} makes a new instance and does not change this one. Call it on the class and use what it returns: "
-                f"instance = {kind}.{name}(path)."
-            )
+            raise TypeError(f"{name} makes a new instance. Call it on the class: instance = {kind}.{name}(path).")
 
         return refuse
 
@@ -86,14 +74,9 @@ class HyperParameters:
     _is_omegaconf: bool = False
     """Whether they are the content of an OmegaConf container, which a new module gets again."""
     _log_hyperparams: bool = False
-    _has_named_left_out: bool = False
 
     def save_hyperparameters(
-        self,
-        *args: Any,
-        ignore: str | Sequence[str] | None = None,
-        frame: FrameType | None = None,
-        logger: bool = True,
+        self, *args: Any, ignore: str | Sequence[str] | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
         """Store the arguments of `__init__`, and of the subclasses' `__init__`, as `hparams`.
 
@@ -107,11 +90,6 @@ class HyperParameters:
             ignore: names to skip, also if a base class has stored them.
             frame: where to look for the constructor's arguments, by default the calling frames.
             logger: whether the loggers get them.
-
-        Raises:
-            ValueError: a name that is not an argument of the constructor.
-            TypeError: values that are neither names nor one collection of hyper-parameters.
-            RuntimeError: called outside the constructor with no collection of hyper-parameters.
         """
         arguments = _constructor_arguments(self, sys._getframe(1) if frame is None else frame)
         name: str | None = AS_ARGUMENTS
@@ -119,8 +97,8 @@ class HyperParameters:
             values = _chosen(self, arguments, args)
         elif len(args) > 1:
             raise TypeError(
-                f"save_hyperparameters got {len(args)} values that are not all names. Expected names of the "
-                'arguments ("lr", "width"), or one dict, Namespace or dataclass instance. Give names, not values.'
+                f"save_hyperparameters got {len(args)} values that are not all names. Pass names of arguments, or one dict, "
+                "Namespace or dataclass instance."
             )
         else:
             values = _from_collection(args[0])
@@ -148,8 +126,7 @@ class HyperParameters:
     @property
     def hparams_initial(self) -> AttributeDict:
         """Return a copy of the hyper-parameters as they were saved, with the values that a search has set since."""
-        copied: AttributeDict = _copied(self._hparams_initial or AttributeDict())
-        return copied
+        return AttributeDict(_copied(self._hparams_initial or {}))
 
 
 def kept_hyper_parameters(owner: Any) -> list[AttributeDict]:
@@ -158,26 +135,24 @@ def kept_hyper_parameters(owner: Any) -> list[AttributeDict]:
     return [values for values in both if values is not None]
 
 
-def stored_hyper_parameters(
-    owner: HyperParameters, is_plain: Callable[[Any], bool]
-) -> tuple[dict[str, Any], dict[str, Form]]:
+def divided(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> tuple[dict[str, Any], dict[str, Form]]:
     """Return the hyper-parameters that are plain data, and the forms of the others."""
-    plain, forms = _divided(owner.hparams, is_plain)
-    parameters = inspect.signature(type(owner).__init__).parameters
-    for name in _left_out(forms):
-        if name in parameters and owner.hparams[name] is parameters[name].default:
-            del forms[name]  # the constructor has the default
+    plain: dict[str, Any] = {}
+    forms: dict[str, Form] = {}
+    for key, value in _without_attributes(AttributeDict(values)).items():
+        if is_plain(value) and not isinstance(value, enum.Enum):
+            plain[key] = value
+        else:
+            forms[key] = form_of(value, is_plain)
     return plain, forms
 
 
 def hyper_parameter_entries(
     owner: HyperParameters, prefix: str, is_plain: Callable[[Any], bool]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a checkpoint's entries for an owner, and at the first call the names of values without a form."""
-    plain, forms = stored_hyper_parameters(owner, is_plain)
-    left_out = [] if owner._has_named_left_out else _left_out(forms)
-    if left_out:
-        owner._has_named_left_out = True
+    """Return a checkpoint's entries for an owner, and the names of its values without a form."""
+    plain, forms = divided(owner.hparams, is_plain)
+    left_out = [name for name, form in forms.items() if form["form"] == LEFT_OUT]
     if not plain and not forms:
         return {}, left_out
     if owner._is_omegaconf and not forms:
@@ -189,18 +164,14 @@ def hyper_parameter_entries(
 def logged_hyper_parameters(
     owners: Iterable[HyperParameters | None], is_plain: Callable[[Any], bool]
 ) -> dict[str, Any]:
-    """Return the hyper-parameters for the loggers: the initial ones of all owners that log theirs.
-
-    Raises:
-        ValueError: two owners have different values under one name.
-    """
+    """Return the initial hyper-parameters of all owners that log theirs (ValueError if two differ)."""
     merged: dict[str, Any] = {}
     for owner in owners:
         if owner is None or not owner._log_hyperparams:
             continue
-        plain, forms = _divided(owner.hparams_initial, is_plain)
+        plain, forms = divided(owner.hparams_initial, is_plain)
         plain |= {name: readable(form) for name, form in forms.items() if form["form"] != LEFT_OUT}
-        different = sorted(key for key in merged.keys() & plain.keys() if not is_same(merged[key], plain[key]))
+        different = sorted(key for key in merged.keys() & plain.keys() if repr(merged[key]) != repr(plain[key]))
         if different:
             raise ValueError(
                 f"the module and the datamodule both log hyper-parameters named {', '.join(different)}, with different "
@@ -228,42 +199,37 @@ def build(
     parameters = inspect.signature(cls).parameters.values()
     named = {each.name: each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-
-    def is_taken(name: str) -> bool:
-        return takes_all or name in named
-
     forms = {name: form for name, form in (forms or {}).items() if name not in overrides}
-    if hparams_name in named and hparams_name not in (AS_ARGUMENTS, *hyper_parameters):
-        within = (overrides.keys() & hyper_parameters.keys()) - named.keys()
-        stored = {**hyper_parameters, **{key: overrides[key] for key in within}}
-        overrides = {key: value for key, value in overrides.items() if key not in within}
-        values = {} if hparams_name in overrides else {hparams_name: _content(cls, hparams_name, stored, forms)}
-    else:
-        rebuilt = {name: _rebuilt(cls, name, form) for name, form in forms.items() if is_taken(name)}
+    values: dict[str, Any] = {}
+    if hparams_name not in named or hparams_name in (AS_ARGUMENTS, *hyper_parameters):
+        rebuilt = {name: _rebuilt(cls, name, form) for name, form in forms.items() if takes_all or name in named}
         values = {**hyper_parameters, **rebuilt}
-    if unknown := [key for key in overrides if not is_taken(key)]:
+    elif hparams_name not in overrides:
+        items = {key: value for key, value in overrides.items() if key in hyper_parameters and key not in named}
+        overrides = {key: value for key, value in overrides.items() if key not in items}
+        values = {hparams_name: _content(cls, hparams_name, {**hyper_parameters, **items}, forms)}
+    unknown = sorted(overrides.keys() - named.keys())
+    if unknown and not takes_all:
         warn(
             f"{cls.__name__} takes no argument {', '.join(unknown)}, so load_from_checkpoint drops it. It takes "
             f"{_listed(named)}.",
             stacklevel=4,
         )
-    values = {key: value for key, value in {**values, **overrides}.items() if is_taken(key)}
+    values = {key: value for key, value in {**values, **overrides}.items() if takes_all or key in named}
     _refuse_missing(cls, named, values, hyper_parameters)
-    first = [each.name for each in named.values() if each.kind is each.POSITIONAL_ONLY and each.name in values]
-    return cls(*[values.pop(name) for name in first], **values)
+    return cls(**values)
 
 
 def _refuse_missing(
     cls: type[Any], named: Mapping[str, inspect.Parameter], values: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> None:
     """Raise TypeError if arguments without a default have no value."""
-    missing = [name for name, each in named.items() if each.default is each.empty and name not in values]
+    missing = [name for name, parameter in named.items() if parameter.default is parameter.empty and name not in values]
     if missing:
         example = ", ".join(f"{name}=..." for name in missing)
         raise TypeError(
             f"{cls.__name__} cannot be constructed: its argument {', '.join(missing)} is not among the hyper-parameters "
-            f"that were stored ({_listed(stored)}). Pass it: {cls.__name__}.load_from_checkpoint(path, {example}). "
-            "save_hyperparameters() in __init__ stores arguments that are plain data."
+            f"that were stored ({_listed(stored)}). Pass it: {cls.__name__}.load_from_checkpoint(path, {example})."
         )
 
 
@@ -275,60 +241,34 @@ def _content(cls: type[Any], name: str, stored: Mapping[str, Any], forms: Mappin
 
 
 def read_hyper_parameters(path: str) -> dict[str, Any]:
-    """Return the hyper-parameters of a .json, .yaml or .csv (key, value) file, a path or an fsspec URL (`hparams_file=`)."""
-    kind = str(path).rpartition(".")[2].lower()
-    if kind not in ("json", "yaml", "yml", "csv"):
-        raise ValueError(
-            f"hparams_file={str(path)!r} is of an unknown kind. Expected a .json, .yaml, .yml or .csv file."
-        )
-    try:
-        loads = json.loads if kind == "json" else importlib.import_module("yaml").safe_load
-    except ImportError as error:
-        raise ImportError(f"reading {path} needs PyYAML: pip install pyyaml, or give a .json file.") from error
-    with fsspec.open(str(path), "r", encoding="utf-8") as file:
+    """Return the hyper-parameters of a .json or .yaml file, a path or an fsspec URL (`hparams_file=`)."""
+    kind = path.rpartition(".")[2].lower()
+    if kind not in ("json", "yaml", "yml"):
+        raise ValueError(f"hparams_file={path!r} is of an unknown kind. Expected a .json, .yaml or .yml file.")
+    loads = json.loads if kind == "json" else importlib.import_module("yaml").safe_load
+    with fsspec.open(path, "r", encoding="utf-8") as file:
         text = file.read()
     try:
-        if kind == "csv":
-            rows = csv.DictReader(text.splitlines())
-            if not {"key", "value"} <= set(rows.fieldnames or ()):
-                raise ValueError(f"the columns are {rows.fieldnames}, and must be key and value")
-            return {row["key"]: _literal(row["value"]) for row in rows}
         values = loads(text)
     except Exception as error:  # the parsers have no common error
-        raise ValueError(f"hparams_file={str(path)!r} cannot be read as {kind}: {error!r}") from error
+        raise ValueError(f"hparams_file={path!r} cannot be read as {kind}: {error!r}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(f"hparams_file={str(path)!r} holds {a_type_of(values)}. It must hold names and values.")
+        raise ValueError(f"hparams_file={path!r} holds {a_type_of(values)}. It must hold names and values.")
     return values
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any] | None:
     """Return the arguments of every running `__init__` of the owner, a subclass's last, or None if none is running."""
-    found: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     while frame is not None:
         code = frame.f_code
         # A wrapper of the constructor has another name. The constructor's frame is before or after it.
         if code.co_name == "__init__" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is owner:
-            found.append(_frame_arguments(owner, frame))
+            names, _, keywords, values = inspect.getargvalues(frame)
+            arguments = {name: values[name] for name in names[1:] if name in values}
+            calls.append({**arguments, **values.get(keywords, {})} if keywords is not None else arguments)
         frame = frame.f_back
-    return {key: value for arguments in found for key, value in arguments.items()} if found else None
-
-
-def _frame_arguments(owner: object, frame: FrameType) -> dict[str, Any]:
-    names, _, keywords, values = inspect.getargvalues(frame)
-    collected = {name: values[name] for name in names[1:] if name in values}
-    if keywords is not None:
-        collected.update(values.get(keywords, {}))
-    if dataclasses.is_dataclass(owner):  # a field's default may be made after the call
-        fields = {field.name for field in dataclasses.fields(owner)}
-        collected = {key: getattr(owner, key, value) if key in fields else value for key, value in collected.items()}
-    return collected
+    return {key: value for arguments in calls for key, value in arguments.items()} if calls else None
 
 
 def _chosen(owner: object, arguments: dict[str, Any] | None, names: Sequence[str]) -> dict[str, Any]:
@@ -358,9 +298,6 @@ def _from_collection(value: Any) -> AttributeDict:
             f"hyper-parameters were given as {value!r:.80}, {a_type_of(value)}. Expected names of arguments, "
             "or one dict, Namespace or dataclass instance."
         )
-    wrong = [key for key in value if not isinstance(key, str)]
-    if wrong:
-        raise TypeError(f"hyper-parameters are named by str; {wrong[0]!r:.80} is {a_type_of(wrong[0])}.")
     return AttributeDict(value if isinstance(value, dict) else _opened(value))
 
 
@@ -383,51 +320,29 @@ def _without_attributes(value: Any) -> Any:
     return value
 
 
-def _divided(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> tuple[dict[str, Any], dict[str, Form]]:
-    plain: dict[str, Any] = {}
-    forms: dict[str, Form] = {}
-    for key, value in _without_attributes(AttributeDict(values)).items():
-        if is_plain(value) and not isinstance(value, enum.Enum):
-            plain[key] = value
-        else:
-            forms[key] = form_of(value, is_plain)
-    return plain, forms
-
-
-def _left_out(forms: Mapping[str, Form]) -> list[str]:
-    return [name for name, form in forms.items() if form["form"] == LEFT_OUT]
-
-
 def _rebuilt(cls: type[Any], name: str, form: Form) -> Any:
-    advice = f"Pass it: {cls.__name__}.load_from_checkpoint(path, {name}=...)."
-    if not (isinstance(form, Mapping) and isinstance(form.get("form"), str)):
-        raise TypeError(f"the hyper-parameter {name!r} is stored in a form that cannot be read. {advice}")
-    if form["form"] == LEFT_OUT:
+    call = f"{cls.__name__}.load_from_checkpoint(path, {name}=...)"
+    if isinstance(form, Mapping) and form.get("form") == LEFT_OUT:
         raise TypeError(
             f"{cls.__name__} was trained with an argument {name!r} that is not in the checkpoint, since a "
-            f"{form.get('kind')} has no plain form. {advice}"
+            f"{form.get('kind')} has no plain form. Pass it: {call}."
         )
     try:
         return rebuild(form, cls)
-    except (LookupError, TypeError, ValueError, AttributeError, ImportError) as error:
+    except Exception as error:  # also from the constructor of a dataclass
         raise TypeError(
-            f"{cls.__name__} was trained with an argument {name!r} that cannot be rebuilt: {error}. Import its module, "
-            f"allow it with torch.serialization.add_safe_globals, or pass it. {advice}"
+            f"{cls.__name__} was trained with an argument {name!r} that cannot be rebuilt: {error}. Import its module and "
+            f"allow it with torch.serialization.add_safe_globals, or pass it: {call}."
         ) from error
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy, in which large objects (a network, a dataset) and uncopyable ones are the same objects."""
-    if isinstance(value, (nn.Module, Dataset, DataLoader)):
-        return value
-    try:
-        if type(value) in (dict, AttributeDict):
-            return type(value)({key: _copied(item) for key, item in value.items()})
-        if type(value) in (list, tuple):
-            return type(value)([_copied(item) for item in value])
-        return copy.deepcopy(value)
-    except Exception:  # from a foreign __deepcopy__ or __reduce__, or for a value that contains itself
-        return value
+    """Return a copy of nested dicts, lists and tuples, with the same objects in them."""
+    if type(value) in (dict, AttributeDict):
+        return type(value)({key: _copied(item) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)([_copied(item) for item in value])
+    return value
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +23,7 @@ from trainwright.hyperparameters import HyperParameters, build, classonly, read_
 from trainwright.module_hooks import AnyTrainer, ModuleHooks
 from trainwright.rank_zero import rank_zero_only, warn
 from trainwright.tensor_names import register_clean_names
-from trainwright.value_kinds import is_collection, is_dtensor, is_metric
+from trainwright.value_kinds import is_collection, is_dtensor
 
 if TYPE_CHECKING:
     from trainwright import Trainer
@@ -38,7 +37,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
     Override `training_step` and `configure_optimizers`, and any other method as needed. A step is called with the batch on its
     device, the batch's index within the epoch, and with several loaders the loader's index. It may take only the first, or the
-    first two. A step with an argument named `dataloader_iter` gets an iterator of (batch, batch_idx, dataloader_idx) instead.
+    first two.
 
     >>> class Classifier(tw.Module):
     ...     def __init__(self):
@@ -92,16 +91,11 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Optimizer,
-        optimizer_closure: Callable[[], Any] | None = None,
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step the optimizer at the end of a window. Override it to step differently, or not at all.
+        """Step the optimizer with the clipped gradients of a window. Override it to step differently, or not at all.
 
-        The gradients are computed and clipped by then. The closure's first call returns their loss. Later calls recompute
-        the window, for optimizers such as LBFGS.
+        The closure's first call returns their loss. Later calls recompute the window, for optimizers such as LBFGS.
         """
         optimizer.step(closure=optimizer_closure)
 
@@ -110,10 +104,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         optimizer.zero_grad()
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradients before a step. Override it to clip differently. The values are the Trainer's."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -183,30 +174,22 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         collector = trainer.run.logbook.collector
         if collector is None:
             raise RuntimeError(
-                f"self.log({name!r}, ...) was called {_calling_hook()}where nothing is collected. Log in a step, or in a hook "
+                f"self.log({name!r}, ...) was called where nothing is collected. Log in a step, or in a hook "
                 "from the start of an epoch to its end."
             )
         collector.log(name, value, settings, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log the values of a flat dict, or the metrics of a MetricCollection. `log` describes the other arguments."""
-        if is_metric(dictionary):
-            raise TypeError(
-                f"log_dict was given {a_type_of(dictionary)}, which is one Metric. Log it with self.log(name, metric): "
-                "the items that it computes are then logged as name_key."
-            )
         items: Callable[..., Any] = dictionary.items
         for name, value in items(keep_base=False, copy_state=False) if is_collection(dictionary) else items():
             self.log(name, value, *args, **kwargs)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or a list of several, for manual optimization.
-
-        They step through the strategy and the precision. With use_pl_optimizer=False the original ones are returned.
-        """
+        """Return the optimizer, or a list of several, for manual optimization. `use_pl_optimizer=False`: the original ones."""
         trainer = self.trainer
-        found: list[Any] = list(trainer.run.trained.prepared_optimizers if use_pl_optimizer else trainer.optimizers)
-        return found[0] if len(found) == 1 else found
+        optimizers = trainer.run.trained.prepared_optimizers if use_pl_optimizer else trainer.optimizers
+        return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
         """Return the scheduler, or a list of several, for manual optimization, or None if there is none."""
@@ -214,10 +197,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward on a loss under manual optimization, scaled and averaged over ranks as needed.
-
-        The other arguments go to `Tensor.backward`, such as retain_graph=True.
-        """
+        """Run backward on a loss under manual optimization. `Tensor.backward` gets the other arguments."""
         if self.automatic_optimization:
             raise RuntimeError(
                 f"manual_backward was called, but {type(self).__name__}.automatic_optimization is True, so the Trainer runs "
@@ -231,18 +211,13 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         self.trainer.run.backward(loss, send, options)
 
     def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradients of one optimizer, by "norm" (the default) or by "value". It does nothing without a limit."""
         self.trainer.run.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Freeze the parameters of all other optimizers until `untoggle_optimizer`."""
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"toggle_optimizer was given {a_type_of(optimizer)}. Expected one of self.optimizers().")
         self.untoggle_optimizer(optimizer)  # of an optimizer that was toggled before
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         groups = [group for each in self.trainer.optimizers for group in each.param_groups]
@@ -280,9 +255,6 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
             data: tensors and numbers, or a nested structure of them.
             group: only None is accepted: all ranks of the job take part.
             sync_grads: let gradients flow back to the tensors' ranks.
-
-        Raises:
-            ValueError, TypeError: the shapes or dtypes differ across ranks before the last round, or a group was given.
         """
         if group is not None:
             raise ValueError("all_gather was given a group. Expected None: all ranks of the job take part.")
@@ -325,9 +297,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         Args:
             checkpoint_path: a checkpoint of a Trainer, of any strategy and number of processes, a Lightning `.ckpt` file,
                 a file with a state_dict, or a safetensors file.
-            map_location: the device to put the module on, or as in torch.load a dict of devices or a function of a storage and
-                its location. The stored tensors are on the CPU, which is the default.
-            hparams_file: a JSON, YAML or CSV file with hyper-parameters, to use instead of those in the checkpoint.
+            map_location: the device to put the module on, by default the CPU, or as in torch.load a function of a storage and
+                its location, which is on the CPU.
+            hparams_file: a JSON or YAML file with hyper-parameters, to use instead of those in the checkpoint.
             strict: refuse a checkpoint that lacks tensors, or has others, by default the module's strict_loading.
             weights_only: has no effect: only plain data and tensors are ever read.
             verify: how a checkpoint of a Trainer is verified first: "full" (every digest), "size", or "off".
@@ -350,50 +322,28 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         return module if map_location is None else module.to(_device_of(map_location))
 
     def export(
-        self,
-        file_path: str | os.PathLike[str],
-        *,
-        strip_prefix: str = "",
-        prefix: str = "",
-        dtype: torch.dtype | None = None,
+        self, file_path: str | os.PathLike[str], *, strip_prefix: str = "", dtype: torch.dtype | None = None
     ) -> None:
         """Write the weights as one safetensors file that other libraries read, on rank 0, as `checkpoint export` does.
 
         Args:
-            file_path: a local path that ends in .safetensors and does not exist yet. A model of transformers reads
-                "folder/model.safetensors" by from_pretrained, with its config in the folder.
+            file_path: a local path that ends in .safetensors and does not exist yet.
             strip_prefix: write only the tensors whose names begin with this, without it.
-            prefix: added before all names.
             dtype: the dtype to convert floating-point tensors to.
-
-        Raises:
-            CheckpointError: the file exists or cannot be written, or no name begins with the prefix.
-            ValueError: the weights are divided over the ranks: export the result of tw.gather_module.
         """
         if any(is_dtensor(each) or hasattr(each, "ds_id") for each in self.parameters()):
             raise ValueError(
-                f"the weights of {type(self).__name__} are divided over the ranks. Call tw.gather_module(module) on all of "
-                "them, and export what it returns, or use `trainwright checkpoint export`."
+                f"the weights of {type(self).__name__} are divided over the ranks. Export the result of "
+                "tw.gather_module(module), or use `trainwright checkpoint export`."
             )
         if rank_zero_only.rank == 0:
-            export_tensors(
-                self.state_dict(), os.fspath(file_path), strip_prefix=strip_prefix, prefix=prefix, dtype=dtype
-            )
+            export_tensors(self.state_dict(), os.fspath(file_path), strip_prefix=strip_prefix, dtype=dtype)
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Export `forward` in evaluation mode as an ONNX file. torch.onnx.export gets the keyword arguments.
-
-        Raises:
-            ValueError: input_sample was not given, and the module has no example_input_array.
-            ImportError: the packages of torch's exporter are missing.
-        """
+        """Export `forward` in evaluation mode as an ONNX file. torch.onnx.export gets the keyword arguments."""
         sample = self.example_input_array if input_sample is None else input_sample
         if sample is None:
             raise ValueError("to_onnx has no input: pass input_sample=, or set example_input_array on the module.")
-        try:
-            import onnxscript  # noqa: F401 - torch's exporter needs it
-        except ImportError as error:
-            raise ImportError('to_onnx needs torch\'s exporter: pip install "onnx" "onnxscript"') from error
         sample = to_device(sample, self.device)
         was_training = {child: child.training for child in self.modules()}
         self.eval()
@@ -412,8 +362,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 f"{type(self).__name__} is attached to no trainer. Use self.trainer inside trainer.fit, "
                 "trainer.validate, trainer.test and trainer.predict only."
             )
-        trainer: Trainer = self._trainer
-        return trainer
+        return self._trainer  # type: ignore[no-any-return]
 
     @trainer.setter
     def trainer(self, trainer: AnyTrainer) -> None:
@@ -474,29 +423,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
 def _device_of(location: Any) -> torch.device:
     """Return the device that `map_location` means for tensors that are on the CPU."""
-    if isinstance(location, Mapping):
-        targets = {str(each) for each in location.values()}
-        if "cpu" not in location and len(targets) > 1:
-            raise ValueError(
-                f"map_location={location!r} names several devices, and a checkpoint's tensors are all on the CPU. Pass one "
-                "device, or a dict with 'cpu'."
-            )
-        location = location.get("cpu", next(iter(targets), "cpu"))
-    elif callable(location):
-        storage = location(torch.empty(0).untyped_storage(), "cpu")
-        location = "cpu" if storage is None else storage.device
-    return torch.device(location)
-
-
-def _calling_hook() -> str:
-    """Return "in <hook>, " for the hook of the module that the caller runs in, or an empty text."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        name = frame.f_code.co_name
-        if name in ("setup", "teardown", "prepare_data") or name.startswith(("on_", "configure_")):
-            return f"in {name}, "
-    return ""
+    return torch.device(location(torch.empty(0).untyped_storage(), "cpu").device if callable(location) else location)
 
 
 def trainer_of(module: Module) -> AnyTrainer:
@@ -514,8 +441,3 @@ def hook_of(owner: object, method: str, base: type) -> Callable[..., Any]:
     """Return a hook of the owner, or the base class's if the owner has set it to None."""
     hook: Callable[..., Any] = getattr(owner, method)
     return hook if hook is not None else getattr(base, method).__get__(owner)
-
-
-def replace_hook(module: Module, name: str, function: Callable[..., Any]) -> None:
-    """Let a function be a hook of this module, instead of the method of its class."""
-    vars(module)[name] = function

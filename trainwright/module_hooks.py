@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -22,15 +22,7 @@ EVAL_DATALOADERS: TypeAlias = Any
 LRSchedulerTypeUnion: TypeAlias = LRScheduler
 LRSchedulerPLType: TypeAlias = LRScheduler
 OptimizerLRSchedulerConfig: TypeAlias = Mapping[str, Any]
-"""A dict with "optimizer", and if it has a scheduler "lr_scheduler"."""
-OptimizerLRScheduler: TypeAlias = (
-    Optimizer
-    | Sequence[Optimizer]
-    | tuple[Sequence[Optimizer], Sequence[LRScheduler | Mapping[str, Any]]]
-    | OptimizerLRSchedulerConfig
-    | Sequence[OptimizerLRSchedulerConfig]
-    | None
-)
+OptimizerLRScheduler: TypeAlias = Any
 """The result of configure_optimizers."""
 
 
@@ -48,13 +40,7 @@ class ModuleHooks:
         """Called after the callbacks' setup, on every rank. Stage is "fit", "validate", "test" or "predict"."""
 
     def configure_model(self) -> None:
-        """Called after setup, before the module moves to its device and the optimizers are made. Make large layers here.
-
-        It is called at the start of every run, so do nothing if the layers exist already. By default it calls
-        configure_sharded_model, its name in earlier trainers, if the module defines that.
-        """
-        if callable(earlier := getattr(self, "configure_sharded_model", None)):
-            earlier()
+        """Called after setup in every run, before the module moves to its device. Make large layers here if there are none."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader, or several. It is used if none is passed to fit."""
@@ -87,8 +73,7 @@ class ModuleHooks:
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written, with its contents. Keys may be added or removed.
 
-        `checkpoint["state_dict"]` maps names to this rank's tensors. "callbacks", "lr_schedulers", "position" and
-        "hyper_parameters" are plain data. Added values must be plain data and tensors.
+        `checkpoint["state_dict"]` maps names to this rank's tensors. Added values must be plain data and tensors.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -119,10 +104,7 @@ class ModuleHooks:
         """Called with the batch on its device, before training_step. Return -1 on every rank to end the epoch here."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after the steps of optimizer and schedulers, with training_step's outputs as a dict, its loss as "loss".
-
-        The tensors in it are detached.
-        """
+        """Called after the steps of optimizer and schedulers, with training_step's detached outputs, its loss as "loss"."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called before the gradients of a new accumulation window are cleared."""
@@ -195,25 +177,12 @@ class ModuleHooks:
         self.zero_grad()  # type: ignore[attr-defined]
 
     def on_validation_model_eval(self) -> None:
-        """Called to switch the module to evaluation mode for a validation."""
+        """Called to switch the module to evaluation mode for a validation, a test or predicting."""
         self.eval()  # type: ignore[attr-defined]
 
     def on_validation_model_train(self) -> None:
-        """Called after a validation. If not overridden, it restores the submodules' earlier modes."""
+        """Called after a validation, a test or predicting. If not overridden, it restores the submodules' earlier modes."""
         self.train()  # type: ignore[attr-defined]
 
-    def on_test_model_eval(self) -> None:
-        """Called to switch the module to evaluation mode for a test."""
-        self.eval()  # type: ignore[attr-defined]
-
-    def on_test_model_train(self) -> None:
-        """Called after a test. If not overridden, it restores the submodules' earlier modes."""
-        self.train()  # type: ignore[attr-defined]
-
-    def on_predict_model_eval(self) -> None:
-        """Called to switch the module to evaluation mode for predicting."""
-        self.eval()  # type: ignore[attr-defined]
-
-    def on_predict_model_train(self) -> None:
-        """Called after predicting. If not overridden, it restores the submodules' earlier modes."""
-        self.train()  # type: ignore[attr-defined]
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+    on_test_model_train = on_predict_model_train = on_validation_model_train

@@ -1,77 +1,31 @@
 """Overrides: arguments that something outside a script sets. No other file replaces an argument that a script passes.
 
 There are three sources: the flags of `trainwright launch` and its config, variables TRAINWRIGHT_<OWNER>_<ARGUMENT>, and the
-file that TRAINWRIGHT_RUNG names. A tool such as `trainwright ladder` writes that file. It also names the tool's observer.
+file that TRAINWRIGHT_RUNG names. A tool such as `trainwright ladder` writes it. It also names the tool's observer of loops.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ParamSpec
 
-import torch
-
 from trainwright.distributed.environment import RUNG_VARIABLE, Environment, argument_variables, rung_file
+from trainwright.errors import did_you_mean
 from trainwright.rank_zero import rank_zero_only, rank_zero_warn, say
-
-
-class LoopObserver:
-    """Watches one loop that is written with an Accelerator. The methods of the base class do nothing."""
-
-    def begin(self, device: torch.device, strategy: str, precision: str, num_processes: int) -> None:
-        """Called at every call of prepare, before the loop's objects are prepared."""
-
-    def note_pass(self) -> None:
-        """Called when a pass over a prepared loader begins."""
-
-    def note_batch(self, num_samples: int | None) -> None:
-        """Called for every batch with its number of samples, or None if the batch does not show it."""
-
-    def note_training(self) -> None:
-        """Called after every backward."""
-
-    def note_step(self, count: int) -> None:
-        """Called after every step of a prepared optimizer, with the number of all steps. It may end the loop by SystemExit."""
-
-
-class Observer:
-    """Watches the Trainers and the loops of a process. The methods of the base class do nothing.
-
-    A tool names its subclass in the file of overrides. It is made without arguments, when it is first needed.
-    """
-
-    def note_made(self, owner: str) -> None:
-        """Called when a Trainer has been made, or its constructor has failed."""
-
-    def added_arguments(self, owner: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments to change, such as `callbacks`, given the script's arguments of a constructor."""
-        return {}
-
-    def loop(self) -> LoopObserver:
-        """Return the observer of the loop of a new Accelerator."""
-        return LoopObserver()
-
-    def note_logged(self, values: Mapping[str, Any]) -> None:
-        """Called with the values that a loop logs."""
-
 
 P = ParamSpec("P")
 OPEN = (None, "auto")
 """The values by which a script leaves an argument open."""
 _PLAIN = (str, int, float, bool, type(None), list, tuple)
-_is_aside = ContextVar("_is_aside", default=False)
 
-__all__ = ["LoopObserver", "Observer", "Override", "OverrideFile", "active_file"]
+__all__ = ["Override", "OverrideFile", "active_file"]
 
 
 @dataclass(frozen=True)
@@ -84,16 +38,10 @@ class Override:
     value: Any
     source: str
     """The flag, the variable or the tool that sets it, as messages name it."""
-    wins: bool
-    """Whether it replaces the script's value. Otherwise it only fills an argument that the script leaves open."""
 
 
 class OverrideFile:
-    """The file of overrides under which this process runs, and which of the script's arguments it has replaced.
-
-    Raises:
-        ValueError: the path is not a file of overrides.
-    """
+    """The file of overrides under which this process runs, and which of the script's arguments it has replaced."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -113,16 +61,15 @@ class OverrideFile:
 
     @staticmethod
     def write(path: Path, overrides: Iterable[Override], observer: str, **content: Any) -> None:
-        """Write a file of overrides. `observer` is "module:class" of an Observer, and `content` is for that class."""
+        """Write a file of overrides. `observer` is "module:class" of an observer, and `content` is for that class."""
         values = {**content, "observer": observer, "overrides": [asdict(each) for each in overrides]}
         path.write_text(json.dumps(values, indent=2), encoding="utf-8")
 
     @functools.cached_property
-    def observer(self) -> Observer:
+    def observer(self) -> Any:
         """Return the tool's observer of this process."""
         module, _, name = self._observer.partition(":")
-        observer: Observer = getattr(importlib.import_module(module), name)()
-        return observer
+        return getattr(importlib.import_module(module), name)()
 
     def apply(self, override: Override, given: Any, *, stays: bool) -> Any:
         """Return the script's value if it `stays`, or the override's, and print once on rank 0 where the two differ."""
@@ -143,25 +90,13 @@ def active_file() -> OverrideFile | None:
     return None if path is None else _active(path)
 
 
-@functools.cache
-def _active(path: str) -> OverrideFile:
-    return OverrideFile(path)
+_active = functools.cache(OverrideFile)
 
 
-def active_observer() -> Observer | None:
+def active_observer() -> Any:
     """Return the observer of the tool that runs this process, or None if no tool runs it."""
     file = active_file()
     return None if file is None else file.observer
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """Exempt the Trainers made in the block from the file of overrides and its observer: they make trial runs."""
-    token = _is_aside.set(True)
-    try:
-        yield
-    finally:
-        _is_aside.reset(token)
 
 
 def overridden(
@@ -172,14 +107,10 @@ def overridden(
     is_open: bool | None = None,
     is_like: Callable[[Any, Any], bool] = lambda given, value: bool(given == value),
 ) -> Any:
-    """Return the value of an argument: from an override that wins or fills it, or else the script's.
+    """Return the value of an argument: from the file of overrides, from a flag if it is open, or else the script's.
 
-    Args:
-        owner: the class or function that takes the argument.
-        argument: its name.
-        given: the script's value.
-        is_open: whether the script leaves the argument open. By default, whether `given` is None or "auto".
-        is_like: whether the script's value is the override's, perhaps with more options. Such a value stays.
+    The argument is open if `is_open` says so, or by default if `given` is None or "auto". A script's value that `is_like` the
+    override's, perhaps with more options, stays.
     """
     if (file := active_file()) is not None:
         for override in file.overrides:
@@ -190,12 +121,16 @@ def overridden(
             if given in OPEN if is_open is None else is_open:
                 return override.value
             if not is_like(given, override.value):
-                _warn_of_flag(override, given)
+                names = "precision= or mixed_precision" if argument == "precision" else argument
+                rank_zero_warn(
+                    f"the command line or its config says {override.source}, and the script {argument}={given!r}; the "
+                    f"script's is used. Leave {names}= out of the script to leave it open."
+                )
     return given
 
 
 def _flags(owner: str) -> Iterator[Override]:
-    """Yield the settings of `trainwright launch`'s command line and config. None of them wins."""
+    """Yield the settings of `trainwright launch`'s command line and config."""
     if owner not in ("Engine", "Trainer", "Accelerator"):
         return
     environment = Environment.detect()
@@ -203,22 +138,13 @@ def _flags(owner: str) -> Iterator[Override]:
     steps = environment.gradient_accumulation_steps
     accumulation = f"--gradient-accumulation-steps {steps}"
     overrides = (
-        Override("Engine", "accelerator", environment.accelerator, "--cpu", wins=False),
-        Override("Engine", "strategy", strategy, f"--strategy {strategy}", wins=False),
-        Override("Engine", "precision", precision, f"--precision {precision}", wins=False),
-        Override("Trainer", "accumulate_grad_batches", steps, accumulation, wins=False),
-        Override("Accelerator", "gradient_accumulation_steps", steps, accumulation, wins=False),
+        Override("Engine", "accelerator", environment.accelerator, "--cpu"),
+        Override("Engine", "strategy", strategy, f"--strategy {strategy}"),
+        Override("Engine", "precision", precision, f"--precision {precision}"),
+        Override("Trainer", "accumulate_grad_batches", steps, accumulation),
+        Override("Accelerator", "gradient_accumulation_steps", steps, accumulation),
     )
     yield from (each for each in overrides if each.owner == owner and each.value is not None)
-
-
-def _warn_of_flag(override: Override, given: Any) -> None:
-    name = override.argument
-    rank_zero_warn(
-        f"the command line or its config says {override.source}, and the script {name}={given!r}; the script's is used. Leave "
-        f"{'precision= or mixed_precision' if name == 'precision' else name}= out of the script to leave it open.",
-        stacklevel=3,
-    )
 
 
 def overridable(owner: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -236,7 +162,7 @@ def overridable(owner: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
         def constructed(*args: P.args, **arguments: P.kwargs) -> None:
             filled = [each for each in _variables(owner, parameters) if each.argument not in arguments]
             arguments.update({each.argument: each.value for each in filled})
-            file = None if _is_aside.get() else active_file()
+            file = active_file()
             if file is not None:
                 arguments.update(_replaced(file, owner, arguments, parameters))
             try:
@@ -253,24 +179,20 @@ def overridable(owner: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
 
 
 def _variables(owner: str, parameters: Mapping[str, inspect.Parameter]) -> Iterator[Override]:
-    """Yield the arguments that variables set (ValueError if the owner lacks one). None of them wins."""
+    """Yield the arguments that variables set (ValueError if the owner lacks one)."""
     known = list(parameters)[1:]
     for name, text in argument_variables(owner).items():
         variable = f"TRAINWRIGHT_{owner.upper()}_{name.upper()}"
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean TRAINWRIGHT_{owner.upper()}_{close[0].upper()}?" if close else ""
+            hint = did_you_mean(name, known)
             raise ValueError(f"the environment has {variable}, but {owner} has no argument {name}. Unset it.{hint}")
         value = text if "PathLike" in str(parameters[name].annotation) else _literal(text)
-        yield Override(owner, name, value, f"{variable}={text}", wins=False)
+        yield Override(owner, name, value, f"{variable}={text}")
 
 
 def _literal(text: str) -> Any:
-    named = {"true": True, "false": False, "none": None}
-    if text.lower() in named:
-        return named[text.lower()]
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
     except (ValueError, SyntaxError):
         return text
 

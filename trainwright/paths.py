@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import socket
@@ -15,27 +14,11 @@ __all__ = ["absolute"]
 def absolute(path: str | os.PathLike[str]) -> str:
     """Return a local path as an absolute one, with `~` expanded, and a URL unchanged. ValueError for a path with "::"."""
     text = os.path.expanduser(os.fspath(path))
-    text = text if "://" in text else os.path.abspath(text)
     if "::" in text and "://" not in text:
         raise ValueError(
             f"the path {text!r} has '::', which fsspec reads as a chain of file systems. Choose a name without it."
         )
-    return text
-
-
-def open_no_link(path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a file as `os.open` does, but reject a symbolic link. It is an `opener` for `open`.
-
-    Raises:
-        OSError: it is a symbolic link.
-    """
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        text = "it is a symbolic link, which is never written through. Remove it, or give another folder"
-        raise OSError(errno.ELOOP, text, path) from error
+    return text if "://" in text else os.path.abspath(text)
 
 
 def machine() -> str:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +25,6 @@ from torch.optim.lr_scheduler import LRScheduler
 Form = dict[str, Any]
 LEFT_OUT = "left_out"
 """The form of a value that has no other form. It contains the value's type."""
-MAX_DEPTH = 32
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "dict": dict,
     "list": lambda *items: list(items),
@@ -33,27 +32,19 @@ CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "namespace": argparse.Namespace,
 }
 """How the items of a form become a value, if the form names no class."""
-CLASSES: dict[str, Callable[[Any], bool]] = {
-    "enum": lambda cls: issubclass(cls, enum.Enum),
-    "dataclass": dataclasses.is_dataclass,
-    "config": lambda cls: callable(getattr(cls, "from_dict", None)),
-}
-"""The forms that name a class, and the test which that class must pass."""
 
 
 def form_of(value: Any, is_plain: Callable[[Any], bool]) -> Form:
     """Return the plain form of a value, which is `LEFT_OUT` if a part of the value has no form."""
     try:
         return _describe(value, is_plain)
-    except Exception:  # also from a foreign to_dict
+    except Exception:  # also from a dataclass's constructor, or a RecursionError
         kind = type(value)
         return {"form": LEFT_OUT, "kind": f"{kind.__module__}.{kind.__qualname__}"}
 
 
-def _describe(value: Any, is_plain: Callable[[Any], bool], depth: int = 0) -> Form:
-    if depth > MAX_DEPTH:
-        raise TypeError(f"it is nested deeper than {MAX_DEPTH} levels, or contains itself")
-    inner = functools.partial(_describe, is_plain=is_plain, depth=depth + 1)
+def _describe(value: Any, is_plain: Callable[[Any], bool]) -> Form:
+    inner = functools.partial(_describe, is_plain=is_plain)
     kind = type(value)
     if isinstance(value, enum.Enum):  # before plain data, since a member of an IntEnum is an int too
         return {"form": "enum", "path": path_of(kind), "value": inner(value.value)}
@@ -64,66 +55,43 @@ def _describe(value: Any, is_plain: Callable[[Any], bool], depth: int = 0) -> Fo
     if kind in (list, tuple):
         return {"form": kind.__name__, "items": [inner(item) for item in value]}
     if kind.__module__.split(".")[0] == "omegaconf":
-        from omegaconf import OmegaConf  # it made the value, so it is installed
+        return {"form": "omegaconf", "content": inner(_omegaconf_content(value))}
+    form, items = _container(value, inner)
+    return {**form, "items": {key: inner(item) for key, item in items.items()}}
 
-        is_part = value._get_parent() is not None  # its interpolations may refer to the rest of the configuration
-        return {"form": "omegaconf", "content": inner(OmegaConf.to_container(value, resolve=is_part))}
-    form: Form = {}
-    if not dataclasses.is_dataclass(value) and callable(getattr(kind, "from_dict", None)):
-        return {"form": "config", "path": path_of(kind), "content": inner(_config_content(value))}
+
+def _container(value: Any, inner: Callable[[Any], Form]) -> tuple[Form, Mapping[str, Any]]:
+    """Return the form of a container without its named items, and these items (TypeError for any other value)."""
+    kind = type(value)
     if isinstance(value, functools.partial):
         function, args = value.func, value.args
         if function.__module__.startswith("jsonargparse.") and isinstance(args[-1], type):  # it makes this class
             function, args = args[-1], ()
-        form = {"function": inner(function), "args": [inner(item) for item in args]}
-    elif dataclasses.is_dataclass(value):
-        form = {"path": path_of(kind)}
-        _refuse_changed(value, is_plain)
-    name, items = _named_items(value)
-    return {"form": name, **form, "items": {key: inner(item) for key, item in items.items()}}
-
-
-def _named_items(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return the form of a container with named items, and these items (TypeError for any other value)."""
-    kind = type(value)
-    if isinstance(value, functools.partial):
-        return "partial", value.keywords
-    if dataclasses.is_dataclass(value):
-        return "dataclass", {
-            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init
-        }
+        form = {"form": "partial", "function": inner(function), "args": [inner(item) for item in args]}
+        return form, value.keywords
+    if dataclasses.is_dataclass(value):  # a class has its name above
+        if dataclasses.replace(value) != value:  # type: ignore[type-var]
+            raise TypeError(f"a {kind.__qualname__} constructed from its fields is another one")
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return {"form": "dataclass", "path": path_of(kind)}, {name: getattr(value, name) for name in names}
     if kind is argparse.Namespace:
-        return "namespace", vars(value)
+        return {"form": "namespace"}, vars(value)
     if kind.__name__ in ("dict", "AttributeDict") and all(type(key) is str for key in value):
-        return "dict", value
+        return {"form": "dict"}, value
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__} has no plain form")
 
 
-def _config_content(value: Any) -> dict[str, Any]:
-    """Return the dict of a configuration such as transformers.PretrainedConfig, which `from_dict` turns back into it."""
-    content: dict[str, Any] = value.to_dict()
-    again = type(value).from_dict(content)
-    if type(again) is not type(value) or again.to_dict() != content:
-        raise TypeError(f"{type(value).__qualname__}.from_dict does not rebuild the value")
-    return content
+def _omegaconf_content(value: Any) -> Any:
+    """Return the content with its interpolations, or with their values if they need the rest of the configuration."""
+    from omegaconf import OmegaConf  # it made the value, so it is installed
+    from omegaconf.errors import OmegaConfBaseException
 
-
-def _refuse_changed(value: Any, is_plain: Callable[[Any], bool]) -> None:
-    """Raise TypeError for a dataclass that its fields would construct with other values, as by a __post_init__."""
-    fields = dataclasses.fields(value)
-    again = type(value)(**{field.name: getattr(value, field.name) for field in fields if field.init})
-    for field in fields:
-        before, after = getattr(value, field.name, None), getattr(again, field.name, None)
-        if (field.init or is_plain(before)) and not is_same(before, after):
-            raise TypeError(f"a {type(value).__qualname__} constructed from its fields has another {field.name}")
-
-
-def is_same(left: Any, right: Any) -> bool:
-    """Return whether two values have the same type and compare equal."""
+    content = OmegaConf.to_container(value)
     try:
-        return left is right or (type(left) is type(right) and bool(left == right))
-    except (RuntimeError, ValueError):  # tensors and arrays of several elements have no truth
-        return False
+        OmegaConf.resolve(OmegaConf.create(content))
+    except OmegaConfBaseException:
+        content = OmegaConf.to_container(value, resolve=True)
+    return content
 
 
 def readable(form: Form) -> Any:
@@ -131,7 +99,7 @@ def readable(form: Form) -> Any:
     kind, items = form["form"], form.get("items", [])
     if kind == "plain":
         return form["value"]
-    if kind in ("omegaconf", "config"):
+    if kind == "omegaconf":
         return readable(form["content"])
     if kind == "enum":
         return f"{form['path'].rpartition('.')[2]}({readable(form['value'])!r})"
@@ -144,12 +112,7 @@ def readable(form: Form) -> Any:
 
 
 def rebuild(form: Form, cls: type[Any]) -> Any:
-    """Return the value of a form, for the constructor of a class.
-
-    Raises:
-        LookupError: a name does not exist, or is not allowed (see `find`).
-        ValueError, TypeError, KeyError: the form is malformed, or its class has changed.
-    """
+    """Return the value of a form, for the constructor of a class (LookupError for a name that `find` rejects)."""
     kind, items = form["form"], form.get("items", [])
     again = functools.partial(rebuild, cls=cls)
     if kind == "plain":
@@ -163,16 +126,14 @@ def rebuild(form: Form, cls: type[Any]) -> Any:
     make: Any = CONSTRUCTORS.get(kind)
     if kind == "partial":
         make = functools.partial(functools.partial, again(form["function"]), *map(again, form["args"]))
-    elif kind in CLASSES:
+    elif kind in ("enum", "dataclass"):
         make = find(form["path"], cls)
-        if not isinstance(make, type) or not CLASSES[kind](make):
-            raise LookupError(f"{form['path']} is not a class of the kind {kind}")
+        if not isinstance(make, type) or not (issubclass(make, enum.Enum) or dataclasses.is_dataclass(make)):
+            raise LookupError(f"{form['path']} is neither an enum nor a dataclass")
     if make is None:
         raise ValueError(f"a form {kind!r} that this version does not know")
     if kind == "enum":
         return make(again(form["value"]))
-    if kind == "config":
-        return make.from_dict(again(form["content"]))
     if isinstance(items, dict):
         return make(**{key: again(item) for key, item in items.items()})
     return make(*map(again, items))
@@ -208,41 +169,29 @@ def look_up(path: str) -> Any:
 
 
 def find(path: str, cls: type[Any]) -> Any:
-    """Return the class or function of a name in a checkpoint, for the constructor of a class.
+    """Return the class or function of a name in a checkpoint, for the constructor of a class (LookupError if not allowed).
 
-    Allowed are the package of the class, torch's modules, optimizers, schedulers and functions of tensors, the types in
-    the constructor's annotations and defaults, and everything passed to `torch.serialization.add_safe_globals`.
-
-    Raises:
-        LookupError: it is not imported, or not allowed.
+    Allowed are the package of the class, torch's modules, optimizers, schedulers and functions of tensors, the types in the
+    constructor's annotations, and everything passed to `torch.serialization.add_safe_globals`.
     """
     if path.startswith("__main__:"):  # of the training script, which this script may import as a module
         with suppress(LookupError):
             return look_up(f"{cls.__module__}:{path.partition(':')[2]}")
     value = look_up(path)
     packages = {base.__module__.split(".")[0] for base in cls.__mro__} - {"builtins", "torch", "trainwright"}
-    if path.split(":")[0].split(".")[0] in packages or _is_of_torch(value, path) or _is_known(value, cls):
+    safe = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
+    with suppress(Exception):  # annotations may contain names that do not exist
+        for hint in typing.get_type_hints(cls.__init__).values():
+            safe += [hint, *typing.get_args(hint)]
+    package = path.partition(":")[0].partition(".")[0]
+    if package in packages or _is_of_torch(value, path) or any(value is entry for entry in safe):
         return value
     raise LookupError(f"{path} belongs neither to torch nor to the package of {cls.__name__}")
 
 
-def _is_known(value: Any, cls: type[Any]) -> bool:
-    """Return whether the user allows a class or function, or a constructor's signature contains this type."""
-    safe = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
-    if any(value is entry for entry in safe):
-        return True
-    known: list[Any] = []
-    for parameter in inspect.signature(cls).parameters.values():
-        known += [parameter.default, type(parameter.default)]
-    with suppress(Exception):  # annotations may contain names that do not exist
-        for hint in typing.get_type_hints(cls.__init__).values():
-            known += [hint, *typing.get_args(hint)]
-    return isinstance(value, type) and any(value is entry for entry in known)
-
-
 def _is_of_torch(value: Any, path: str) -> bool:
     module = path.partition(":")[0]
-    if module.split(".")[0] != "torch":
+    if not f"{module}.".startswith("torch."):
         return False
     if isinstance(value, type):
         return issubclass(value, (nn.Module, Optimizer, LRScheduler, enum.Enum))

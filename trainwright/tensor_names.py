@@ -42,22 +42,11 @@ def is_compiled(module: object) -> bool:
 
 def _clean(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     _rename(state_dict, prefix, clean_name)
-    # A load looks versions up under the names that the module then has, so both are kept.
-    metadata = getattr(state_dict, "_metadata", {})
-    metadata.update({clean_name(name): value for name, value in metadata.items() if WRAPPER in name})
 
 
 def _adapt(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Rename the keys to the form that this module uses."""
-    if not any(is_compiled(each) for each in module.modules()):
-        _rename(state_dict, prefix, clean_name)
-        return
     _rename(state_dict, prefix, lambda name: own_name(module, name))
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        for name, _ in module.named_modules():
-            if WRAPPER in name and clean_name(prefix + name) in metadata:
-                metadata.setdefault(prefix + name, metadata[clean_name(prefix + name)])
 
 
 def own_name(module: nn.Module, name: str) -> str:
@@ -135,7 +124,7 @@ def state_entries(module: nn.Module) -> list[tuple[str, Tensor, bool]]:
 
 def _memory(tensor: Tensor) -> Any:
     """Return a key that is equal for tensors over the same memory, and unique for those without memory."""
-    local = getattr(tensor, "_local_tensor", tensor)  # the part of a DTensor
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # the part of a DTensor
     if is_lazy(local) or local.layout is not torch.strided or local.is_meta or local.numel() == 0:
         return ("none", id(tensor))
     return local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), tuple(tensor.shape)

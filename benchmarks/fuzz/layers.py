@@ -201,7 +201,7 @@ class Cell:
     def evaluate(self, trainer: tw.Trainer, module: Net, path: str) -> None:
         """Validate again, predict, and validate the module loaded from the checkpoint."""
         again = trainer.validate(module, self.loader(), verbose=False)[0]["val_loss"]
-        if again != self.got:
+        if float(torch.tensor(again)) != self.got:  # callback metrics are float32
             self.say(f"validate: it gives {again!r}, fit gave {self.got!r}")
         predicted = trainer.predict(module, self.loader())
         if predicted is not None and self.is_alike:
@@ -210,7 +210,7 @@ class Cell:
             if len(mine) == len(self.outputs) and not torch.allclose(mine, self.outputs, atol=close):
                 self.say(f"predictions: they are off by {float((mine - self.outputs).abs().max()):.3g}")
         read = self.trainer().validate(self.net(), self.loader(), ckpt_path=path, verbose=False)[0]["val_loss"]
-        if read != self.got:
+        if float(torch.tensor(read)) != self.got:
             self.say(f"validate(ckpt_path): it gives {read!r}, fit gave {self.got!r}")
 
     def resume(self) -> None:

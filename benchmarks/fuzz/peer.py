@@ -60,7 +60,6 @@ MEANT: list[tuple[str, Callable[[Config], bool], Config]] = [
         {"loader": "map"},
     ),
     ("a list is a list of batches; there one of loaders", lambda c: c["loader"] == "list", {"loader": "map"}),
-    ("self.log needs no batch_size with dataloader_iter; there it does", lambda c: c["pulls"] > 0, {"pulls": 0}),
     ("the same of the second loader", lambda c: c["second"] not in ("map", "stream"), {"second": "map"}),
     ("a validation's schedulers are not there", lambda c: "validation" in str(c["scheduler"]), {"scheduler": "step"}),
     (

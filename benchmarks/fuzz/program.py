@@ -18,7 +18,6 @@ TORCH_DATA = (
     "BatchSampler", "DataLoader", "Dataset", "IterableDataset", "RandomSampler", "Sampler", "WeightedRandomSampler",
 )  # fmt: skip
 HEAD = {
-    "itertools": "import itertools",
     "random.": "import random",
     "tempfile.": "import sys, tempfile",
     "timedelta": "from datetime import timedelta",
@@ -116,25 +115,17 @@ def _module(c: Config) -> list[str]:
 
 
 def _training_step(c: Config, on: set[str]) -> list[str]:
-    index = "batch_idx"
-    if c["pulls"]:
-        lines = ["    def training_step(self, dataloader_iter):", f"        batch, {index}, _ = next(dataloader_iter)"]
-    else:
-        lines = [f"    def training_step(self, batch, {index}):"]
-    lines += ["        loss = self.loss(batch)"]
-    if c["pulls"] == 2:
-        lines += [f"        for batch, {index}, _ in itertools.islice(dataloader_iter, 1):"]
-        lines += ["            loss = loss + self.loss(batch)"]
+    lines = ["    def training_step(self, batch, batch_idx):", "        loss = self.loss(batch)"]
     lines += ['        self.log("loss", loss, on_step=True, on_epoch=True)']
     lines += ["        self.mean(loss.detach().float())", '        self.log("mean", self.mean)'] * ("metric" in on)
-    lines += [f"        if {index} % 5 == 3:", "            return None"] * ("none" in on)
+    lines += ["        if batch_idx % 5 == 3:", "            return None"] * ("none" in on)
     if c["manual"]:
         share = f" / {c['window']}" if c["window"] > 1 else ""
         lines += [f"        self.manual_backward(loss{share})"]
         pad = "        "
         if c["window"] > 1:
             end = " or self.trainer.is_last_batch" if c["close"] else ""
-            lines += [f"        if ({index} + 1) % {c['window']} == 0{end}:"]
+            lines += [f"        if (batch_idx + 1) % {c['window']} == 0{end}:"]
             pad += "    "
         lines += [f"{pad}for optimizer in {'self.optimizers()' if c['two'] else '[self.optimizers()]'}:"]
         if c["clip"]:

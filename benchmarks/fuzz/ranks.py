@@ -45,7 +45,6 @@ SIMPLEST: dict[str, list[Any]] = {
     "pair": [["plain", "plain"]],
     "workers": [0, 2],
     "manual": [False],
-    "pulls": [False],
     "accumulate": [1],
     "clip": [None],
     "optimizer": ["sgd", "adam"],
@@ -67,7 +66,7 @@ def draw(random: random.Random) -> Config:
     val_kind = random.choice(["plain", "shuffle", "stream", "dict", "max_size", "max_size"])  # min_size ends by batches
     has_stream = kind == "stream" or (kind in COMBINED and "stream" in pair)
     limits, manual = [None, None, None, 2] + ([] if has_stream else [0.6]), random.random() < 0.4
-    config = {
+    return {
         "strategy": random.choice(STRATEGIES),
         "processes": random.choice([2, 2, 3]),
         "batch": random.choice([1, 2, 2, 4]),
@@ -77,7 +76,6 @@ def draw(random: random.Random) -> Config:
         "pair": pair,
         "workers": random.choice([0, 0, 0, 2]),
         "manual": manual,
-        "pulls": random.random() < 0.3,
         "accumulate": random.choice([1, 1, 2, 3]),
         "clip": None if manual else random.choice([None, None, 0.1]),
         "optimizer": random.choice(["sgd", "sgd", "adam"]),
@@ -91,9 +89,6 @@ def draw(random: random.Random) -> Config:
         "val_kind": val_kind,
         "pred_count": random.randint(1, 17),
     }
-    if config["pulls"] and not manual:
-        config["accumulate"] = 1  # refused: such a step takes several batches itself
-    return config
 
 
 def data(count: int, seed: int) -> TensorDataset:
@@ -205,20 +200,6 @@ class Net(tw.Module):
         return [optimizer], [{"scheduler": scheduler, "interval": self.config["scheduler"]}]
 
 
-class PullingNet(Net):
-    """The same, with a `dataloader_iter`."""
-
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        batch, index, _ = next(dataloader_iter)
-        return super().training_step(batch, index)
-
-    def test_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
-        super().test_step(next(dataloader_iter)[0], 0)
-
-    def predict_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        return super().predict_step(next(dataloader_iter)[0], 0)
-
-
 def parts(batch: Any) -> dict[str, Any]:
     """Return the parts of a batch by the names of their loaders, "" for a single one."""
     return {key: each for key, each in batch.items() if each is not None} if isinstance(batch, dict) else {"": batch}
@@ -231,7 +212,7 @@ class Samples(tw.Callback):
         self.ids: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for _, _, ids in parts(batch).values():
+        for _, _, ids in () if trainer.is_dummy_batch else parts(batch).values():
             self.ids += ids.tolist()
 
 
@@ -242,8 +223,7 @@ def everywhere(values: list[float]) -> list[float]:
 
 def run(config: Config, folder: Path) -> dict[str, Any]:
     """Fit, test and predict, and return the results."""
-    is_pulling = config["pulls"] and config["kind"] != "sequential"
-    module, samples = (PullingNet if is_pulling else Net)(config), Samples()
+    module, samples = Net(config), Samples()
     torch.manual_seed(0)
     tw.seed_everything(config["count"])
     with warnings.catch_warnings(record=True) as caught, refusals(module):

@@ -38,7 +38,6 @@ SIMPLEST: dict[str, list[Any]] = {
     "two": [False],
     "window": [1],
     "close": [False],
-    "pulls": [0, 1],
     "scheduler": [None, "epoch", "step"],
     "frequency": [1],
     "clip": [None],
@@ -94,7 +93,6 @@ def draw(random: Random) -> Config:
         "two": random.random() < 0.4,
         "window": random.choice([1, 1, 2, 3, 5]),
         "close": random.random() < 0.5,
-        "pulls": often(0.12, random.randint(1, 2), 0),
         "scheduler": often(0.8, random.choice(SCHEDULERS)),
         "frequency": random.choice([1, 1, 2, 3]),
         "clip": often(0.3, random.choice(["norm", "value"])),
@@ -140,13 +138,12 @@ def settled(config: Config) -> Config:
     c = dict(config)
     if c["mode"] is not None:
         c["loader"] = "map" if c["loader"] in ("list", "endless") else c["loader"]
-        c["pulls"] = 0
     if c["loader"] == "list":
         c["workers"] = 0
     if c["holder"] == "arguments":
         c["reload"] = 0
     if c["optimizer"] == "lbfgs":  # its closure is called several times a step
-        c["manual"], c["pulls"], c["window"] = False, 0, 1
+        c["manual"], c["window"] = False, 1
         c["features"] = [each for each in c["features"] if each not in ("none", "schedule")]
         c["precision"] = None if c["precision"] == "16-mixed" else c["precision"]
     if c["loader"] == "endless" and not isinstance(c["limit_train"], int):
@@ -164,9 +161,6 @@ def settled(config: Config) -> Config:
             c["scheduler"] = "step"
     else:
         c["two"] = False
-    if c["pulls"]:
-        c["features"] = [each for each in c["features"] if each not in ("none", "schedule")]
-        c["window"] = c["window"] if c["manual"] else 1
     if c["min_steps"] is not None and c["max_steps"] is not None:
         c["min_steps"] = min(c["min_steps"], c["max_steps"])
     validates = c["validate"] != "off"

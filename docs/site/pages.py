@@ -4,6 +4,7 @@ notebook that a page links to. Links are written as they work in the repository,
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import posixpath
@@ -58,6 +59,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["search"] = {"boost": 0.3}
     if here.startswith("source/"):
         return markdown
+    if here == "reference/callbacks.md":
+        markdown += "".join(f"\n::: trainwright.{name}\n" for name in callback_names())
 
     def on_the_site(link: re.Match[str]) -> str:
         target = resolved(path_of(here), link[1])
@@ -66,6 +69,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(address_of(target), posixpath.dirname(here) or ".") + (link[2] or "")
 
     return outside_of_blocks(markdown, lambda text: LINK.sub(on_the_site, text))
+
+
+def callback_names() -> list[str]:
+    """Return the public names of callbacks."""
+    text = (ROOT / "trainwright/callbacks/__init__.py").read_text()
+    names: list[str] = ast.literal_eval(text.partition("__all__ = ")[2])
+    return names
 
 
 def path_of(address: str) -> str:

@@ -84,14 +84,6 @@ def test_what_is_kept_is_the_same(tmp_path: Path, kwargs: dict[str, Any]) -> Non
         assert other == plain
 
 
-def test_a_run_goes_on_from_one(tmp_path: Path) -> None:
-    scores = [1.0, 2.0, 3.0]
-    callback = run(str(tmp_path / "whole"), scores, save_top_k=-1, async_save=True)
-    first, *_, last = callback.best_k_models
-    resumed = run(str(tmp_path / "resumed"), scores, first, save_top_k=-1, async_save=True)
-    assert digests(resumed.last_model_path)["model-00000.safetensors"] == digests(last)["model-00000.safetensors"]
-
-
 def settle(trainer: tw.Trainer) -> None:
     """Let the save in flight end, committed or failed, without a report."""
     if trainer.engine.writer.in_flight is not None:
@@ -207,38 +199,6 @@ def test_an_error_elsewhere_lets_it_commit(tmp_path: Path) -> None:
     assert found(tmp_path) == {"newest.ckpt": 6}
     assert os.listdir(tmp_path) == ["newest.ckpt"]
     assert callback.best_model_path == f"{tmp_path}/newest.ckpt"
-
-
-def test_saves_of_ones_own(tmp_path: Path) -> None:
-    """Within a window a save waits for the window's end. It has a hook's changes, and later saves wait for it."""
-    said = []
-
-    class Saves(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx in (1, 3):
-                said.append(trainer.save_checkpoint(f"{tmp_path}/{batch_idx}.ckpt", blocking=False))
-
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-            checkpoint["state_dict"]["more"] = module.net[0].weight * 2
-            checkpoint["note"] = [trainer.global_step]
-
-    trainer = trainer_of(Saves(), accumulate_grad_batches=4, enable_checkpointing=False)
-    module = Scored([1.0])
-    trainer.fit(module, make_loader())
-    assert said == [False, True]
-    assert found(tmp_path) == {"1.ckpt": 1, "3.ckpt": 1}
-    for name in found(tmp_path):
-        checkpoint = open_checkpoint(f"{tmp_path}/{name}")
-        assert checkpoint.state()["note"] == [1]
-        weight = checkpoint.read_tensor("model", "net.0.weight")
-        assert torch.equal(checkpoint.read_tensor("model", "more"), 2 * weight)
-        assert not torch.equal(weight, module.net[0].weight)
-    end = weights(module)
-    trainer.callbacks.clear()
-    assert trainer.save_checkpoint(f"{tmp_path}/end.ckpt", weights_only=True, blocking=False)
-    other = Scored([1.0])
-    trainer.validate(other, make_loader(4), ckpt_path=f"{tmp_path}/end.ckpt", verbose=False)
-    assert_equal(weights(other), end)
 
 
 # -- two ranks ----------------------------------------------------------------------------------------------------------
@@ -367,3 +327,43 @@ def test_a_rank_that_fails_while_a_save_is_in_flight(tmp_path: Path) -> None:
     finally:
         for job in started.values():
             job.close()
+
+
+def test_a_run_resumes_from_an_async_save(tmp_path: Path) -> None:
+    scores = [1.0, 2.0, 3.0]
+    callback = run(str(tmp_path / "whole"), scores, save_top_k=-1, async_save=True)
+    first, *_, last = callback.best_k_models
+    resumed = run(str(tmp_path / "resumed"), scores, first, save_top_k=-1, async_save=True)
+    assert digests(resumed.last_model_path)["model-00000.safetensors"] == digests(last)["model-00000.safetensors"]
+
+
+def test_a_save_of_the_users_own_in_the_background_is_whole(tmp_path: Path) -> None:
+    """Within a window a save waits for the window's end. It has a hook's changes, and later saves wait for it."""
+    said = []
+
+    class Saves(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (1, 3):
+                said.append(trainer.save_checkpoint(f"{tmp_path}/{batch_idx}.ckpt", blocking=False))
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"]["more"] = module.net[0].weight * 2
+            checkpoint["note"] = [trainer.global_step]
+
+    trainer = trainer_of(Saves(), accumulate_grad_batches=4, enable_checkpointing=False)
+    module = Scored([1.0])
+    trainer.fit(module, make_loader())
+    assert said == [False, True]
+    assert found(tmp_path) == {"1.ckpt": 1, "3.ckpt": 1}
+    for name in found(tmp_path):
+        checkpoint = open_checkpoint(f"{tmp_path}/{name}")
+        assert checkpoint.state()["note"] == [1]
+        weight = checkpoint.read_tensor("model", "net.0.weight")
+        assert torch.equal(checkpoint.read_tensor("model", "more"), 2 * weight)
+        assert not torch.equal(weight, module.net[0].weight)
+    end = weights(module)
+    trainer.callbacks.clear()
+    assert trainer.save_checkpoint(f"{tmp_path}/end.ckpt", weights_only=True, blocking=False)
+    other = Scored([1.0])
+    trainer.validate(other, make_loader(4), ckpt_path=f"{tmp_path}/end.ckpt", verbose=False)
+    assert_equal(weights(other), end)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,13 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.callbacks.checkpoint_files import is_taken, remove_replaced
-from trainwright.checkpoint import discovery
 from trainwright.checkpoint.discovery import (
     find_checkpoints,
     is_checkpoint,
     is_replaceable,
-    latest_checkpoint,
     remove_checkpoint,
     replace_checkpoint,
 )
-from trainwright.checkpoint.filesystem import LocalFiles
 
 NAN = math.nan
 
@@ -88,14 +84,6 @@ def test_nothing_is_kept_where_nothing_is_wanted(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_saves_before_the_metrics_of_a_name_are_there(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="was not logged yet") as caught:
-        callback = run(tmp_path, [1.0, 2.0], every_n_train_steps=4, filename="{step}-{score:.1f}-{other:.0f}")
-    assert len(caught) == 1
-    assert callback.best_model_score == 1.0
-    assert sorted(found(tmp_path)) == ["step=11-score=1.0-other=7.ckpt"]
-
-
 # -- the name of a removed checkpoint ------------------------------------------------------------------------------------
 
 
@@ -137,30 +125,6 @@ def test_the_checkpoint_of_another_run_is_left_alone(tmp_path: Path) -> None:
     callback = run(tmp_path, [3.0, 2.0, 1.0], filename="best")
     assert found(tmp_path) == {"best.ckpt": 1, "best-v1.ckpt": 3}
     assert callback.best_model_path == f"{tmp_path}/best-v1.ckpt"
-
-
-@pytest.mark.parametrize("old_one_is_gone", [True, False])
-def test_run_that_was_killed_before_the_renaming_is_resumed(tmp_path: Path, old_one_is_gone: bool) -> None:
-    """The newest checkpoint is still where it was written, and its state names its final path."""
-
-    class Killed(BaseException):
-        pass
-
-    def killed(place: str, path: str) -> None:
-        if old_one_is_gone:
-            remove_checkpoint(path)
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainwright.callbacks.checkpoint_files.replace_checkpoint", killed)
-        with pytest.raises(Killed):
-            run(tmp_path, [3.0, 2.0], filename="best")
-    entry = latest_checkpoint(str(tmp_path))
-    assert entry is not None
-    assert entry.path == f"{tmp_path}/best-v1.ckpt"
-    callback = run(tmp_path, [3.0, 2.0, 2.5], "last", filename="best")
-    assert {path: score.item() for path, score in callback.best_k_models.items()} == {entry.path: 2.0}
-    assert callback.best_model_path == callback.last_model_path == entry.path
 
 
 def test_newer_checkpoint_replaces_older_ones(tmp_path: Path) -> None:
@@ -229,24 +193,6 @@ def test_a_run_that_was_killed_before_the_newer_one_had_its_path(tmp_path: Path)
     assert found(tmp_path) == {"best.ckpt": 4, "best-v1.ckpt": 2}, "what the run was resumed from stays"
 
 
-def test_a_place_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None:
-    for name in ("best", "best-v1"):
-        run(tmp_path, [1.0], filename=name)
-    place, path = f"{tmp_path}/best-v1.ckpt", f"{tmp_path}/best.ckpt"
-    manifest = tmp_path / "best-v1.ckpt" / "manifest.json"
-    whole = manifest.read_bytes()
-    for damaged in (whole[:-20], b""):
-        manifest.write_bytes(damaged)
-        with pytest.raises(
-            tw.CheckpointError, match=r"best-v1\.ckpt is not a complete checkpoint, so .*best\.ckpt is not replaced"
-        ):
-            replace_checkpoint(place, path)
-        assert is_checkpoint(path)
-    manifest.write_bytes(whole)
-    replace_checkpoint(place, path)
-    assert found(tmp_path) == {"best.ckpt": 1}
-
-
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), tw.CheckpointError("is not a checkpoint")])
 def test_one_that_cannot_be_removed_ends_no_run(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -264,48 +210,6 @@ def test_one_that_cannot_be_removed_ends_no_run(
     assert len(said) == 1
     assert found(tmp_path) == {"epoch=0-step=11.ckpt": 1, "epoch=2-step=33.ckpt": 3}
     assert callback.best_model_path == callback.last_model_path == f"{tmp_path}/epoch=2-step=33.ckpt"
-
-
-def test_what_is_left_of_a_replaced_one_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name is free by then. On a network file system a file that somebody reads may stay for long."""
-
-    def busy(files: Any, path: str) -> None:
-        raise OSError(16, "Device or resource busy", path)
-
-    monkeypatch.setattr(LocalFiles, "remove_tree", busy)
-    with pytest.warns(UserWarning, match=r"best\.ckpt was replaced, but not all .* Device or resource busy"):
-        callback = run(tmp_path, [3.0, 2.0], filename="best")
-    assert [Path(entry.path).name for entry in find_checkpoints(str(tmp_path))] == ["best.ckpt"]
-    assert callback.best_model_score == 2.0
-    assert callback.best_model_path == f"{tmp_path}/best.ckpt"
-
-
-def test_a_file_of_others_keeps_the_name(tmp_path: Path) -> None:
-    class Notes(Scored):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                (tmp_path / "best.ckpt" / "notes.txt").write_text("mine")
-
-    callback = tw.ModelCheckpoint(str(tmp_path), monitor="score", filename="best")
-    trainer = tw.Trainer(max_epochs=4, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
-    trainer.fit(Notes([4.0, 3.0, 2.0, 1.0]), make_loader(), make_loader(4))
-    assert os.listdir(tmp_path / "best.ckpt") == ["notes.txt"]
-    assert [(entry.path, entry.epoch) for entry in find_checkpoints(str(tmp_path))] == [(callback.best_model_path, 3)]
-
-
-def test_a_save_reads_no_manifest_of_others_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: Counter[str] = Counter()
-    read_manifest = discovery.read_manifest
-
-    def counted(files: Any, path: str) -> Any:
-        reads[Path(path).name] += 1
-        return read_manifest(files, path)
-
-    monkeypatch.setattr(discovery, "read_manifest", counted)
-    run(tmp_path / "all", [1.0] * 5, filename="model", save_top_k=-1)
-    assert not reads
-    run(tmp_path / "best", [3.0, 2.0, 1.0], filename="model")
-    assert reads
 
 
 # -- through symbolic links ----------------------------------------------------------------------------------------------
@@ -333,22 +237,6 @@ def test_a_folder_that_a_link_leads_to_is_the_same(tmp_path: Path, first: str) -
     assert [float(score) for score in callback.best_k_models.values()] == [1.0, 2.0]
     # The third is the resume source.
     assert sorted(found(tmp_path / "real").values()) == [1, 3, 4]
-
-
-def test_a_name_that_is_spelled_in_two_ways_is_kept(tmp_path: Path) -> None:
-    """A checkpoint that a run replaced through the link is not another one that a later run would have to remove."""
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    scores = [3.0, 1.0, 2.0, 5.0, 4.0]
-    kwargs = {"filename": "best", "save_top_k": 2, "save_last": True}
-    run(tmp_path / "real", scores[:2], **kwargs)
-    for count in (3, 4, 5):
-        callback = run(tmp_path / "link", scores[:count], "auto", **kwargs)
-    epochs = found(tmp_path / "real")
-    assert {scores[epochs[Path(path).name] - 1]: float(score) for path, score in callback.best_k_models.items()} == {
-        1.0: 1.0,
-        2.0: 2.0,
-    }
 
 
 def two_ranks(folder: Path) -> list[Any]:

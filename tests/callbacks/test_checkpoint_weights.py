@@ -38,7 +38,6 @@ class Normed(Classifier):
         super().__init__()
         self.net.insert(1, nn.BatchNorm1d(13, momentum=0.0))
         self.register_buffer("mask", torch.full((2, 2), -torch.inf))
-        self.ceiling = nn.Parameter(torch.tensor([torch.inf, 1.0]))
         self.fixed = nn.Parameter(torch.tensor([torch.inf, 1.0]), requires_grad=False)
 
     def configure_optimizers(self) -> Any:

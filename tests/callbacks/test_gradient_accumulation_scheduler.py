@@ -49,8 +49,8 @@ def test_accumulation_scheduler_rejects_wrong_settings() -> None:
     for scheduling, error, match in (
         ({}, TypeError, "pass a dict of epoch and number of batches"),
         ([4], TypeError, "pass a dict of epoch and number of batches"),
-        ({"0": 4}, TypeError, "'0' as epoch; expected an integer of at least 0"),
-        ({0: 2.0}, TypeError, "2.0 as number of batches; expected an integer of at least 1"),
+        ({"0": 4}, ValueError, "'0' as epoch; expected an integer of at least 0"),
+        ({0: 2.0}, ValueError, "2.0 as number of batches; expected an integer of at least 1"),
         ({-1: 2}, ValueError, "-1 as epoch"),
         ({0: 0}, ValueError, "0 as number of batches"),
     ):

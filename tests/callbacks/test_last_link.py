@@ -12,7 +12,7 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.checkpoint.discovery import find_candidates, find_checkpoints
-from trainwright.checkpoint.last_link import POINTER_NAME, is_last_link, point_to, pointed, remove_link
+from trainwright.checkpoint.last_link import POINTER_NAME, pointed
 from trainwright.checkpoint.reader import open_checkpoint
 
 BATCHES = len(make_loader())
@@ -91,22 +91,6 @@ def test_what_is_no_link_stays(tmp_path: Path) -> None:
     assert pointed(f"{tmp_path}/last-v1.ckpt") == f"{tmp_path}/epoch=1-step={2 * BATCHES}.ckpt"
 
 
-def test_links_that_users_make_are_followed(tmp_path: Path) -> None:
-    link = f"{tmp_path}/last.ckpt"
-    assert not is_last_link(link)
-    remove_link(link)
-    point_to(link, f"{tmp_path}/a.ckpt")
-    point_to(link, f"{tmp_path}/b.ckpt")
-    assert pointed(link) == f"{tmp_path}/b.ckpt"
-    assert os.listdir(tmp_path) == ["last.ckpt"]
-    remove_link(link)
-    assert os.listdir(tmp_path) == []
-    os.symlink("/elsewhere/a.ckpt", link)  # a user's link
-    assert (pointed(link), is_last_link(link)) == (link, False)
-    remove_link(link)
-    assert os.path.islink(link)
-
-
 def test_epochs_and_steps_are_monitored_without_a_log(tmp_path: Path) -> None:
     for monitor in ("epoch", "step"):
         fit(tw.ModelCheckpoint(tmp_path / monitor, monitor=monitor, mode="max", save_top_k=2), 3)
@@ -158,22 +142,6 @@ def test_a_newest_checkpoint_that_is_not_the_best_has_the_default_name(tmp_path:
     newest = f"epoch=2-step={3 * BATCHES}.ckpt"
     assert sorted(os.listdir(tmp_path)) == ["best-epoch=0.ckpt", newest, "last.ckpt"]
     assert pointed(str(tmp_path / "last.ckpt")) == saver.last_model_path == f"{tmp_path}/{newest}"
-
-
-def test_a_link_leads_into_a_folder_of_the_name(tmp_path: Path) -> None:
-    fit(tw.ModelCheckpoint(tmp_path, filename="sub/{epoch}", save_last=True))
-    assert pointed(str(tmp_path / "last.ckpt")) == f"{tmp_path}/sub/epoch=1.ckpt"
-    assert isinstance(Classifier.load_from_checkpoint(tmp_path / "last.ckpt"), Classifier)
-    os.symlink("../elsewhere", tmp_path / "away.ckpt")
-    assert not is_last_link(str(tmp_path / "away.ckpt"))
-
-
-def test_link_does_not_replace_a_checkpoint_of_its_name(tmp_path: Path) -> None:
-    fit(tw.ModelCheckpoint(tmp_path, filename="last", save_last=True))
-    links = {name for name in os.listdir(tmp_path) if is_last_link(str(tmp_path / name))}
-    assert len(links) == 1
-    assert len(os.listdir(tmp_path)) == 2
-    assert open_checkpoint(str(tmp_path / links.pop())).step == 2 * BATCHES
 
 
 def test_a_link_follows_a_background_save_at_once(tmp_path: Path) -> None:

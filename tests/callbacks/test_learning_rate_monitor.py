@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from small import QUIET, Classifier, make_loader
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
@@ -125,7 +124,7 @@ def test_learning_rate_monitor_rejects_wrong_settings() -> None:
         tw.Trainer(callbacks=[LearningRateMonitor()], **QUIET).fit(Classifier(), make_loader())
 
     def twins(parameters: Any) -> Any:
-        return torch.optim.SGD([{"params": [each], "name": "twin"} for each in parameters], lr=0.1)
+        return SGD([{"params": [each], "name": "twin"} for each in parameters], lr=0.1)
 
     with pytest.raises(ValueError, match="have the same name"):
         rows(LearningRateMonitor(), Tuned(twins))
@@ -163,6 +162,13 @@ def test_a_run_that_goes_on_within_an_epoch_writes_its_row_once(tmp_path: Path) 
     assert run(tmp_path / "part", "last", max_epochs=3) == whole
 
 
+def test_two_monitors_with_different_settings_work_in_one_run() -> None:
+    callbacks = [LearningRateMonitor("step"), LearningRateMonitor("epoch", log_momentum=True)]
+    trainer = tw.Trainer(max_epochs=1, callbacks=callbacks, **{**QUIET, "logger": Memory()})
+    trainer.fit(Classifier(), make_loader(8))
+    assert {"lr-AdamW", "lr-AdamW-momentum"} <= trainer.callback_metrics.keys()
+
+
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_run_that_a_signal_ends_at_an_epochs_start_writes_its_row_once(tmp_path: Path, epoch: int) -> None:
     class Signals(tw.Callback):
@@ -182,10 +188,3 @@ def test_a_run_that_a_signal_ends_at_an_epochs_start_writes_its_row_once(tmp_pat
     rows = [line.split(",") for line in run().splitlines()]
     column = rows[0].index("lr-AdamW")
     assert [row[column] for row in rows[1:] if row[column]] == ["0.05"] * 2
-
-
-def test_two_monitors_with_different_settings_work_in_one_run() -> None:
-    callbacks = [LearningRateMonitor("step"), LearningRateMonitor("epoch", log_momentum=True)]
-    trainer = tw.Trainer(max_epochs=1, callbacks=callbacks, **{**QUIET, "logger": Memory()})
-    trainer.fit(Classifier(), make_loader(8))
-    assert {"lr-AdamW", "lr-AdamW-momentum"} <= trainer.callback_metrics.keys()

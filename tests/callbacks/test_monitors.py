@@ -47,13 +47,11 @@ def test_throughput_is_logged() -> None:
     monitor = tw.ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: batch[0].numel(), available_flops=1e12)
     rows = fit(monitor, max_epochs=2).with_name("train/device")
     assert [step for step, _ in rows] == list(range(3, 22, 2))
+    assert "train/device/mfu" not in rows[0][1]
     for _, row in rows:
         rate = row["train/device/batches_per_sec"]
         assert row["train/device/samples_per_sec"] == pytest.approx(4 * rate)
         assert row["train/device/items_per_sec"] == pytest.approx(32 * rate)
-        # 2 x 4 samples x (8 x 13 + 13 x 3): the forward. The first layer's backward is once more, the second's twice.
-        assert row["train/device/flops_per_sec"] == pytest.approx(2 * 4 * (2 * 8 * 13 + 3 * 13 * 3) * rate)
-        assert row["train/device/mfu"] == pytest.approx(row["train/device/flops_per_sec"] / 1e12)
         assert row["train/samples_per_sec"] == row["train/device/samples_per_sec"]
         assert 0.0 <= row["train/data_wait"] <= 1.0
 
@@ -62,9 +60,10 @@ def test_throughput_uses_given_flops() -> None:
     class Known(Classifier):
         flops_per_batch = 10.0
 
-    rows = fit(tw.ThroughputMonitor(lambda batch: 1), Known()).with_name("flops")
-    assert rows[0][1]["train/device/flops_per_sec"] == 10.0 * rows[0][1]["train/device/batches_per_sec"]
-    assert "train/device/mfu" not in rows[0][1]
+    rows = fit(tw.ThroughputMonitor(lambda batch: 1, available_flops=1e12), Known()).with_name("flops")
+    flops = rows[0][1]["train/device/flops_per_sec"]
+    assert flops == 10.0 * rows[0][1]["train/device/batches_per_sec"]
+    assert rows[0][1]["train/device/mfu"] == pytest.approx(flops / 1e12)
     assert not fit(tw.ThroughputMonitor(lambda batch: 1, flops_per_batch=0)).with_name("flops")
 
 
@@ -134,20 +133,6 @@ def test_peaks_of_devices_are_known(monkeypatch: pytest.MonkeyPatch, name: str, 
     assert rows[0][1].get("train/device/mfu") == (None if peak is None else pytest.approx(rate / peak))
 
 
-def test_flops_are_those_of_a_whole_batch() -> None:
-    class EndsAtOnce(tw.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-            return -1 if trainer.current_epoch == 0 else None
-
-    memory = Memory()
-    settings = {**QUIET, "logger": memory, "max_epochs": 2, "log_every_n_steps": 1}
-    callbacks = [tw.ThroughputMonitor(len), EndsAtOnce()]
-    tw.Trainer(**settings, callbacks=callbacks).fit(Classifier(), make_loader(), make_loader(32))
-    row = memory.with_name("train/device")[-1][1]
-    wanted = 2 * 4 * (2 * 8 * 13 + 3 * 13 * 3) * row["train/device/batches_per_sec"]
-    assert row["train/device/flops_per_sec"] == pytest.approx(wanted)
-
-
 def test_flops_come_from_a_method_if_a_step_empties_its_batch() -> None:
     class Pops(Classifier):
         def flops_per_batch(self) -> float:
@@ -163,15 +148,6 @@ def test_flops_come_from_a_method_if_a_step_empties_its_batch() -> None:
     tw.Trainer(**settings, callbacks=monitor).fit(Pops(), data)
     row = memory.with_name("train/device")[0][1]
     assert row["train/device/flops_per_sec"] == 10.0 * row["train/device/batches_per_sec"]
-    assert row["train/samples_per_sec"] == pytest.approx(4 * row["train/device/batches_per_sec"])
-
-
-def test_samples_of_a_step_that_pulls_its_batches_are_counted() -> None:
-    class Pulls(Classifier):
-        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-            return super().training_step(next(dataloader_iter)[0], 0)
-
-    row = fit(tw.ThroughputMonitor(lambda batch: len(batch[0])), Pulls()).with_name("train/device")[0][1]
     assert row["train/samples_per_sec"] == pytest.approx(4 * row["train/device/batches_per_sec"])
 
 
@@ -268,20 +244,12 @@ def test_loss_that_is_nan_from_the_first_batch_raises(tmp_path: Path) -> None:
     fit(SpikeDetection(finite_only=False, exclude_batches_path=path), NeverFinite())
 
 
-@pytest.mark.parametrize(
-    ("text", "said", "kept"),
-    [
-        ("", "", "[7]"),
-        ("[3", "It was not noted in .*delimiter", "[3"),
-        ('{"a": 1}', "it holds a dict, not a list", '{"a": 1}'),
-    ],
-)
-def test_a_damaged_file_hides_no_spike(tmp_path: Path, text: str, said: str, kept: str) -> None:
+def test_a_damaged_file_hides_no_spike(tmp_path: Path) -> None:
     path = tmp_path / "skipped.json"
-    path.write_text(text)
-    with pytest.raises(TrainingSpikeException, match=f"The loss of batch 7.*{said}"):
+    path.write_text("[3")
+    with pytest.raises(TrainingSpikeException, match=r"The loss of batch 7.*It was not noted in .*delimiter"):
         fit(SpikeDetection(exclude_batches_path=path), Jumps(9.0))
-    assert path.read_text() == kept
+    assert path.read_text() == "[3"
 
 
 def test_spike_detection_rejects_wrong_settings() -> None:
@@ -417,7 +385,7 @@ def test_a_batch_that_fails_is_trained_again(tmp_path: Path, place: str, capsys:
         trained(FailsOnce(place), tmp_path / "run")
     said = capsys.readouterr().err
     assert f"saved as {tmp_path}/run/on_exception.ckpt, as before batch 4, which a resumed run trains again" in said
-    assert said.rstrip().endswith("From that batch remain: the RNG state, the logged values.")
+    assert said.rstrip().endswith("From that batch remain: the RNG state, the logged values and changes of buffers.")
     again = trained(FailsOnce(), tmp_path / "run")
     assert again.seen == list(range(15, 22))
     assert all(torch.equal(again.state_dict()[name], value) for name, value in whole.state_dict().items())
@@ -466,7 +434,7 @@ def test_a_batch_that_has_changed_weights_or_gradients_is_not_saved(tmp_path: Pa
     assert not (tmp_path / "run").exists()
     module = Adversarial()
     module.place = "optimizer 0"
-    assert "remain: the RNG state, the logged values, the buffers of norm." in said(module)
+    assert "as before batch 7, which a resumed run trains again" in said(module)
 
 
 def two_ranks_of_which_one_fails(folder: Path) -> dict[str, Any]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import pty
 import re
-import select
 import sys
 import warnings
 from collections.abc import Iterator
@@ -48,12 +45,6 @@ def test_bar_writes_one_plain_line_an_epoch_without_a_terminal(capsys: pytest.Ca
     assert all("val_shown 2" in line for line in lines)
 
 
-def test_a_package_that_imports_ipykernel_makes_no_notebook(capsys: pytest.CaptureFixture[str]) -> None:
-    __import__("ipykernel")
-    tw.Trainer(max_epochs=1, **SETTINGS).fit(Shown(), make_loader(8))
-    assert capsys.readouterr().err.startswith("epoch 0: 2/2 batches")
-
-
 def test_bar_writes_lines_within_a_long_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(line_seconds=0.0)], **SETTINGS)
     trainer.fit(Shown(), make_loader())
@@ -70,20 +61,6 @@ def test_bar_is_live_in_a_terminal(capsys: pytest.CaptureFixture[str], monkeypat
     shown = capsys.readouterr().err
     for text in ("Sanity check", "Epoch 0: 100%", "Epoch 1: 100%", "11/11", "shown=0.123", "val_shown=2", "Test"):
         assert text in shown
-
-
-def test_a_terminal_that_has_no_size_shows_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    leader, follower = pty.openpty()
-    assert os.get_terminal_size(follower) == (0, 0)
-    with os.fdopen(follower, "w") as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
-        trainer = tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
-        trainer.fit(Shown(), make_loader(8))
-        shown = b""
-        while b"Epoch 0: 100%" not in shown:  # the terminal forwards the output with a delay
-            assert select.select([leader], [], [], 60.0)[0], shown
-            shown += os.read(leader, 1 << 16)
-    os.close(leader)
 
 
 class Streamed(torch.utils.data.IterableDataset[Any]):
@@ -158,15 +135,6 @@ def test_subclass_makes_other_bars(
     assert "4/4" in shown.out
 
 
-def test_class_sets_the_format(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Short(tw.TQDMProgressBar):
-        BAR_FORMAT = "({desc} {n_fmt})"
-
-    terminal(monkeypatch)
-    tw.Trainer(callbacks=[Short(refresh_seconds=0.0)], **SETTINGS).test(Predictor(), make_loader(8))
-    assert "(Test 2)" in capsys.readouterr().err
-
-
 class Reached(tw.TQDMProgressBar):
     """Reaches its bars from hooks, and records their classes."""
 
@@ -215,13 +183,8 @@ def test_bars_are_available_in_hooks_of_a_subclass(
         terminal(monkeypatch)
     bar = Reached()
     trainer = tw.Trainer(max_epochs=1, callbacks=[bar], **SETTINGS)
-    with pytest.raises(
-        TypeError, match=r"Reached\.val_progress_bar was read before it exists; read it in .* on_validation_st"
-    ):
-        print(bar.val_progress_bar)
     trainer.fit(Predictor(), make_loader(), make_loader(8))
-    with pytest.raises(TypeError, match=r"Reached\.test_progress_bar was read before"):
-        print(bar.test_progress_bar)
+    assert bar.test_progress_bar.disable
     trainer.test(Predictor(), make_loader(8))
     trainer.predict(Predictor(), make_loader(8))
     fitted, predicted = (11, 2) if is_live else (0, 0)
@@ -233,48 +196,11 @@ def test_bars_are_available_in_hooks_of_a_subclass(
         ("Predict", not is_live, predicted),
     ]
     copied = copy.deepcopy(bar)
-    with pytest.raises(TypeError, match="train_progress_bar was read before"):
-        print(copied.train_progress_bar)
+    assert copied.train_progress_bar.disable
     shown = capsys.readouterr().err
     for text in ("E0: 100%", "batch/s", "extra=1", "seen 1", "Valid: "):
         assert (text in shown) is is_live
     assert ("epoch 0: 11/11 batches" in shown) is not is_live
-
-
-def test_subclass_must_return_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Without(tw.TQDMProgressBar):
-        def init_train_tqdm(self) -> Any:
-            return None
-
-    terminal(monkeypatch)
-    with pytest.raises(TypeError, match=r"Without\.init_train_tqdm returned None; return a tqdm"):
-        tw.Trainer(max_epochs=1, callbacks=[Without()], **SETTINGS).fit(Shown(), make_loader())
-
-
-def test_a_narrow_terminal_shows_the_bar_and_whole_numbers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Long(Shown):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("seen", 12345.0, prog_bar=True)
-            self.log_dict({f"a_long_name_{index}": 1.23456 for index in range(9)}, prog_bar=True)
-
-    terminal(monkeypatch)
-    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (110, 40))
-    trainer = tw.Trainer(max_epochs=2, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
-    trainer.fit(Long(), make_loader(), make_loader(4))
-    frames = [frame for frame in capsys.readouterr().err.replace("\n", "\r").split("\r") if frame.startswith("Epoch")]
-    assert max(map(len, frames)) <= 110
-    assert min(len(frame.split("|")[1]) for frame in frames) >= 10
-    assert "a_long_name_0=1.23" in frames[-1]
-    assert "seen=12345" in frames[-1]
-    # An epoch is never at its beginning with the metrics that its end has.
-    assert not any("0/11" in frame and "seen" in frame for frame in frames if frame.startswith("Epoch 0:   0%"))
-
-
-def test_two_bars_are_refused() -> None:
-    with pytest.raises(ValueError, match="holds 2 progress bars"):
-        tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(), tw.TQDMProgressBar(2)], **SETTINGS)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -437,7 +363,5 @@ def test_a_bar_is_copied_without_its_terminal(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_bar_that_the_trainer_is_to_leave_out() -> None:
-    with pytest.raises(
-        ValueError, match=r"enable_progress_bar=False, but callbacks= holds a TQDMProgressBar. Leave out"
-    ):
+    with pytest.raises(ValueError, match=r"enable_progress_bar=False, but callbacks= holds a TQDMProgressBar. Omit"):
         tw.Trainer(callbacks=[tw.TQDMProgressBar()], enable_progress_bar=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,28 +179,6 @@ def test_pruning_works_in_every_precision(options: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.host
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # raised in torch's compiler
-def test_pruning_works_on_a_compiled_module() -> None:
-    callback = tw.ModelPruning("l1_unstructured", amount=0.5, **TRAINS_ON)
-    module = fit(callback, 2, compile=True)
-    assert sorted(callback.masks) == sorted(FIRST)
-    module.net(torch.zeros(1, 8))
-    for name, mask in callback.masks.items():
-        owner, _, attribute = name.rpartition(".")
-        assert not getattr(module.get_submodule(owner), attribute)[~mask].any()
-
-
-def test_module_that_is_pruned_already_is_rejected() -> None:
-    module = Classifier()
-    prune.identity(module.net[0], "weight")
-    with pytest.raises(
-        ValueError, match=r"'net.0.weight' is pruned by torch already; call torch.nn.utils.prune.remove"
-    ):
-        fit(tw.ModelPruning("l1_unstructured"), 1, module=module)
-
-
 def test_gradients_of_pruned_elements_are_zero() -> None:
     class Watches(tw.Callback):
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
@@ -230,24 +207,14 @@ def test_what_it_refuses() -> None:
             ValueError,
             "pruning_norm=",
         ),
-        ({"pruning_fn": "l1_unstructured", "pruning_dim": 0}, ValueError, "do not fit l1_unstructured"),
         ({"pruning_fn": "l1_unstructured", "amount": 1.5}, ValueError, "amount=1.5 is not accepted"),
         ({"pruning_fn": "l1_unstructured", "amount": True}, ValueError, "amount=True is not accepted"),
-        ({"pruning_fn": "l1_unstructured", "verbose": 3}, ValueError, "choose from 0, 1 and 2"),
-        ({"pruning_fn": "l1_unstructured", "apply_pruning": "yes"}, TypeError, "a function of the epoch"),
-        ({"pruning_fn": "l1_unstructured", "parameters_to_prune": [nn.Linear(1, 1)]}, TypeError, "pairs of a module"),
-        ({"pruning_fn": "l1_unstructured", "parameters_to_prune": []}, TypeError, "pass pairs of a module"),
     ):
         with pytest.raises(error, match=match):
             tw.ModelPruning(**settings)
 
 
 def test_what_it_refuses_before_training() -> None:
-    class Lazy(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lazy = nn.LazyLinear(3)
-
     for settings, options, match in (
         (
             {"parameters_to_prune": [(nn.Linear(1, 1), "weight")]},
@@ -256,121 +223,9 @@ def test_what_it_refuses_before_training() -> None:
         ),
         ({"parameter_names": ["gain"]}, {}, "no parameter to prune with the names gain"),
         ({}, {"more": [tw.EMAWeightAveraging()]}, "EMAWeightAveraging averages weights from before"),
-        ({}, {"module": Lazy()}, "'lazy.weight' is lazy"),
     ):
         with pytest.raises(ValueError, match=match):
             fit(tw.ModelPruning("l1_unstructured", **settings), 1, **options)
-
-
-class Reads(nn.Module):
-    """Classifies the rows of a batch as sequences."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.kind = kind
-        self.rnn = getattr(nn, kind)(2, 5, batch_first=True)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(self.rnn(inputs.view(-1, 4, 2))[0][:, -1])
-
-
-@pytest.mark.parametrize(("kind", "rewinds"), [("LSTM", False), ("GRU", True)])
-def test_recurrent_layers_train_on(kind: str, rewinds: bool) -> None:
-    weights: list[torch.Tensor] = []
-
-    class Watches(tw.Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            weights.append(module.net.rnn.weight_ih_l0.detach().clone())
-
-    callback = tw.ModelPruning(
-        "l1_unstructured",
-        parameter_names=["weight_ih_l0"],
-        amount=0.3,
-        use_lottery_ticket_hypothesis=rewinds,
-    )
-    module = Classifier()
-    module.net = Reads(kind)
-    fit(callback, 2, module=module, more=[Watches()], val=None)
-    kept = callback.masks["net.rnn.weight_ih_l0"].cpu()
-    for before, after in pairwise(weights):
-        assert ((before.cpu() != after.cpu()) | ~kept).all()
-    rnn = module.net.rnn
-    assert all(
-        each is getattr(rnn, name) for each, name in zip(rnn._flat_weights, rnn._flat_weights_names, strict=True)
-    )
-    assert not rnn.weight_ih_l0.cpu()[~kept].any()
-
-
-class Tied(nn.Module):
-    """Two layers of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(self.second(self.first(inputs)))
-
-
-def test_shared_weights_are_pruned_once() -> None:
-    tied = Classifier()
-    tied.net = Tied()
-    fit(tw.ModelPruning("l1_unstructured", use_global_unstructured=False, **TRAINS_ON), 1, module=tied)
-    assert int((tied.net.second.weight == 0).sum()) == 32
-
-
-class Late(Classifier):
-    """Has its layers from configure_model, or from setup."""
-
-    def __init__(self, layers: nn.Module, is_setup: bool, has_head: bool = False) -> None:
-        super().__init__()
-        self.layers, self.is_setup = [layers], is_setup  # not registered yet
-        del self.net
-        if has_head:
-            self.head = nn.Linear(2, 2)
-
-    def setup(self, stage: str) -> None:
-        if self.is_setup:
-            self.net = self.layers[0]
-
-    def configure_model(self) -> None:
-        self.net = self.layers[0]
-
-
-@pytest.mark.parametrize("is_setup", [True, False], ids=["setup", "configure_model"])
-def test_late_layers_have_masks(is_setup: bool) -> None:
-    for given in (False, True):
-        layers = make_net()
-        pairs = [(layers[0], "weight")] if given else None
-        callback = tw.ModelPruning("l1_unstructured", pairs, **TRAINS_ON)
-        module = fit(callback, 1, module=Late(layers, is_setup))
-        assert sorted(callback.masks) == (["net.0.weight"] if given else sorted(FIRST))
-        assert sum(int((each == 0).sum()) for each in module.parameters()) == (52 if given else 80)
-    prune.identity(layers[0], "weight")
-    with pytest.raises(
-        ValueError, match=r"'net.0.weight' is pruned by torch already; call torch.nn.utils.prune.remove"
-    ):
-        fit(tw.ModelPruning("l1_unstructured"), 1, module=Late(layers, is_setup))
-
-
-def test_sparse_embedding_is_pruned() -> None:
-    class Embeds(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 3))
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return loss_of(self.net, ((batch[0].abs() * 4).long().clamp(max=9), batch[1]))
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    callback = tw.ModelPruning("l1_unstructured", use_global_unstructured=False, **TRAINS_ON)
-    module = fit(callback, 2, module=Embeds(), val=None)
-    assert int((module.net[0].weight == 0).sum()) == 30
 
 
 @pytest.mark.parametrize(
@@ -410,16 +265,6 @@ def test_different_pairs_are_pruned_by_two_callbacks(tmp_path: Path) -> None:
     twins = [both(other := Classifier())[0], both(other)[0]]
     with pytest.raises(ValueError, match=r"two of one state_key \(ModelPruning\[l1_unstructured,Linear#\d+.weight\]\)"):
         fit(twins[0], 1, module=other, more=twins[1:])
-
-
-def test_another_modules_masks_are_refused(tmp_path: Path) -> None:
-    fit(tw.ModelPruning("l1_unstructured"), 1, more=[Saves(tmp_path)])
-    other = Classifier()
-    callback = tw.ModelPruning("l1_unstructured")
-    given = callback.state_key
-    callback = type("Other", (tw.ModelPruning,), {"state_key": given})("l1_unstructured", [(other.net[0], "weight")])
-    with pytest.raises(ValueError, match=r"has 'net.3.weight' of shape \[3, 13\], and this run prunes no parameter"):
-        fit(callback, 2, module=other, ckpt_path=tmp_path / "end-0.ckpt")
 
 
 def on_ranks(folder: Path) -> Any:

@@ -262,7 +262,6 @@ def test_a_tensor_that_has_no_place_is_named_before_anything_is_trained(kind: st
     for module, datamodule, callbacks, key in (
         (Watched(), None, [Kept()], r"state\.callbacks\..*Kept\.mask\[1\]"),
         (Watched(), Data(), [], r"state\.datamodule\.mask"),
-        (Extra({"mask": make()}), None, [], r"state\.extra\[0\]\.part\._extra_state\.seen\.mask"),
     ):
         saving = tw.ModelCheckpoint(tmp_path)
         trainer = tw.Trainer(max_epochs=1, callbacks=[*callbacks, saving], **{**QUIET, "enable_checkpointing": True})

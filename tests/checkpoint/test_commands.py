@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from deadlines import deadline
 from forked import run_python
 from safetensors import safe_open
 from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
@@ -195,7 +192,7 @@ def test_an_export_can_change_names_and_dtypes(
     assert moments["0/net.0.weight/exp_avg"].shape == (13, 8)
     code, _, err = run(capsys, "export", saved, tmp_path / "c.safetensors", "--strip-prefix", "nett.")
     assert code == 77
-    assert "has no model tensor whose name begins with 'nett.'; its names are for example scale, net.0.weight" in err
+    assert "has no tensor whose name begins with 'nett.'; its names are for example scale, net.0.weight" in err
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors", "runs"]
 
 
@@ -375,18 +372,3 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
     assert done.returncode == 77
     assert "absent is not a checkpoint: it does not exist" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.launch
-def test_a_reader_that_leaves_early_is_no_error(saved: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "trainwright", "checkpoint", "show", str(saved), "--tensors"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-        assert process.wait(deadline(60)) == 0

@@ -46,19 +46,6 @@ def test_one_flipped_bit_is_found_every_time(copy: tuple[Path, Path]) -> None:
     assert examine(str(path)).problems == []
 
 
-@pytest.mark.parametrize("copy", FILES, indirect=True, ids=["-".join(each) for each in FILES])
-def test_a_file_that_is_short_or_missing_is_found_by_its_size(copy: tuple[Path, Path]) -> None:
-    path, file = copy
-    whole = file.read_bytes()
-    for size in (0, 1, len(whole) // 2, len(whole) - 1):
-        file.write_bytes(whole[:size])
-        for verify in ("full", "size"):
-            refused(path, file, verify)
-    file.unlink()
-    for verify in ("full", "size", "off"):
-        refused(path, file, verify)
-
-
 def test_files_that_are_not_its_own_are_told_and_left_alone(tmp_path: Path) -> None:
     path = Path(shutil.copytree(REAL[0], tmp_path / "a.ckpt"))
     (path / "notes.txt").write_text("mine")

@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +34,6 @@ def test_order_is_by_step_and_strangers_are_passed_over(tmp_path: Path, save: An
     assert [(entry.step, entry.epoch) for entry in found] == [(9, 0), (10, 1), (100, 10)]
     assert found[-1] == latest_checkpoint(str(tmp_path))
     check(open_checkpoint(found[-1].path), 100)
-
-
-def test_what_goes_away_while_it_is_listed_is_passed_over(
-    tmp_path: Path, save: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in range(3):
-        save(tmp_path / f"step={step}.ckpt", step)
-    (tmp_path / ".lock").touch()
-    scandir = os.scandir
-
-    @contextmanager
-    def slow(path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-        """List the names first. Before they are read, other processes remove two of them."""
-        with scandir(path) as entries:
-            names = list(entries)
-        if path == str(tmp_path):
-            (tmp_path / ".lock").unlink()
-            (tmp_path / "step=1.ckpt").rename(tmp_path.parent / "gone.ckpt")
-        yield iter(names)
-
-    monkeypatch.setattr(filesystem.os, "scandir", slow)
-    assert [entry.step for entry in find_checkpoints(str(tmp_path))] == [0, 2]
 
 
 def test_links_lead_to_the_same_place(tmp_path: Path, save: Any) -> None:
@@ -117,21 +93,3 @@ def test_only_temporaries_of_dead_writers_are_swept(tmp_path: Path) -> None:
         for path in (tmp_path / name / "model-00000.safetensors", tmp_path / name):
             os.utime(path, (0.0, 0.0))
     assert sweep_temporaries(str(tmp_path)) == left[1:2]
-
-
-def test_a_temporary_that_cannot_be_removed_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = os.path.basename(filesystem.temporary_path(f"{tmp_path}/a.ckpt"))
-    host, pid, start, unique = mine.rpartition(".tmp-")[2].split("-")
-    names = [f".{name}.ckpt.tmp-{host}-{pid}-{int(start) + 1}-{unique}" for name in "abc"]
-    for name in names:
-        (tmp_path / name).mkdir()
-    remove_tree = filesystem.LocalFiles.remove_tree
-
-    def refuses_one(files: Any, path: str) -> None:
-        if path.endswith(names[1]):
-            raise PermissionError(13, "Permission denied", path)
-        remove_tree(files, path)
-
-    monkeypatch.setattr(filesystem.LocalFiles, "remove_tree", refuses_one)
-    assert sweep_temporaries(str(tmp_path)) == [names[0], names[2]]
-    assert os.listdir(tmp_path) == [names[1]]

@@ -98,6 +98,7 @@ folder = Path(sys.argv[1])
 for name in ("good.ckpt", "bad.ckpt", "good.pt", "bad.pt", "good.safetensors", "bad.safetensors"):
     for load in LOADS.values():  # what is imported when it is first used is imported now
         attempt(load, str(folder / "warm" / name / "a.ckpt" if name.endswith(".ckpt") else folder / "warm" / name))
+tw.rank_zero_warn("the first warning makes a lock for tqdm's bars")
 with open("/proc/self/statm") as file:
     size = int(file.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30), resource.RLIM_INFINITY))

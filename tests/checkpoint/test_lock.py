@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -20,7 +19,6 @@ from deadlines import deadline, wait_until
 from trainwright.checkpoint import lock
 from trainwright.checkpoint.lock import LOCK_NAME, lock_folder
 from trainwright.errors import CheckpointError
-from trainwright.paths import machine, process_start_time
 
 
 def forked(work: Callable[[], object]) -> int:
@@ -96,24 +94,14 @@ def test_who_is_refused_learns_who_holds_it_and_a_dead_one_gives_it_back(tmp_pat
     assert not folder.exists() or os.listdir(folder) == []
 
 
-@pytest.mark.parametrize(
-    ("has_locks", "pairs"), [(True, 12), pytest.param(True, 40, marks=pytest.mark.slow), (False, 6)]
-)
-def test_of_two_that_start_together_one_has_it(
-    tmp_path: Path, has_locks: bool, pairs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pairs start 0 to 200 ms apart with locks, and at the same moment without. Then the holder is killed."""
+@pytest.mark.parametrize("pairs", [12, pytest.param(40, marks=pytest.mark.slow)])
+def test_of_two_that_start_together_one_has_it(tmp_path: Path, pairs: int) -> None:
+    """Pairs start 0 to 200 ms apart. Then the holder is killed."""
     draw = random.Random(1)
-    if not has_locks:
-
-        def refused(*args: object) -> None:
-            raise OSError(errno.ENOLCK, "No locks available")
-
-        monkeypatch.setattr("trainwright.checkpoint.lock.fcntl.lockf", refused)
     folder = tmp_path / "kept"
     for attempt in range(pairs):
         pids = [forked(holding(folder))]
-        time.sleep(draw.choice([0.0, 0.001, 0.01, 0.2]) if has_locks else 0.0)
+        time.sleep(draw.choice([0.0, 0.001, 0.01, 0.2]))
         pids.append(forked(holding(folder)))
         pid, status = os.waitpid(-1, 0)
         assert (pid in pids, os.waitstatus_to_exitcode(status)) == (True, 3), attempt
@@ -129,32 +117,10 @@ def test_of_two_that_start_together_one_has_it(
     assert not folder.exists() or os.listdir(folder) == []
 
 
-def test_without_locks_another_machines_holder_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr("trainwright.checkpoint.lock.fcntl.lockf", refused)
-    holder = {"host": "far", "pid": os.getpid(), "since": "x", "machine": "elsewhere", "start": "1"}
-    (tmp_path / ".lock").write_text(json.dumps(holder))
-    with pytest.raises(
-        CheckpointError, match=rf"on far, since x.*this process no longer runs, remove {tmp_path}/\.lock"
-    ):
-        lock_folder(str(tmp_path))
-    holder |= {"machine": machine(), "start": process_start_time(os.getpid())}
-    (tmp_path / ".lock").write_text(json.dumps(holder))
-    with pytest.raises(CheckpointError, match="in use"):
-        lock_folder(str(tmp_path))
-    (tmp_path / ".lock").write_text(json.dumps({**holder, "start": "1"}))  # the number has come round
-    lock_folder(str(tmp_path)).release()
-    assert os.listdir(tmp_path) == []
-
-
 def test_an_unwritable_folder_is_rejected_and_a_remote_one_has_no_lock(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for name in ("file", "dangling"):
-        with pytest.raises(CheckpointError, match=rf"{name} cannot be written: .*Give ModelCheckpoint a dirpath"):
-            lock_folder(str(tmp_path / name))
+    with pytest.raises(CheckpointError, match=r"file cannot be written: .*Give ModelCheckpoint a dirpath"):
+        lock_folder(str(tmp_path / "file"))
     locks = [lock_folder("memory://lock/checkpoints") for _ in range(2)]
     for each in locks:
         each.release()

@@ -14,7 +14,6 @@ import pytest
 
 from trainwright.checkpoint import filesystem
 from trainwright.checkpoint.discovery import find_checkpoints, remove_checkpoint
-from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.store import write_checkpoint
 from trainwright.distributed.ranks import Ranks
@@ -144,104 +143,6 @@ class _CountedStream:
         self.stream.close()
         if error[0] is None:
             self.calls.tick("close_file", self.stream.name)
-
-
-def test_a_death_at_any_call_leaves_a_whole_checkpoint_to_find(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any, check: Any
-) -> None:
-    save(tmp_path / "origin" / "old.ckpt", 1)
-    outcomes = []
-    for dies_at in range(500):
-        directory = tmp_path / str(dies_at)
-        shutil.copytree(tmp_path / "origin", directory)
-        with monkeypatch.context() as patch:
-            calls = Calls(patch)
-            calls.dies_at = dies_at
-            try:
-                save(directory / "new.ckpt", 2)
-                finished = True
-            except Death:
-                finished = False
-        found = find_checkpoints(str(directory))
-        for entry in found:
-            check(open_checkpoint(entry.path), entry.step)
-        assert [entry.step for entry in found] in ([1], [1, 2])
-        outcomes.append(len(found) == 2)
-        if finished:
-            break
-        # The dead writer's temporary is swept once its process is gone, and the save can be repeated.
-        monkeypatch.setattr(filesystem, "is_process_alive", lambda pid, start: False)
-        sweep_temporaries(str(directory))
-        if len(found) == 1:
-            assert os.listdir(directory) == ["old.ckpt"]
-            if dies_at % 7 == 0:
-                save(directory / "new.ckpt", 2)
-    assert finished
-    assert len(outcomes) > 25
-    assert outcomes == sorted(outcomes)
-    # Dead before the rename: the old one only. Dead at the sync of the parent or after it: the new one as well.
-    assert outcomes.index(True) < len(outcomes) - 1
-
-
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_a_death_at_any_call_of_an_overwriting_save_leaves_the_old_or_the_new_one(
-    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any, check: Any
-) -> None:
-    save(tmp_path / "origin" / "final.ckpt", 1)
-    (tmp_path / "origin" / "final.ckpt" / "logs" / "empty").mkdir(parents=True)
-    (tmp_path / "origin" / "final.ckpt" / "logs" / "notes.txt").write_text("of the user")
-    if not exchanges:
-        monkeypatch.setattr(filesystem.LocalFiles, "exchange", lambda *_: False)
-    monkeypatch.setattr(filesystem, "is_process_alive", lambda pid, start: False)
-    outcomes: list[dict[str, float]] = []
-    for dies_at in range(500):
-        directory = tmp_path / str(dies_at)
-        shutil.copytree(tmp_path / "origin", directory)
-        with monkeypatch.context() as patch:
-            calls = Calls(patch)
-            calls.dies_at = dies_at
-            finished = True
-            try:
-                save(directory / "final.ckpt", 2, overwrite=True)
-            except Death:
-                finished = False
-        found = {Path(entry.path).name: entry.step for entry in find_checkpoints(str(directory))}
-        for name, step in found.items():
-            check(open_checkpoint(str(directory / name)), int(step))
-        if not outcomes or found != outcomes[-1]:
-            outcomes.append(found)
-        assert (directory / [*found][-1] / "logs" / "notes.txt").read_text() == "of the user"
-        sweep_temporaries(str(directory))
-        assert sorted(os.listdir(directory)) == sorted(found)
-        save(directory / "final.ckpt", 3, overwrite=True)  # by the script, run again
-        check(open_checkpoint(str(directory / "final.ckpt")), 3)
-        if finished:
-            break
-    between = [{"final.ckpt": 1, "final-v1.ckpt": 2}, {"final-v1.ckpt": 2}]
-    assert outcomes == [{"final.ckpt": 1}, *([] if exchanges else between), {"final.ckpt": 2}]
-
-
-def test_every_byte_is_synced_before_the_name_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
-) -> None:
-    with monkeypatch.context() as patch:
-        calls = Calls(patch)
-        save(tmp_path / "new.ckpt", 2)
-        log = calls.log
-    (renamed,) = [index for index, (name, _) in enumerate(log) if name == "rename"]
-    written = [name for call, name in log if call == "open_file"]
-    assert sorted(written) == FILES
-    assert written[-1] == "manifest.json"
-    for name in FILES:
-        last_write = max(index for index, entry in enumerate(log) if entry == ("write", name))
-        synced = log.index(("fsync", name))
-        assert last_write < synced < renamed
-        if name != "manifest.json":
-            assert synced < log.index(("open_file", "manifest.json"))
-    directory_sync = max(index for index, (call, name) in enumerate(log[:renamed]) if call == "fsync")
-    assert log[directory_sync][1].startswith(".new.ckpt.tmp-")
-    assert directory_sync > log.index(("fsync", "manifest.json"))
-    assert ("fsync", tmp_path.name) in log[renamed:]
 
 
 @pytest.mark.parametrize("failing", ["model-00000", "model-00001", "rank-00001.json", "state.json", "manifest.json"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,15 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainwright.checkpoint import reader
-from trainwright.checkpoint.conversion import export_safetensors
-from trainwright.checkpoint.editing import edit_for_load
 from trainwright.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from trainwright.checkpoint.shards import (
-    THREADED_BYTES,
-    FileRecord,
     HashingStream,
-    host_bytes,
     read_header,
     write_shard,
 )
@@ -250,8 +242,6 @@ def test_dealing_keeps_what_has_a_writer_and_what_is_tied_together() -> None:
         ["a", "b"],
         ["mine", "c"],
     ]
-    with pytest.raises(ValueError, match=r"'x' has writer=2; expected None or 0 to 1"):
-        assign_writers([whole("x", weight, 2)], 0, 2)
 
 
 @pytest.mark.parametrize(("start", "shape"), [(-1, (2,)), (11, (2,)), (0, (13,)), (0, (3, 3)), (1, (4, 3))])
@@ -361,55 +351,3 @@ def test_tensors_on_a_device_are_restored(tmp_path: Path) -> None:
         for target in (torch.zeros(4, 3, device=device), torch.zeros(4, 6, device=device)[:, 1::2], torch.zeros(4, 3)):
             checkpoint.read_into("model", [whole(name, target)])
             assert torch.equal(target.cpu(), tensor.cpu())
-
-
-def test_what_hooks_and_an_export_read_does_not_grow_with_the_square(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What goes over the whole table of tensors is done equally often for few and for many."""
-    calls: Counter[str] = Counter()
-
-    def counted(place: Any, name: str) -> None:
-        plain = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *args: calls.update([name]) or plain(*args))
-
-    counted(StoredCheckpoint, "read_into")
-    counted(StoredCheckpoint, "tensors")
-    counted(reader, "_OpenShards")
-    made = {}
-    for count in (4, 32):
-        values = {f"layers.{number}": torch.randn(2, 3) for number in range(count)}
-        pieces = [whole(name, value) for name, value in values.items()]
-        checkpoint = save(tmp_path / f"{count}.ckpt", pieces, state={})
-        calls.clear()
-        _, tensors = edit_for_load(checkpoint, {}, {"epoch": 0, "global_step": 1}, lambda contents: None)
-        in_hooks = dict(calls)
-        calls.clear()
-        export_safetensors(str(tmp_path / f"{count}.ckpt"), str(tmp_path / f"{count}.safetensors"))
-        assert calls.pop("_OpenShards") <= count + 1
-        made[count] = in_hooks, dict(calls)
-        for read in (tensors, load_file(tmp_path / f"{count}.safetensors")):
-            assert read.keys() == values.keys()
-            assert all(torch.equal(read[name], value) for name, value in values.items())
-    assert made[4] == made[32]
-
-
-def test_large_writes_do_without_a_thread_where_none_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    data, out = bytes(range(256)) * (THREADED_BYTES // 128), io.BytesIO()
-    stream = HashingStream(out)
-    for part in (b"small", data, b"small again", data):
-        stream.write(part)
-    written = b"small" + data + b"small again" + data
-    assert out.getvalue() == written
-    assert stream.record() == FileRecord(len(written), hashlib.sha256(written).hexdigest())
-
-
-def test_bytes_are_not_copied_without_need() -> None:
-    tensor = torch.arange(4, dtype=torch.int32)
-    view = host_bytes(tensor)
-    tensor[0] = 7
-    assert bytes(view[:4]) == b"\x07\x00\x00\x00"

@@ -230,20 +230,6 @@ def test_an_interrupted_wait_commits_nothing(
     run.check(second, 2)
 
 
-def test_the_working_directory_may_change(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative path keeps its meaning from the call until the thread uses it."""
-    begins = threading.Event()
-    monkeypatch.setattr(store, "_lower_priority", begins.wait)
-    (tmp_path / "elsewhere").mkdir()
-    run.train()
-    run.save("a.ckpt")
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    begins.set()
-    run.writer.finish()
-    assert os.listdir(tmp_path / "elsewhere") == []
-    run.check(f"{tmp_path}/a.ckpt", 1)
-
-
 SCRIPT = """
 import os, resource, sys, time
 from test_writer import Run
@@ -312,18 +298,3 @@ def test_nothing_is_left_of_a_writer(tmp_path: Path) -> None:
     gc.collect()
     assert writer() is None
     assert not any(thread.name == "trainwright-save" for thread in threading.enumerate())
-
-
-def test_a_thread_that_cannot_start_leaves_no_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run()
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", held_start)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            run.save(str(tmp_path / "a.ckpt"))
-    assert run.writer.in_flight is None
-    run.save(str(tmp_path / "b.ckpt"), blocking=True)
-    run.check(str(tmp_path / "b.ckpt"), 0)
-
-
-def held_start(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")

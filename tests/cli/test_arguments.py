@@ -281,19 +281,6 @@ def test_variables_of_the_environment_are_read(
     assert other.model.hparams.width == 12
 
 
-def test_the_trainers_own_variables_fill_what_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAINWRIGHT_TRAINER_MAX_STEPS", "5")
-    monkeypatch.setenv("TRAINWRIGHT_TRAINER_MAX_EPOCHS", "6")
-    cli = made("--model.width=3", "--trainer.max_epochs=2")
-    assert (cli.trainer.max_steps, cli.trainer.max_epochs) == (5, 2)
-
-
-def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["program.py", "validate", "--model.width=3"])
-    cli = TrainwrightCLI(Net, Data, trainer_defaults={**DEFAULTS, "logger": False, "limit_val_batches": 1})
-    assert set(cli.trainer.callback_metrics) == {"val_loss"}
-
-
 # -- wrong arguments -------------------------------------------------------------------------------------------------
 
 
@@ -379,9 +366,7 @@ def test_a_missing_checkpoint_is_a_wrong_argument(
     monkeypatch.chdir(tmp_path)
     args = ["test", "--model.width=3", "--ckpt_path=nope.ckpt"]
     said = refused(capsys, lambda given: TrainwrightCLI(OwnOptimizer, Data, args=given, trainer_defaults=FAST), *args)
-    assert (
-        said == f"{tmp_path / 'nope.ckpt'} is not a checkpoint: it does not exist. Give the directory of a checkpoint."
-    )
+    assert said.startswith(f"ckpt_path='nope.ckpt': {tmp_path / 'nope.ckpt'} is not a checkpoint: it does not exist.")
 
 
 @pytest.mark.parametrize("text", ["", "# only\n", "- a\n- b\n", "trainer:\n"])
@@ -390,15 +375,6 @@ def test_a_config_without_settings_is_rejected(
 ) -> None:
     (tmp_path / "none.yaml").write_text(text)
     assert "none.yaml has no settings" in refused(capsys, parser.parse_args, "--config", str(tmp_path / "none.yaml"))
-
-
-def test_json_with_tabs_is_no_damage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
-) -> None:
-    (tmp_path / "tabs.json").write_text('{\n\t"model": {"width": 3}\n}\n')
-    wrong = refused(capsys, parser.parse_args, "--config", str(tmp_path / "tabs.json"), "--model.widht=2")
-    assert "is not YAML" not in wrong
-    assert "widht" in wrong
 
 
 def test_a_config_of_another_version_is_accepted(
@@ -455,3 +431,9 @@ def test_wrong_uses_in_the_program() -> None:
         parser.add_lightning_class_args(3, "model")
     with pytest.raises(ValueError, match=r"config_filename='a/b.yaml' is not accepted"):
         SaveConfigCallback(parser, parser.parse_args([]), config_filename="a/b.yaml")
+
+
+def test_a_script_runs_with_the_programs_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program.py", "validate", "--model.width=3"])
+    cli = TrainwrightCLI(Net, Data, trainer_defaults={**DEFAULTS, "logger": False, "limit_val_batches": 1})
+    assert set(cli.trainer.callback_metrics) == {"val_loss"}

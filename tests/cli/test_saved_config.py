@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 import yaml
@@ -81,13 +80,6 @@ def test_a_config_is_written_only_if_a_run_begins() -> None:
     for width in (3, 4, 3):  # a run without loggers has no run folder
         fit(made(f"--model.width={width}", "--seed_everything=1", "--trainer.logger=false"))
     assert configs() == ["config-v1.yaml", "config.yaml"]
-
-
-def test_one_file_is_written_for_several_configs() -> None:
-    with pytest.warns(UserWarning, match="multifile=True, but the config is written as one file"):
-        cli = made("--model.width=3", save_config_kwargs={"multifile": True})
-    fit(cli)
-    assert configs() == ["trainwright_logs/version_0/config.yaml"]
 
 
 class Refusing(tw.Callback):
@@ -170,13 +162,6 @@ def test_an_optimizer_of_the_config_is_made_again_from_a_checkpoint() -> None:
     assert logged["optimizer"]["partial"].endswith("AdamW")
 
 
-def test_other_processes_get_the_config() -> None:
-    """A call that starts processes copies the module, with its optimizers, and the callbacks."""
-    cli = made("--model.width=3")
-    sent = cloudpickle.loads(cloudpickle.dumps([cli.model, cli.trainer.callbacks]))
-    assert [each.text for each in sent[1] if isinstance(each, SaveConfigCallback)]
-
-
 @pytest.mark.slow
 def test_missing_arguments_are_taken_from_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     first = fitted(
@@ -203,34 +188,6 @@ def test_missing_arguments_are_taken_from_the_checkpoint(capsys: pytest.CaptureF
     own = fitted("--config=own.yaml", f"--ckpt_path={path}", "--trainer.max_epochs=2")
     assert own.config.fit.data.batch_size == 4  # the stored config is not read
     assert "come from the config" not in capsys.readouterr().err
-
-
-class Distilling(tw.Trainer):
-    """A trainer with another call, which has other arguments."""
-
-    def distill(
-        self, model: tw.Module, temperature: float = 1.0, datamodule: Any = None, ckpt_path: Any = None
-    ) -> None:
-        self.temperature = temperature
-        self.fit(model, datamodule=datamodule, ckpt_path=ckpt_path)
-
-
-class DistillingCLI(TrainwrightCLI):
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        return {**TrainwrightCLI.subcommands(), "distill": {"model", "datamodule"}}
-
-
-def test_a_stored_config_works_for_a_call_with_other_arguments() -> None:
-    def run(*args: str) -> Any:
-        cli = DistillingCLI(OwnOptimizer, Data, args=list(args), trainer_class=Distilling, trainer_defaults=QUICK)
-        return cli.config[args[0]]
-
-    run("distill", "--model.width=6", "--temperature=3")
-    assert run("fit", "--ckpt_path=last", "--trainer.max_epochs=2").model.width == 6
-    assert run("test", "--ckpt_path=last").model.width == 6
-    run("distill", "--model.width=5", "--temperature=4")
-    assert run("distill", "--ckpt_path=last", "--trainer.max_epochs=2").temperature == 4
 
 
 @pytest.mark.slow

@@ -365,6 +365,11 @@ def case_sizes_from_the_datamodule(L: Any, folder: Any) -> Any:
     return module.layer.weight
 
 
+def case_predictions_joined(L: Any, folder: Any) -> Any:
+    predictions = trainer(L, folder).predict(regression(L)(), loader(10))
+    return [list(torch.cat(predictions).shape), predictions[0].requires_grad, str(predictions[0].device)]
+
+
 def case_predict_after_fit_without_a_module(L: Any, folder: Any) -> Any:
     run = trainer(L, folder, enable_checkpointing=True)
     run.fit(regression(L)(), loader(12))

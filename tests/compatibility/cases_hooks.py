@@ -342,20 +342,6 @@ def case_epoch_hooks_see_the_counters(L: Any, folder: Any) -> Any:
     return [seen, run.current_epoch, run.global_step]
 
 
-def case_dataloader_iter(L: Any, folder: Any) -> Any:
-    seen: list[Any] = []
-
-    class Module(regression(L)):  # type: ignore[misc]
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, batch_idx, _ = next(dataloader_iter)
-            seen.append(batch_idx)
-            return self.loss(batch)
-
-    run = trainer(L, folder)
-    run.fit(Module(), loader())
-    return [seen, run.global_step]
-
-
 def case_step_without_batch_idx(L: Any, folder: Any) -> Any:
     class Module(regression(L)):  # type: ignore[misc]
         def training_step(self, batch: Any) -> Any:

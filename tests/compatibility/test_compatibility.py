@@ -15,8 +15,7 @@ import pytest
 from deadlines import deadline
 from differences import DIFFERENCES, EXACT, SAFE, VISIBLE
 
-LIMIT = 1 / 20
-"""Of the cases, how many may differ."""
+MOST_DIFFERENCES = 19
 
 pytestmark = pytest.mark.host  # the expected numbers were computed on a CPU
 
@@ -40,7 +39,7 @@ def test_each_case_is_recorded(expected: dict[str, Any]) -> None:
 def test_few_cases_may_differ(expected: dict[str, Any]) -> None:
     assert len(expected) >= 100
     assert set(DIFFERENCES) <= set(expected)
-    assert len(DIFFERENCES) <= LIMIT * len(expected)
+    assert len(DIFFERENCES) <= MOST_DIFFERENCES
     assert {gain for gain, _ in DIFFERENCES.values()} <= {EXACT, SAFE, VISIBLE}
 
 

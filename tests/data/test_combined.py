@@ -364,10 +364,6 @@ def test_several_loaders_are_told_from_one() -> None:
 def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(ValueError, match="mode='longest' is unknown; choose from min_size, max_size"):
         CombinedLoader([[1]], "longest")  # type: ignore[arg-type]
-    combined = CombinedLoader([[1]])
-    with pytest.raises(AttributeError, match="Pass limit_train_batches="):
-        combined.limits = [1]
-    assert not hasattr(combined, "limits")
     with pytest.raises(ValueError, match="got an empty dict"):
         CombinedLoader({})
     for wrong in (3, "text", torch.zeros(2)):

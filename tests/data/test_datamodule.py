@@ -93,19 +93,6 @@ def test_from_datasets_makes_a_loader_of_each_dataset() -> None:
         DataModule.from_datasets([dataset, 3])  # type: ignore[list-item]
 
 
-def test_the_summary_says_what_is_there() -> None:
-    data = Digits()
-    assert "train   not ready (AttributeError" in str(data)
-    data.setup("fit")
-    assert str(data).splitlines() == [
-        "Digits:",
-        "  train   3 batches (TensorDataset)",
-        "  val     clean: 10 batches (TensorDataset), noisy: 2 batches (list)",
-        "  test    0: 10 batches (TensorDataset), 1: unknown length (Stream)",
-        "  predict none",
-    ]
-
-
 def test_it_is_made_again_from_a_checkpoint(tmp_path: Any) -> None:
     stored = {"datamodule_hyper_parameters": {"batch_size": 9, "root": "there"}, "datamodule_hparams_name": "kwargs"}
     torch.save({"state_dict": {}, **stored}, tmp_path / "lightning.ckpt")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 from torch.utils.data.datapipes.map import SequenceWrapper
 
 import trainwright as tw
-from trainwright.data.loaders import REGION, ShardedLoader, fetched, is_fetched_here
+from trainwright.data.loaders import ShardedLoader, fetched, is_fetched_here
 
 
 class Items(Dataset[Any]):
@@ -138,34 +138,6 @@ def test_a_stop_iteration_of_the_dataset_ends_the_pass_and_cuts_no_batch(size: i
         trainer().fit(Net(), DataLoader(Reads(), batch_size=3, collate_fn=lambda items: torch.ones(len(items), 3)))
 
 
-def test_a_loader_may_choose_its_indices() -> None:
-    class Own(DataLoader[Any]):
-        @property
-        def _index_sampler(self) -> Any:
-            return [[0, 2], [4]]
-
-    assert plain(fetched(Own(Items(), batch_size=3))) == plain(Own(Items(), batch_size=3))
-
-
-def test_a_profile_shows_the_fetch_under_torchs_name() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
-    batches = fetched(loader)
-    next(batches)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorder:
-        list(batches)
-    assert {each.key: each.count for each in recorder.key_averages()}[REGION] == 2  # type: ignore[no-untyped-call]
-
-
-class Drawing(Dataset[Tensor]):
-    """Draws from torch's generator, like augmentation."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.rand(3) + index
-
-
 class Net(tw.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -184,22 +156,3 @@ def trainer() -> tw.Trainer:
     return tw.Trainer(
         max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
     )
-
-
-class TorchsLoader(DataLoader[Any]):
-    """Iterates like torch's loader, but with another method."""
-
-    def _get_iterator(self) -> Any:
-        return super()._get_iterator()
-
-
-@pytest.mark.parametrize("options", [{"shuffle": True}, {"sampler": RandomSampler(range(12), replacement=True)}])
-def test_a_run_draws_the_same_as_with_torchs_iterator(options: dict[str, Any]) -> None:
-    runs: list[Sequence[Tensor]] = []
-    for kind in (DataLoader, TorchsLoader):
-        tw.seed_everything(3)
-        module = Net()
-        trainer().fit(module, kind(Drawing(), batch_size=4, **options))
-        runs.append([*module.seen, *(parameter.detach() for parameter in module.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
-    assert all(each.isfinite().all() for each in runs[0])

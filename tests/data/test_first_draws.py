@@ -133,12 +133,9 @@ def everything(folder: Path) -> dict[str, Any]:
     told["reads"] = sampler.reads
     same = torch.equal(state[0], torch.get_rng_state()) and torch.equal(state[2], sampler.generator.get_state())
     told["state"] = same and state[1] == random.getstate()
-    names = [f"{number}.png" for number in range(24)]
-    files = Files(names)
+    files = Files([f"{number}.png" for number in range(24)])
     prepared("augmented", DataLoader(files, 4))
     told["files"] = files.reads
-    prepared("shuffled files", DataLoader(Files(random.Random(rank).sample(names, 24)), 4))
-    prepared("table", DataLoader(TensorDataset(torch.arange(24.0) + rank), 4))
     told["subset"] = random_split(NUMBERS, [16, 8], generator=torch.Generator().manual_seed(rank))
     prepared("split", DataLoader(told.pop("subset")[0], 4))
     for name, start in (("stream", 0), ("divided stream", rank)):
@@ -171,17 +168,10 @@ def test_a_sampler_that_declares_its_rank_is_read_as_it_is(told: list[dict[str, 
 
 def test_an_unseeded_split_is_rejected_before_it_is_trained_on(told: list[dict[str, Any]]) -> None:
     for each in told:
-        differs = "data differs between rank 0 and rank 1: the indices of Subset (random_split)"
+        differs = "data differs between rank 0 and rank 1: the indices of the Subset (random_split)"
         assert f"the prepared {differs}" in each["split"]
         assert f"the validation {differs}" in each["fit"]
         assert "call seed_everything, or pass a seeded generator" in each["fit"]
-
-
-def test_datasets_with_different_collections_are_warned_of_on_rank_0(told: list[dict[str, Any]]) -> None:
-    for name, attribute in (("shuffled files", "Files.names"), ("table", "TensorDataset.tensors")):
-        (text,) = told[0][f"{name}, said"]
-        assert f"rank 0 and rank 1: {attribute}. " in text
-        assert told[1][f"{name}, said"] == []
 
 
 def test_a_stream_that_divides_itself_is_warned_of_when_it_is_read(told: list[dict[str, Any]]) -> None:

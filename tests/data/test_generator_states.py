@@ -31,7 +31,6 @@ BAD = {
     "no int": ("numpy", lambda state: (*state[:2], 3.5, *state[3:])),
     "short key": ("numpy", lambda state: (state[0], state[1][:10], *state[2:])),
     "kind": ("numpy", lambda state: ("PCG64", *state[1:])),
-    "gauss": ("numpy", lambda state: (*state[:4], float("nan"))),
     "index": ("python", lambda state: (3, (*state[1][:-1], 10**6), None)),
     "words": ("python", lambda state: (3, state[1][:5], None)),
     "nothing": ("python", lambda state: None),
@@ -69,12 +68,10 @@ def test_a_run_refuses_it_before_anything_is_changed(tmp_path: Path, monkeypatch
     trainer.fit(Classifier(), make_loader(8))
     trainer.save_checkpoint(tmp_path / "whole.ckpt")
     own = reader.StoredCheckpoint.rank_state
-    for bad in (spoiled(*BAD["position"]), "nothing"):
-        monkeypatch.setattr(
-            reader.StoredCheckpoint, "rank_state", lambda self, rank, bad=bad: {**own(self, rank), "rng": bad}
-        )
-        module = Classifier()
-        before = module.net[0].weight.detach().clone()
-        with pytest.raises(tw.CheckpointError, match="generator"):
-            tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(8), ckpt_path=tmp_path / "whole.ckpt")
-        assert torch.equal(module.net[0].weight, before)
+    bad = spoiled(*BAD["position"])
+    monkeypatch.setattr(reader.StoredCheckpoint, "rank_state", lambda self, rank: {**own(self, rank), "rng": bad})
+    module = Classifier()
+    before = module.net[0].weight.detach().clone()
+    with pytest.raises(tw.CheckpointError, match="generator"):
+        tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(8), ckpt_path=tmp_path / "whole.ckpt")
+    assert torch.equal(module.net[0].weight, before)

@@ -29,35 +29,6 @@ shard.set_epoch(1, 0)
 next(iter(shard))
 """
 
-SIGNALLED_TWICE = """
-import multiprocessing, os, signal, time
-from multiprocessing.util import Finalize
-from trainwright.data.workers import hear_signals
-
-
-def tidy():
-    time.sleep(0.5)
-    print("tidied", flush=True)
-
-
-def work(begun):
-    hear_signals()
-    Finalize(None, tidy, exitpriority=10)
-    begun.send(True)
-    time.sleep(600)
-
-
-context = multiprocessing.get_context("fork")
-begun, theirs = context.Pipe()
-worker = context.Process(target=work, args=(theirs,))
-worker.start()
-begun.recv()
-for _ in range(2):
-    os.kill(worker.pid, signal.SIGTERM)
-    time.sleep(0.1)
-worker.join()
-"""
-
 
 @pytest.mark.launch
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
@@ -66,17 +37,5 @@ def test_a_worker_whose_parent_was_killed_at_once_ends(tmp_path: Path) -> None:
     try:
         assert job.process.wait(timeout=deadline(60)) == -signal.SIGKILL
         job.check_nothing_left()
-    finally:
-        job.close()
-
-
-@pytest.mark.launch
-@pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
-def test_a_second_signal_does_not_keep_a_worker_from_tidying(tmp_path: Path) -> None:
-    """The kernel signals the worker when its parent dies, and then the launcher signals it."""
-    job = Started(python("-c", SIGNALLED_TWICE), tmp_path)
-    try:
-        assert job.wait() == 0, job.stderr
-        assert job.stdout == "tidied\n"
     finally:
         job.close()

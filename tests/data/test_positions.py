@@ -164,19 +164,6 @@ def test_another_batch_size_reads_every_sample_once() -> None:
             assert len(set(lengths)) == 1
 
 
-def test_two_changes_of_the_batch_size_are_exact_before_the_first_batch() -> None:
-    """The position lies within a batch of the new size, and a save there keeps it to the sample."""
-    for count, (old, new, last), ranks in itertools.product(
-        (23, 24), ((4, 8, 8), (4, 8, 3), (3, 5, 3), (2, 7, 4)), ((1, 1, 1), (2, 1, 2), (1, 2, 1))
-    ):
-        batch, state, seen = 0, None, []
-        for size, world_size, most in zip((old, new, last), ranks, (3, 0, None), strict=True):
-            loader = DataLoader(numbers(count), batch_size=size, shuffle=True)
-            had, batch, state, _ = segment(loader, world_size, batch, state, most)
-            seen += [number for each in had for number in each]
-        assert sorted(seen) == list(range(count)), (count, old, new, last, ranks)
-
-
 @pytest.mark.filterwarnings("ignore:the . ranks cannot divide a round:UserWarning")
 @some_or_all_plans
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])

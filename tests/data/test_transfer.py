@@ -27,22 +27,6 @@ class Own:
         return Own(self.value.to(device))
 
 
-class Rows(list[Any]):
-    """A list with another constructor and an attribute."""
-
-    def __init__(self, *rows: Any) -> None:
-        super().__init__(rows)
-        self.source = rows[0]
-
-
-def test_a_list_of_another_class_keeps_what_it_is() -> None:
-    rows = Rows("a", torch.zeros(2), [torch.zeros(3)])
-    moved = to_device(rows, torch.device("meta"))
-    assert type(moved) is Rows
-    assert (len(moved), moved.source, moved[1].is_meta, moved[2][0].is_meta) == (3, "a", True, True)
-    assert not rows[1].is_meta
-
-
 def test_every_structure_keeps_its_kind() -> None:
     batch = {
         "pair": Pair(torch.zeros(1), "text"),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.context import ForkContext, ForkProcess
-from typing import Any
 
 import psutil
 import pytest
@@ -87,45 +85,6 @@ def test_a_worker_that_never_runs_raises_an_error(monkeypatch: pytest.MonkeyPatc
     assert not psutil.pid_exists(int(stuck[1]))
 
 
-def test_a_worker_that_dies_at_once_is_the_loaders_to_report() -> None:
-    process = WorkerProcess(target=os._exit, args=(3,))
-    process.daemon = True
-    process.start()
-    process.join()
-    assert process.exitcode == 3
-    assert not process.is_alive()
-
-
-class Unsendable(Dataset[Any]):
-    """Its items, or its exceptions, cannot be pickled."""
-
-    def __init__(self, raises: bool) -> None:
-        self.raises = raises
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        class Local(Exception):
-            pass
-
-        if self.raises:
-            raise Local("row 3 is bad")
-        return Local
-
-
-@pytest.mark.parametrize(
-    ("raises", "text"), [(True, "Local: row 3 is bad"), (False, "a batch cannot be pickled: .*Local")], ids=str
-)
-def test_a_worker_that_cannot_send_a_batch_ends_the_loader_with_the_users_error(raises: bool, text: str) -> None:
-    loader = DataLoader(Unsendable(raises), 2, num_workers=1, collate_fn=list)
-    share = ShardedLoader(loader, rank=0, world_size=1, mode="train")
-    share.set_epoch(0, 0)
-    with pytest.raises(RuntimeError, match=text):
-        next(iter(share))
-    share.close()
-
-
 class OwnProcess(ForkProcess):
     """A user's process."""
 
@@ -164,21 +123,3 @@ def test_a_loader_follows_a_start_method_that_is_set_between_epochs() -> None:
     finally:
         multiprocessing.set_start_method(before, force=True)
     assert methods == [WorkerProcess, multiprocessing.Process]
-
-
-def test_a_stuck_worker_is_killed_if_the_wait_for_it_is_interrupted() -> None:
-    """Otherwise the interpreter would wait for the worker at its end."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise TimeoutError("the user's")
-
-    stuck[0] = 1
-    held = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
-        with pytest.raises(TimeoutError, match="the user's"):
-            WorkerProcess(target=os._exit, args=(3,)).start()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, held)
-    assert not psutil.pid_exists(int(stuck[1]))

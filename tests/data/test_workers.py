@@ -85,15 +85,6 @@ def test_augmentation_is_the_same_after_a_resume_and_with_other_workers(loaders:
     iterator._shutdown_workers()
 
 
-def test_a_folder_too_deep_for_workers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tmp_path / ("a" * 80)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(ValueError, match=r"temporary folder .* whose path of \d+ bytes is too long \(at most 75\)"):
-        tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(num_workers=1))
-    tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader())
-
-
 FAILING = """
 import sys
 from forked import run_python
@@ -154,6 +145,29 @@ def test_no_worker_outlives_its_run(persistent: bool) -> None:
     began = time.monotonic()
     gc.collect()
     assert time.monotonic() - began < deadline(4 * 5)  # a wait for a worker takes 5 s
+
+
+BLOCKED = """
+import time, torch
+from torch.utils.data import DataLoader, IterableDataset
+from small import QUIET, Classifier
+import trainwright as tw
+
+class Blocked(IterableDataset):
+    def __iter__(self):
+        yield from [(torch.zeros(8), torch.tensor(0))] * 2
+        time.sleep(1000)
+
+tw.Trainer(max_steps=1, **QUIET).fit(Classifier(), DataLoader(Blocked(), num_workers=1))
+"""
+
+
+@pytest.mark.launch
+def test_a_process_ends_although_its_worker_is_blocked(tmp_path: Path) -> None:
+    script = tmp_path / "blocked.py"
+    script.write_text(BLOCKED)
+    environment = {**os.environ, "PYTHONPATH": search_path(Path(__file__).parents[1])}
+    subprocess.run([sys.executable, str(script)], env=environment, timeout=deadline(60), check=True)
 
 
 SIGNALLED = """

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from deadlines import deadline
+from interpreters import run_command
 
 pytestmark = pytest.mark.gpu
 
@@ -23,13 +21,8 @@ NAMES = ("by_hand", "trainwright", "trainwright_raw")
 def test_loops_wait_no_more_than_the_loop_by_hand(device: torch.device, tmp_path: Path) -> None:
     chosen = ("--cases", ",".join(CASES), "--implementations", ",".join(NAMES), "--out", str(tmp_path))
     limits = ("--minutes", "4", "--visits", "1", "--rounds", "1")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--device", device.type, "--small", *chosen, *limits],
-        capture_output=True,
-        text=True,
-        timeout=deadline(250),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    command = [sys.executable, SCRIPT, "--device", device.type, "--small", *chosen, *limits]
+    done = run_command(command, seconds=250)
     assert done.returncode == 0, done.stdout + done.stderr
     with open(tmp_path / "table.csv", newline="") as stream:
         rows = {(row["case"], row["implementation"]): row for row in csv.DictReader(stream)}

@@ -73,24 +73,6 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(tmp_path: Path, 
     assert int(saver.expected["model/steps"]) == 3
 
 
-def test_saves_in_the_background_one_after_another(tmp_path: Path) -> None:
-    """A copy goes into the memory of the previous one, which is written by then."""
-
-    class SavesEach(tw.Callback):
-        def __init__(self) -> None:
-            self.expected: dict[int, Tensor] = {}
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.expected[trainer.global_step] = module.net[0].weight.detach().clone().cpu()
-            trainer.save_checkpoint(str(tmp_path / f"{trainer.global_step}.ckpt"), blocking=False)
-
-    saver = SavesEach()
-    tw.Trainer(max_steps=6, callbacks=[saver], **ON_DEVICE).fit(Large(), make_loader())
-    for step, expected in saver.expected.items():
-        found = open_checkpoint(str(tmp_path / f"{step}.ckpt")).read_tensor("model", "net.0.weight")
-        assert torch.equal(found, expected)
-
-
 def test_a_run_that_saves_in_the_background_resumes_exactly(tmp_path: Path) -> None:
     def train(folder: str, ckpt_path: str | None = None) -> tuple[dict[str, Tensor], Any]:
         tw.seed_everything(2 if ckpt_path is None else 8)

@@ -73,7 +73,7 @@ def sentences(samples: int, batch_size: int = 4, **options: Any) -> DataLoader[A
 
 
 def everything(accelerator: str, **settings: Any) -> dict[str, Any]:
-    """Fit, validate, test and predict; return the results in host memory."""
+    """Fit, validate, test and predict. Return the results in host memory."""
     torch.manual_seed(5)
     module = Sentences()
     trainer = tw.Trainer(max_epochs=2, **{**QUIET, "accelerator": accelerator, "devices": 1, **settings})
@@ -205,30 +205,6 @@ def test_a_device_that_is_not_there_is_refused(device: torch.device) -> None:
         tw.Trainer(**{**ON_DEVICE, "accelerator": other})
 
 
-class Metered(Classifier):
-    """Keeps a metric of torchmetrics, which moves with the module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from torchmetrics.classification import MulticlassAccuracy
-
-        self.accuracy = MulticlassAccuracy(3, average="micro")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.accuracy(self.net(batch[0]), batch[1])
-        self.log("acc", self.accuracy)
-
-
-def test_metric_objects_count_on_the_device() -> None:
-    pytest.importorskip("torchmetrics", exc_type=ImportError)
-    found = []
-    for settings in (ON_DEVICE, QUIET):
-        module = Metered()
-        (metrics,) = tw.Trainer(**settings).validate(module, make_loader(), verbose=False)
-        found.append(metrics["acc"])
-    assert found[0] == pytest.approx(found[1], abs=1e-6)
-
-
 def test_a_run_lets_go_of_its_memory(device: torch.device, clean_memory: None) -> None:
     """After a run whose module and trainer are gone, the device's memory is as before."""
 
@@ -264,6 +240,20 @@ class Sums(tw.Module):
         return torch.optim.AdamW(self.parameters())
 
 
+class Metered(Classifier):
+    """Keeps a metric of torchmetrics, which moves with the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics.classification import MulticlassAccuracy
+
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.accuracy(self.net(batch[0]), batch[1])
+        self.log("acc", self.accuracy)
+
+
 def test_lbfgs_calls_its_closure_on_the_device() -> None:
     class Quasi(Classifier):
         def configure_optimizers(self) -> Any:
@@ -275,3 +265,13 @@ def test_lbfgs_calls_its_closure_on_the_device() -> None:
         tw.Trainer(max_epochs=1, **settings).fit(module, DataLoader(make_data(44), batch_size=44))
         found.append(on_host(weights(module)))
     assert_close(*found, tolerance=TOLERANCE)
+
+
+def test_metric_objects_count_on_the_device() -> None:
+    pytest.importorskip("torchmetrics", exc_type=ImportError)
+    found = []
+    for settings in (ON_DEVICE, QUIET):
+        module = Metered()
+        (metrics,) = tw.Trainer(**settings).validate(module, make_loader(), verbose=False)
+        found.append(metrics["acc"])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)

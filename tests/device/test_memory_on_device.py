@@ -99,20 +99,6 @@ def test_a_run_takes_what_the_loop_by_hand_takes_and_one_batch(
     assert peak(run) <= allowed
 
 
-def test_a_loop_of_ones_own_takes_what_it_takes_by_hand(device: torch.device) -> None:
-    def run() -> None:
-        accelerator = tw.Accelerator(devices=1)
-        net = make_layers()
-        model, optimizer, batches = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True), loader())
-        for _ in range(2):
-            for batch in batches:
-                accelerator.backward(model(batch).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-
-    assert peak(run) <= peak(lambda: by_hand(device, "32-true", 1)) + BATCH_BYTES + SLACK
-
-
 def test_evaluation_keeps_no_graphs(device: torch.device) -> None:
     def run() -> None:
         tw.Trainer(**ON_DEVICE).validate(Wide(), loader(), verbose=False)

@@ -18,7 +18,7 @@ import trainwright as tw
 from trainwright.checkpoint import contents
 from trainwright.data import seeding, transfer
 from trainwright.engine.engine import Engine
-from trainwright.trainer import logged_value, sources
+from trainwright.trainer import sources
 
 if not hasattr(torch, "sim"):
     pytest.skip("the simulated device is not loaded; run make test-device", allow_module_level=True)
@@ -117,13 +117,6 @@ def read_the_device_in_each_batch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "backward", reading)
 
 
-def copy_weights_from_memory_that_makes_the_host_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(logged_value, "has_pinned_memory", lambda _: False)
-    patch.setattr(logged_value, "SUMMED_AT_ONCE", 4)
-    numbers = iter(range(1000))
-    patch.setattr(Classifier, "training_step", lambda self, batch, index: _logged(self, batch, next(numbers)))
-
-
 def make_a_tensor_on_the_host(patch: pytest.MonkeyPatch) -> None:
     convert = Classifier.training_step
 
@@ -138,10 +131,6 @@ def forget_the_devices_generator(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(seeding, "set_device_state", lambda state: None)
 
 
-def forget_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(logged_value, "SUMMED_AT_ONCE", logged_value.SUMMED_AT_ONCE)
-
-
 MISTAKES: dict[str, tuple[Patch, str]] = {
     "a batch that is not moved": (forget_to_move, "same device"),
     "no wait for a copy": (forget_to_wait_for_a_copy, "nothing waits for it"),
@@ -149,19 +138,9 @@ MISTAKES: dict[str, tuple[Patch, str]] = {
     "a save that is written before it is copied": (forget_to_wait_before_a_save_is_written, ""),
     "pinned memory used again": (use_pinned_memory_again, ""),
     "a read in each batch": (read_the_device_in_each_batch, "the host waits for the device"),
-    "a copy that the host waits for": (
-        copy_weights_from_memory_that_makes_the_host_wait,
-        "the host waits for the device",
-    ),
     "a tensor of the host in the loss": (make_a_tensor_on_the_host, "same device"),
     "a generator that is not restored": (forget_the_devices_generator, ""),
 }
-
-
-def _logged(module: Classifier, batch: Any, number: int) -> Tensor:
-    loss = torch.nn.functional.cross_entropy(module.net(batch[0]), batch[1])
-    module.log("loss", loss, on_step=False, on_epoch=True, batch_size=1 + number % 3)
-    return loss
 
 
 @pytest.fixture(scope="module")

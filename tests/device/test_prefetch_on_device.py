@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 
 class Own:
-    """A batch that moves itself, and says nothing of who uses its memory."""
+    """A batch that pins itself, moves itself, and says which stream uses its memory."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -46,28 +46,15 @@ class Own:
     def to(self, device: torch.device) -> Own:
         return Own(self.rows.to(device, non_blocking=True))
 
-
-class Pinning(Own):
-    """A batch that pins itself too."""
-
-    def to(self, device: torch.device) -> Pinning:
-        return Pinning(self.rows.to(device, non_blocking=True))
-
-    def pin_memory(self) -> Pinning:
-        return Pinning(self.rows.pin_memory())
-
-
-class Recorded(Pinning):
-    """A batch that says which stream uses its memory."""
-
-    def to(self, device: torch.device) -> Recorded:
-        return Recorded(self.rows.to(device, non_blocking=True))
-
-    def pin_memory(self) -> Recorded:
-        return Recorded(self.rows.pin_memory())
+    def pin_memory(self) -> Own:
+        return Own(self.rows.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
         self.rows.record_stream(stream)
+
+
+def as_own(rows: list[Tensor]) -> Own:
+    return Own(torch.stack(rows))
 
 
 def as_dict(rows: list[Tensor]) -> dict[str, Any]:
@@ -78,23 +65,11 @@ def as_pair(rows: list[Tensor]) -> Pair:
     return Pair(torch.stack(rows), "text")
 
 
-def as_own(rows: list[Tensor]) -> Own:
-    return Own(torch.stack(rows))
-
-
-def as_pinning(rows: list[Tensor]) -> Pinning:
-    return Pinning(torch.stack(rows))
-
-
-def as_recorded(rows: list[Tensor]) -> Recorded:
-    return Recorded(torch.stack(rows))
-
-
 def as_tensor(rows: list[Tensor]) -> Tensor:
     return torch.stack(rows)
 
 
-COLLATES = {"dict": as_dict, "tuple": as_pair, "own": as_own, "pinning": as_pinning, "recorded": as_recorded}
+COLLATES = {"dict": as_dict, "tuple": as_pair, "own": as_own}
 
 
 def rows_of(batch: Any) -> Tensor:
@@ -206,15 +181,6 @@ class Reused(IterableDataset[Tensor]):
 def test_a_reader_may_use_its_buffer_again(device: torch.device) -> None:
     """The copy is made from separate memory, so later changes by the reader do not matter."""
     assert fitted(DataLoader(Reused(pinned=False), batch_size=None)).numbers() == list(range(2 * BATCHES))
-
-
-def test_a_step_may_pull_its_batches(device: torch.device) -> None:
-    class Pulls(Sums):
-        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-            batch, index, _ = next(dataloader_iter)
-            return super().training_step(batch, index)
-
-    assert fitted(loader_of(), Pulls()).numbers() == list(range(2 * BATCHES))
 
 
 def test_evaluation_gets_whole_batches(device: torch.device) -> None:

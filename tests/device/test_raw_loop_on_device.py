@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import DTYPES, ON_DEVICE, TOLERANCE, on_host, train_by_hand
+from by_hand import DTYPES, ON_DEVICE, TOLERANCE, adamw, on_host, train_by_hand
 from small import Classifier, assert_close, assert_equal, loss_of, make_loader, make_net, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -27,14 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def made(net: nn.Module) -> torch.optim.Optimizer:
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return torch.optim.AdamW(net.parameters(), lr=0.05, fused=fuses(kind.type, "Adam", torch.float32) or None)
-
-
 def loop(accelerator: tw.Accelerator, net: nn.Module, case: dict[str, Any], epochs: int = 2) -> Tensor:
-    model, optimizer, loader = accelerator.prepare(net, made(net), make_loader())
+    model, optimizer, loader = accelerator.prepare(net, adamw(net), make_loader())
     losses = []
     for _ in range(epochs):
         for batch in loader:
@@ -88,25 +82,6 @@ def test_it_equals_the_loop_on_the_cpu() -> None:
     assert_close(*found, tolerance=TOLERANCE)
 
 
-def test_training_continues_after_an_overflow(device: torch.device) -> None:
-    if not autocasts(device.type, torch.float16):
-        pytest.skip(f"{device.type} has no autocast in float16")
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**26, growth_interval=4)
-    accelerator = tw.Accelerator(devices=1, precision=MixedPrecision("16-mixed", device.type, scaler))
-    net = make_net()
-    model, optimizer, loader = accelerator.prepare(net, made(net), make_loader())
-    skipped = 0
-    for _ in range(4):
-        for batch in loader:
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            skipped += accelerator.optimizer_step_was_skipped
-            optimizer.zero_grad()
-    assert 2 < skipped < 22
-    assert all(each.isfinite().all() for each in net.parameters())
-    assert not torch.equal(net[0].weight.cpu(), make_net()[0].weight)
-
-
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_resumed_loop_is_the_loop_that_was_never_cut(device: torch.device, tmp_path: Path, precision: str) -> None:
     if precision in DTYPES and not autocasts(device.type, DTYPES[precision]):
@@ -116,7 +91,7 @@ def test_a_resumed_loop_is_the_loop_that_was_never_cut(device: torch.device, tmp
         tw.seed_everything(1 if load is None else 9)
         accelerator = tw.Accelerator(devices=1, precision=precision)
         net = make_net(dropout=0.4)
-        model, optimizer, loader = accelerator.prepare(net, made(net), make_loader(shuffle=True))
+        model, optimizer, loader = accelerator.prepare(net, adamw(net), make_loader(shuffle=True))
         if load is not None:
             accelerator.load_state(load)
         for _ in range(loader.epoch, 2):
@@ -147,7 +122,7 @@ def test_it_takes_up_a_run_of_the_trainer(tmp_path: Path, device: torch.device) 
     tw.Trainer(max_epochs=2, **ON_DEVICE).fit(whole, make_loader())
     again = Classifier()
     accelerator = tw.Accelerator(devices=1)
-    _, optimizer, loader = accelerator.prepare(again, made(again), make_loader())
+    _, optimizer, loader = accelerator.prepare(again, adamw(again), make_loader())
     accelerator.load_state(str(tmp_path / "one.ckpt"))
     for _ in range(loader.epoch, 2):
         for batch in loader:
@@ -181,3 +156,28 @@ def test_what_is_gathered_stays_on_the_device(device: torch.device) -> None:
     assert gathered.device == device
     assert gathered.tolist() == [0, 1, 2]
     assert accelerator.reduce(tensor, "mean").device == device
+
+
+def made(net: nn.Module) -> torch.optim.Optimizer:
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.optim.AdamW(net.parameters(), lr=0.05, fused=fuses(kind.type, "Adam", torch.float32) or None)
+
+
+def test_training_continues_after_an_overflow(device: torch.device) -> None:
+    if not autocasts(device.type, torch.float16):
+        pytest.skip(f"{device.type} has no autocast in float16")
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**26, growth_interval=4)
+    accelerator = tw.Accelerator(devices=1, precision=MixedPrecision("16-mixed", device.type, scaler))
+    net = make_net()
+    model, optimizer, loader = accelerator.prepare(net, made(net), make_loader())
+    skipped = 0
+    for _ in range(4):
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            skipped += accelerator.optimizer_step_was_skipped
+            optimizer.zero_grad()
+    assert 2 < skipped < 22
+    assert all(each.isfinite().all() for each in net.parameters())
+    assert not torch.equal(net[0].weight.cpu(), make_net()[0].weight)

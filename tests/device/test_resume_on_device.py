@@ -111,7 +111,7 @@ def test_what_a_loop_draws_on_the_device_follows_the_seed(device: torch.device) 
 def test_generators_of_missing_devices_are_skipped(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint may come from a machine with more devices. The run's generator is restored, the others are named."""
+    """A checkpoint may come from a machine with more devices. Only the run's generator is restored."""
     whole, _ = run(tmp_path / "whole")
     gone = torch.accelerator.device_count() + 3
 
@@ -125,44 +125,5 @@ def test_generators_of_missing_devices_are_skipped(
         patch.setattr(seeding, "set_device_state", lambda state: set_device_state({**state, "others": {}}))
         run(tmp_path / "many")
     place = next((tmp_path / "many").glob("*step=5.ckpt"))
-    with pytest.warns(UserWarning, match=rf"also drew random numbers on {device.type} device\(s\) {gone}\."):
-        resumed, _ = run(tmp_path / "few", str(place), seed=9)
+    resumed, _ = run(tmp_path / "few", str(place), seed=9)
     assert_equal(resumed, whole)
-
-
-def test_a_step_may_leave_another_device_the_current_one(device: torch.device, tmp_path: Path) -> None:
-    if torch.accelerator.device_count() < 2:
-        pytest.skip(f"torch sees one {device.type} device here")
-    other = torch.device(device.type, 1)
-
-    class OverTwo(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            seen.append((torch.rand((), device=device).item(), torch.rand((), device=other).item()))
-            torch.accelerator.set_device_index(1)
-            return loss_of(self.net, batch)
-
-    def train(epochs: int, ckpt_path: str | None = None) -> list[tuple[float, float]]:
-        seen.clear()
-        torch.accelerator.set_device_index(0)
-        tw.seed_everything(3)
-        trainer = tw.Trainer(max_epochs=epochs, **ON_DEVICE)
-        trainer.fit(OverTwo(), make_loader(), ckpt_path=ckpt_path)
-        tw.Trainer(**{**ON_DEVICE, "devices": [1]})  # which makes its device the current one, too
-        if ckpt_path is None:
-            trainer.save_checkpoint(str(tmp_path / f"{epochs}.ckpt"))
-        assert torch.accelerator.current_device_index() == 1
-        return list(seen)
-
-    seen: list[tuple[float, float]] = []
-    whole, half = train(2), train(1)
-    assert half + train(2, str(tmp_path / "1.ckpt")) == whole
-
-
-def test_a_run_leaves_the_generators_of_other_devices_alone(device: torch.device, tmp_path: Path) -> None:
-    if torch.accelerator.device_count() < 2:
-        pytest.skip(f"torch sees one {device.type} device here")
-    other = torch.device(device.type, 1)
-    run(tmp_path / "whole")
-    expected = torch.rand(4, device=other).cpu()
-    run(tmp_path / "part", str(next((tmp_path / "whole").glob("*step=5.ckpt"))))
-    assert torch.equal(torch.rand(4, device=other).cpu(), expected)

@@ -13,8 +13,8 @@ import torch
 from by_hand import ON_DEVICE
 from jobs import run_alone
 from small import Classifier, make_loader
-from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
+from torch import nn
+from torch.optim import LBFGS, SGD, Adagrad, AdamW, Optimizer
 
 import trainwright as tw
 from trainwright.checkpoint.contents import HostMemory
@@ -39,8 +39,6 @@ def busy(device: torch.device) -> None:
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "lbfgs": lambda p: LBFGS(p, 0.1, max_iter=3, history_size=4),
     "adamw": lambda p: AdamW(p, 0.01),
-    "unfused": lambda p: Adam(p, 0.01, foreach=True),
-    "nadam": lambda p: NAdam(p, 0.01),
     "adagrad": lambda p: Adagrad(p, 0.01),
     "sgd": lambda p: SGD(p, 0.1, momentum=0.9),
 }
@@ -181,21 +179,3 @@ def test_a_background_save_takes_as_much_memory_as_it_writes(device: torch.devic
     gc.collect()
     assert memory.copy([pieces])[0][1].tensor.item() == 3
     memory.release()
-
-
-def test_a_fit_that_saves_in_the_background_is_that_of_one_that_does_not(device: torch.device, tmp_path: Path) -> None:
-    states: list[dict[str, Tensor]] = []
-    for background in (False, True):
-        module = Classifier()
-        keep = tw.ModelCheckpoint(
-            tmp_path / str(background), every_n_train_steps=2, save_top_k=-1, async_save=background
-        )
-        settings = {**ON_DEVICE, "enable_checkpointing": True, "callbacks": [keep], "max_steps": 7}
-        tw.Trainer(**settings).fit(module, make_loader())
-        for path in sorted((tmp_path / str(background)).glob("*.ckpt")):
-            loaded = Classifier.load_from_checkpoint(path)
-            states.append({f"{path.name} {name}": each.cpu() for name, each in loaded.state_dict().items()})
-    assert len(states) % 2 == 0
-    for one, other in zip(states[: len(states) // 2], states[len(states) // 2 :], strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -139,7 +139,7 @@ def missing(name: str, precision: str, device_type: str) -> str:
 
 
 def all_of_them(folder: Path, world: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """Try every strategy in every precision; return the results, or why there are none."""
+    """Try every strategy in every precision. Return the results, or why there are none."""
     for package in ("deepspeed", "fairscale", "pydantic"):
         warnings.filterwarnings("ignore", module=rf"{package}(\..*)?")
     kind = torch.accelerator.current_accelerator()

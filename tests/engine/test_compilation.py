@@ -16,7 +16,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchmetrics import MeanMetric
 
-from trainwright.devices.cuda import GraphGradients
 from trainwright.engine.compilation import Compiled
 
 pytestmark = [  # torch's compiler meets these itself, and hides them where they are no errors
@@ -85,16 +84,13 @@ def counter() -> Iterator[CompileCounterWithBackend]:
 def test_whatever_a_step_calls_is_one_graph_from_its_first_call_on(counter: CompileCounterWithBackend) -> None:
     module = Root()
     expected = module.whole(X)
-    compiled = Compiled(module, {"backend": counter, "fullgraph": True})
-    assert compiled.called == set()
+    Compiled(module, {"backend": counter, "fullgraph": True})
     for _ in range(3):
         assert torch.equal(module.whole(X), expected)
     assert counter.frame_count == 1
-    assert compiled.called == {module.net}
     for _ in range(3):
         assert torch.equal(module.parts(X), expected)
     assert counter.frame_count == 3
-    assert compiled.called == {module.net, module.net.encoder, module.net.decoder}
     module.whole(X)
     assert counter.frame_count == 3
     module.eval()
@@ -106,7 +102,7 @@ def test_whatever_a_step_calls_is_one_graph_from_its_first_call_on(counter: Comp
 
 def test_items_of_containers_share_graphs_and_no_limit(counter: CompileCounterWithBackend) -> None:
     module = Root()
-    compiled = Compiled(module, {"backend": counter, "fullgraph": True})
+    Compiled(module, {"backend": counter, "fullgraph": True})
     for _ in range(2):
         for each in module.blocks:
             each["block"](X)
@@ -115,7 +111,6 @@ def test_items_of_containers_share_graphs_and_no_limit(counter: CompileCounterWi
         for each in module.sizes:
             each(torch.ones(2, each.inner.in_features))
     assert counter.frame_count == 11  # more than the 8 that the compiler makes of one function
-    assert len(compiled.called) == 13
 
 
 def test_opaque_modules_are_not_compiled(counter: CompileCounterWithBackend) -> None:
@@ -159,9 +154,9 @@ def test_undo_copies_and_pickles_leave_plain_modules(counter: CompileCounterWith
     assert all("_compiled_call_impl" not in vars(each) for each in module.modules())
     module.whole(X)
     assert counter.frame_count == 1
-    again = Compiled(module, {"backend": counter})
+    Compiled(module, {"backend": counter})
     module.whole(X)
-    assert again.called == {module.net}
+    assert counter.frame_count == 2
 
 
 def test_an_error_within_leaves_it_as_it_was(counter: CompileCounterWithBackend) -> None:
@@ -171,20 +166,20 @@ def test_an_error_within_leaves_it_as_it_was(counter: CompileCounterWithBackend)
         module.net(torch.ones(3, 5))
     assert not compiled.is_within
     module.net(X)
-    assert module.net in compiled.called
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"backend": "induktor"}, "compile=.*induktor.* is refused by torch.compile"),
+        ({"backend": "induktor"}, "Invalid backend: .induktor."),
         ({"fast": True}, "unexpected keyword argument 'fast'"),
         ({"mode": "max"}, "Unrecognized mode=max"),
     ],
 )
 def test_wrong_compile_options_raise(options: dict[str, Any], match: str) -> None:
     module = Root()
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((RuntimeError, TypeError), match=match):
         Compiled(module, options)
     assert "_compiled_call_impl" not in vars(module.net)
 
@@ -214,32 +209,19 @@ def test_gradients_are_kept_from_cuda_graphs(options: dict[str, Any], are_kept: 
     compiled.undo()
 
 
-def test_sparse_gradients_are_copied_too() -> None:
-    module = nn.Embedding(4, 2, sparse=True)
-    kept = GraphGradients(module)
-    kept._copies = [(module.weight, 0)]  # as on a GPU
-    module(torch.tensor([1])).sum().backward()
-    gradient = module.weight.grad
-    kept.keep()
-    assert gradient is not None
-    assert module.weight.grad is not None
-    assert module.weight.grad is not gradient
-    assert torch.equal(module.weight.grad.to_dense(), gradient.to_dense())
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler, reason="torch.compile needs g++, Python.h")
 def test_the_real_compiler_trains_alike() -> None:
     ends = []
     for is_compiled in (False, True):
         module = Root()
-        compiled = Compiled(module, {}) if is_compiled else None
+        if is_compiled:
+            Compiled(module, {})
         optimizer = torch.optim.SGD(module.net.parameters(), lr=0.01)
         for step in range(4):
             optimizer.zero_grad()
             (module.whole if step % 2 else module.parts)(X).square().mean().backward()
             optimizer.step()
-        assert compiled is None or len(compiled.called) == 3
         ends.append([parameter.detach() for parameter in module.net.parameters()])
     for eager, other in zip(*ends, strict=True):
         torch.testing.assert_close(eager, other, rtol=1e-5, atol=1e-6)

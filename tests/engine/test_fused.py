@@ -14,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.checkpoint.tensors import TensorEntry
 from trainwright.devices import abilities
-from trainwright.engine.fused import use_fused
-from trainwright.engine.optimizers import may_use_closure, needs_closure
+from trainwright.engine.optimizers import may_use_closure, needs_closure, use_fused
 from trainwright.precision.mixed import MixedPrecision
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Clipping
@@ -103,39 +102,11 @@ def test_kernels_get_only_tensors_that_they_step_right(
     assert use_fused(make([nn.Parameter(tensor)])) is expected
 
 
-@pytest.mark.parametrize("make", [Adam, Adagrad])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_as_near_to_the_truth_as_unfused(make: Callable[..., Optimizer], dtype: torch.dtype) -> None:
-    """A kernel of torch 2.13 skips whole blocks of half-precision elements, but not the kernels in use here."""
-    ends = []
-    for kind, fused in ((torch.float64, False), (dtype, False), (dtype, True)):
-        parameter = nn.Parameter(torch.linspace(1, 2, 131).to(kind))
-        optimizer = make([parameter], lr=0.05, eps=1e-4)
-        assert use_fused(optimizer) if fused else True
-        for _ in range(10):
-            optimizer.zero_grad()
-            (parameter**2).sum().backward()
-            optimizer.step()
-        ends.append(parameter.detach().double())
-    truth, unfused, ours = ends
-    assert (truth - torch.linspace(1, 2, 131).double()).abs().min() > 0.1
-    assert (ours - truth).abs().max() <= (unfused - truth).abs().max() + 2 * torch.finfo(dtype).eps
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad meets it
-def test_sparse_gradients_are_found_in_the_module_or_at_the_first_step() -> None:
+def test_groups_of_sparse_embeddings_are_not_fused() -> None:
     embedding, linear = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)
     optimizer = SGD([{"params": embedding.parameters()}, {"params": linear.parameters()}], lr=0.1)
     assert use_fused(optimizer, [nn.ModuleList([embedding, linear])])
     assert [bool(group["fused"]) for group in optimizer.param_groups] == [False, True]
-    table = nn.Parameter(torch.ones(5, 3))
-    for make in (SGD, Adagrad):
-        optimizer = make([table], lr=0.1)
-        assert use_fused(optimizer)
-        optimizer.zero_grad()
-        nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum().backward()
-        optimizer.step()
-        assert not optimizer.param_groups[0]["fused"]
 
 
 def test_a_parameter_may_get_its_first_gradient_late() -> None:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import run_job
 from small import QUIET, Classifier, make_loader
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import trainwright as tw
-from trainwright.engine import memory_estimate as memory
-from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.memory_estimate import available_memory
 
 GIB = 2**30
@@ -33,13 +28,16 @@ def deep() -> nn.Module:
 
 
 def measured(kind: Any, **options: Any) -> int:
-    """The bytes of a real optimizer's state after a real step."""
+    """Return the bytes of a real optimizer's state after a real step, without its counts of steps."""
     module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 30))
     optimizer = kind(module.parameters(), **options)
     module(torch.ones(2, 40)).sum().backward()
     optimizer.step()
     values = [
-        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
     ]
     return sum(value.nbytes for value in values)
 
@@ -53,7 +51,6 @@ def measured(kind: Any, **options: Any) -> int:
         (torch.optim.AdamW, {"amsgrad": True}),
         (torch.optim.AdamW, {"fused": True}),
         (torch.optim.RMSprop, {"centered": True}),
-        (torch.optim.Adafactor, {}),
         (torch.optim.Adagrad, {}),
         (torch.optim.NAdam, {"foreach": True}),
     ],
@@ -69,7 +66,7 @@ def test_every_strategy_has_its_share() -> None:
     estimate = tw.estimate_memory(on_meta(), torch.optim.Adam, num_devices=4, available_bytes=24 * GIB)
     one = 4 * PARAMETERS
     assert (estimate.parameters, estimate.gradients) == (one, one)
-    assert estimate.optimizer == 2 * one + 2 * 4  # and a step count per tensor
+    assert estimate.optimizer == 2 * one
     expected = {
         "ddp": 5 * one,
         "ddp_sharded": 2 * one + 2 * one / 4,
@@ -105,23 +102,6 @@ def test_what_fsdp_has_whole_is_that_of_its_groups() -> None:
         gathered(nn.Sequential(deep(), nn.Linear(2, 3, device="meta")), auto_wrap_policy={nn.Sequential})
         == 3 * one + 36
     )
-    assert gathered(nn.ParameterList([nn.Parameter(torch.empty(9, device="meta"))])) == 0
-
-
-def test_buffers_of_deepspeed_are_no_larger_than_it_makes_them() -> None:
-    """A large model fills its buffers: 5e8 elements to reduce in, 1e9 gathered ones."""
-    numel = 4_000_000_000
-    module = nn.Linear(numel // 1000, 1000, bias=False, device="meta", dtype=torch.bfloat16)
-    estimate = tw.estimate_memory(module, 0, num_devices=1000, available_bytes=GIB)
-    half, part = 2 * numel, 2 * numel / 1000
-    expected = {
-        # Masters and sums of gradients are float32, whatever the gradients are.
-        "deepspeed_stage_1": half + 4 * numel + 2 * part + 4 * 5e8,
-        "deepspeed_stage_2": half + 4 * part + 2 * 5e8,
-        "deepspeed_stage_3": 5 * part + 2 * 5e8 + 2 * 1e9,
-    }
-    for name, size in expected.items():
-        assert estimate.per_device[name] == pytest.approx(size, rel=1e-6), name
 
 
 def test_frozen_parameters_buffers_and_half_precision_are_counted() -> None:
@@ -149,12 +129,12 @@ def test_the_advice_names_a_strategy(devices: int, megabytes: int, advice: str) 
     ("devices", "megabytes", "advice"),
     [
         (8, 40, r"^strategy='fsdp' would need 26.7 MiB of the 40.0 MiB\.$"),
-        (8, 20, r"^no strategy fits it on 8 device\(s\) of 20.0 MiB: strategy='fsdp' would need 27 of them\.$"),
-        (1, 20, r"^no strategy fits it on 1 device\(s\) of 20.0 MiB: strategy='fsdp' would need 27 of them\.$"),
+        (8, 20, r"^no strategy fits it on 8 device\(s\) of 20.0 MiB: use more or larger devices, "),
+        (1, 20, r"^no strategy fits it on 1 device\(s\) of 20.0 MiB: use more or larger devices, "),
         (
             2,
             14,
-            r"^no strategy fits .* 14.0 MiB, nor does fsdp on more: the parts that it gathers at once take 11.5 MiB\.",
+            r"^no strategy fits .* 14.0 MiB: .*smaller groups under fsdp \(auto_wrap_policy\)",
         ),
     ],
 )
@@ -171,48 +151,28 @@ def check_advice(module: nn.Module, devices: int, megabytes: int, advice: str) -
     assert all(name in text for name in estimate.per_device)
 
 
-class PassingOn(torch.optim.AdamW):
-    def __init__(self, params: Any, *args: Any, name: str = "", **options: Any) -> None:
-        super().__init__(params, *args, **options)
-
-
-def test_options_that_a_constructor_passes_on() -> None:
-    options = {"amsgrad": True, "weight_decay": 0.1}
-    for kind in (PassingOn, type("Derived", (PassingOn,), {})):
-        module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 30))
-        estimate = tw.estimate_memory(module, kind(module.parameters(), name="own", **options))
-        assert not estimate.is_assumed
-        assert estimate.optimizer == measured(kind, **options)
-
-
-class Peculiar(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        raise RuntimeError("it needs values")
-
-
-def test_an_optimizer_that_cannot_be_tried_is_counted_as_adam() -> None:
+def test_an_unknown_optimizer_is_counted_as_adam() -> None:
     module = on_meta()
-    estimate = tw.estimate_memory(module, [Peculiar(module.parameters())], num_devices=1, available_bytes=GIB)
+    optimizer = torch.optim.Adafactor(module.parameters())
+    estimate = tw.estimate_memory(module, [optimizer], num_devices=1, available_bytes=GIB)
     assert estimate.optimizer == 8 * PARAMETERS
     assert "counted as Adam's" in str(estimate)
 
 
 def test_wrong_estimate_arguments_raise() -> None:
-    with pytest.raises(ValueError, match="num_devices=0 is not accepted; pass an integer of at least 1"):
-        tw.estimate_memory(on_meta(), num_devices=0)
-    with pytest.raises(ValueError, match="has lazy parameters, which have no shape yet; run it on one batch first"):
-        tw.estimate_memory(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="num_devices=-1 is not accepted; pass a number of at least 1"):
+        tw.estimate_memory(on_meta(), num_devices=-1)
     with pytest.raises(TypeError, match="optimizer='adam' is not accepted; pass an optimizer, a list of them, a class"):
         tw.estimate_memory(on_meta(), "adam")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="auto_wrap_policy chooses no submodule of Linear"):
         tw.estimate_memory(on_meta(), auto_wrap_policy={nn.Conv1d})
-    with pytest.raises(ValueError, match="optimizer=-1 is not accepted; pass the bytes per parameter"):
+    with pytest.raises(TypeError, match="optimizer=-1 is not accepted; pass an optimizer, a list"):
         tw.estimate_memory(on_meta(), -1)
 
 
 @pytest.mark.parametrize("given", [0, -5, True, float("nan"), float("inf"), "80GB"])
 def test_the_memory_of_a_device_is_checked(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"available_bytes=.* is not accepted; pass a number of at least 1, such as"):
+    with pytest.raises(ValueError, match=r"available_bytes=.* is not accepted; pass a number of at least 1"):
         tw.estimate_memory(on_meta(), available_bytes=given)
     assert tw.estimate_memory(on_meta(), available_bytes=16e9).available == 16_000_000_000  # type: ignore[arg-type]
 
@@ -234,54 +194,13 @@ class Masked(tw.Module):
         return torch.optim.AdamW(self.parameters())
 
 
-def by_exact_class(module: nn.Module) -> bool:
-    return type(module) is nn.Sequential
-
-
-def what_fits_say(folder: Path) -> dict[str, Any]:
-    """Fits twice under a policy and once without any group, on a device of 8 KiB; returns the warnings."""
-    said: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "available_memory", lambda *_: 8 * 2**10)
-        module = Masked()
-        for name, used, options in (
-            ("first", module, {"auto_wrap_policy": by_exact_class}),
-            ("again", module, {"auto_wrap_policy": by_exact_class}),
-            ("whole", Masked(), {"min_parameters": 2_000_000}),
-        ):
-            trainer = tw.Trainer(max_steps=1, devices=2, strategy=tw.FSDPStrategy(**options), **QUIET)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                trainer.fit(used, torch.utils.data.DataLoader(torch.ones(4, 64), batch_size=2))
-            said[name] = [str(each.message) for each in caught if "too little memory" in str(each.message)]
-    local = [
-        each.to_local() if isinstance(each, DTensor) else each for each in (*module.parameters(), *module.buffers())
-    ]
-    said["held"] = sum(each.nbytes for each in local)
-    return said
-
-
-def test_the_warning_shows_the_estimate_of_the_groups_in_use(tmp_path: Path) -> None:
-    """The estimate uses the groups that fsdp has made, and buffers are whole on every rank."""
-    first, second = run_job(what_fits_say, 2, tmp_path)
-    by_groups, whole = (
-        tw.estimate_memory(Masked(), num_devices=2, available_bytes=8 * 2**10, auto_wrap_policy=policy)
-        for policy in (by_exact_class, None)
-    )
-    assert first["held"] == second["held"] == by_groups.parts["fsdp"].parameters
-    assert by_groups.gathered < whole.gathered
-    for name, estimate in (("first", by_groups), ("again", by_groups), ("whole", whole)):
-        assert first[name] == [f"strategy='fsdp' leaves too little memory for activations: {estimate}"]
-        assert second[name] == []
-
-
 def test_buffers_are_not_sharded() -> None:
     estimate = tw.estimate_memory(Masked(), 0, num_devices=4, available_bytes=130 * 2**10)
     mask, parameters = 4 * 300 * 64, 4 * 2 * (64 * 64 + 64)
     assert (estimate.parameters, estimate.unsharded) == (parameters + mask, mask)
     for name in ("fsdp", "deepspeed_stage_3"):
         assert estimate.parts[name].parameters == parameters / 4 + mask
-    assert f"the parts that it gathers at once take {(mask + 2 * parameters) / 1024:.1f} KiB" in estimate.advice
+    assert "no strategy fits" in estimate.advice
 
 
 def test_the_memory_of_this_machine_is_found() -> None:
@@ -305,8 +224,7 @@ class Large(Classifier):
         raise Reached
 
 
-def test_fit_warns_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Finiteness, "begin", lambda self: None)  # it would read the part of memory that nobody touches
+def test_fit_warns_where_it_matters() -> None:
     trainer = tw.Trainer(max_epochs=1, strategy="single_device", **QUIET)
     with pytest.warns(
         UserWarning, match=r"(?s)strategy='single_device' leaves too little .*no strategy fits it on 1 dev"

@@ -70,13 +70,11 @@ def plain_data(accelerator: tw.Accelerator) -> dict[str, Any]:
     rank = accelerator.process_index
     texts, labels = [], []
     for batch in accelerator.prepare(DataLoader([(f"sample {index}", index) for index in range(5)], batch_size=2)):
-        joined = accelerator.gather_for_metrics({"text": batch[0], "label": batch[1]})
-        texts += joined["text"]
-        labels += joined["label"].tolist()
+        texts += accelerator.gather_for_metrics(batch[0])
+        labels += accelerator.gather_for_metrics(batch[1]).tolist()
     return {
         "texts": texts,
         "labels": labels,
-        "gathered plain": accelerator.gather({"list": [rank, None], "one": 0.5 + rank, "tensor": torch.tensor(rank)}),
         "reduced plain": [accelerator.reduce({"loss": 1.0 + rank}, op)["loss"] for op in ("sum", "mean", "min", "max")],
         "reduced both": accelerator.reduce([2**60 + rank, torch.tensor(rank)]),
     }
@@ -136,9 +134,6 @@ def job(folder: Path) -> dict[str, Any]:
     found["sent"] = engine.broadcast(SENT if rank == 0 else None)
     last = accelerator.num_processes - 1
     found["sent by the last"] = accelerator.broadcast({"from": rank, "tensor": torch.tensor([rank])}, from_process=last)
-    if accelerator.num_processes > 1:
-        with pytest.raises(TypeError, match="broadcast from rank 0: obj"):
-            engine.broadcast(object() if rank == 0 else None)
     with pytest.raises(ValueError, match="src=7 is not a rank; choose from 0 to"):
         engine.broadcast(1, src=7)
     for name, context in (
@@ -174,9 +169,6 @@ def check(found: dict[str, Any], ranks: int) -> None:
     assert found["reduced"] == ([1.0, 1.0, 1.0] if ranks == 1 else [3.0, 1.5, 2.0])
     assert sorted(found["texts"]) == [f"sample {index}" for index in range(5)]
     assert [f"sample {index}" for index in found["labels"]] == found["texts"]
-    plain = found["gathered plain"]
-    assert (plain["list"], plain["one"]) == ([0, None, 1, None][: 2 * ranks], [0.5, 1.5][:ranks])
-    assert plain["tensor"].tolist() == list(range(ranks))
     assert found["reduced plain"] == ([1.0] * 4 if ranks == 1 else [3.0, 1.5, 1.0, 2.0])
     assert found["reduced both"][0] == (2**60 if ranks == 1 else 2**61 + 1)
     assert found["reduced both"][1].item() == ranks - 1

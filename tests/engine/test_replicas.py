@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from small import ACCELERATOR, ON_HOST, QUIET, Classifier, make_loader, make_net
 from torch import nn
 
 import trainwright as tw
-from trainwright.engine.replicas import layout_of
 
 
 class Other(Classifier):
@@ -47,19 +46,10 @@ class FreezesAlone(Classifier):
             self.net[0].requires_grad_(False)
 
 
-class Chosen(Classifier):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.rank = dist.get_rank()
-        self.more = nn.Dropout(dropout / 10)
-
-
 def other_arguments(rank: int) -> dict[str, str]:
-    """Return the errors of calls with other arguments on rank 1. The first call differs only in allowed arguments."""
-    tw.Trainer(max_steps=2, **{**QUIET, "enable_progress_bar": rank == 0}, detect_anomaly=rank == 1).fit(
-        Classifier(), make_loader()
-    )
+    """Return the errors of fits with other arguments on rank 1. The first fit differs only in allowed arguments."""
+    allowed = {**QUIET, "enable_progress_bar": rank == 0, "detect_anomaly": rank == 1}
+    tw.Trainer(max_steps=2, **allowed).fit(Classifier(), make_loader())
     told: dict[str, str] = {}
     for name, settings in {
         "max_steps": {"max_steps": 2 + rank},
@@ -70,9 +60,7 @@ def other_arguments(rank: int) -> dict[str, str]:
         with pytest.raises(ValueError) as caught:
             trainer.fit(Classifier(), make_loader())
         told[name] = str(caught.value)
-    with pytest.raises(ValueError) as caught:
-        tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=1 + rank)
-    return {**told, "loop": str(caught.value)}
+    return told
 
 
 TOLD = {
@@ -113,9 +101,6 @@ def job(folder: Path) -> dict[str, Any]:
     with pytest.raises(ValueError) as caught:
         tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(lr=0.1 + dist.get_rank()), make_loader())
     told["rates"] = str(caught.value)
-    with pytest.warns(UserWarning, match="of different settings") if dist.get_rank() == 0 else nullcontext() as warned:
-        tw.Trainer(max_epochs=1, **QUIET).fit(Chosen(0.1 + dist.get_rank()), make_loader())
-    told["settings"] = [str(each.message) for each in warned or ()]
     told |= other_arguments(dist.get_rank())
     took = time.monotonic() - began
     trainer = tw.Trainer(max_epochs=1, **QUIET)
@@ -125,24 +110,15 @@ def job(folder: Path) -> dict[str, Any]:
 
 def test_different_models_are_named_and_hang_nobody(tmp_path: Path) -> None:
     zero, one = run_job(job, 2, tmp_path)
-    assert one["told"].pop("settings") == []
-    (warned,) = zero["told"].pop("settings")
     assert zero["told"] == one["told"]
-    assert (
-        "betas of group 0 of optimizer 0 is (0.9, 0.99) on rank 0 and (0.9, 0.991) on rank 1" in zero["told"]["options"]
-    )
-    assert "lr of group 0 of optimizer 0 is 0.1 on rank 0 and 1.1 on rank 1. A setting" in zero["told"]["rates"]
-    assert warned.startswith(
-        "the ranks train modules of different settings: hyper-parameter 'dropout' is 0.1 on rank 0 and 1.1 on rank 1; "
-        "attribute 'more.p' is 0.01 on rank 0 and 0.11"
-    )
+    assert "by rank betas of group 0 of optimizer 0 is (0.9, 0.99), (0.9, 0.991). Choose" in zero["told"]["options"]
+    assert "lr of group 0 of optimizer 0 is 0.1, 1.1" in zero["told"]["rates"]
     for name, setting in {
-        "max_steps": "max_steps is 2 on rank 0 and 3 on rank 1",
-        "window": "accumulate_grad_batches is 1 on rank 0 and 2 on rank 1",
-        "saving": "callbacks that save is ['ModelCheckpoint'] on rank 0 and [] on rank 1",
-        "loop": "gradient_accumulation_steps is 1 on rank 0 and 2 on rank 1",
+        "max_steps": "the Trainer's arguments differ between ranks, .* by rank max_steps is 2, 3",
+        "window": "limit_val_batches is 3, None; accumulate_grad_batches is 1, 2",
+        "saving": r"callbacks that save is \['ModelCheckpoint'\], \[\]",
     }.items():
-        assert setting in zero["told"][name]
+        assert re.search(setting, zero["told"][name])
     for respect, text in TOLD.items():
         said = zero["told"][respect]
         assert said.startswith("rank 1 built a different Other than rank 0: ")
@@ -156,7 +132,3 @@ def test_different_models_are_named_and_hang_nobody(tmp_path: Path) -> None:
     assert "Build the same model on every rank" in zero["told"]["accelerator"]
     assert zero["seconds"] < deadline(60.0)
     assert zero["steps"] == one["steps"] == 6
-
-
-def test_a_layout_has_lazy_parameters_too() -> None:
-    assert layout_of(nn.LazyLinear(2))[0] == ("weight", "parameter of a shape not known yet and torch.float32")

@@ -97,18 +97,18 @@ def test_a_rate_that_training_has_changed_is_no_difference(tmp_path: Path) -> No
         (
             Rated(lr=0.1),
             Rated(lr=0.01),
-            "lr of group 0 of optimizer 0 is 0.1 there and 0.01 here.* fresh=.'optimizer_settings'.",
+            "lr of group 0 of optimizer 0 is 0.1 there and 0.01 here.* fresh='optimizer_settings'",
         ),
         (Rated(), Rated(weight_decay=0.1), "weight_decay of group 0 of optimizer 0 is 0.0 there and 0.1 here"),
         (
             Rated(lambda each: OneCycleLR(each, 0.1, total_steps=40)),
             Rated(lambda each: OneCycleLR(each, 0.1, total_steps=80)),
-            "are used: total_steps of scheduler 0 is 40 there and 80 here.*'schedulers'. .the .* begin at step 0..$",
+            "are used: total_steps of scheduler 0 is 40 there and 80 here.*'schedulers' to start the schedulers at step 0.$",
         ),
         (
             Rated(SCHEDULES["SequentialLR"]),
             Rated(lambda each: SequentialLR(each, [LinearLR(each), CosineAnnealingLR(each, 50)], [2]), lr=0.2),
-            "T_max of scheduler 0.1 is 5 there and 50 here; initial_lr of .* is 0.1 there and 0.2 here.* fresh=.'sch",
+            "T_max of scheduler 2 is 5 there and 50 here; initial_lr of .* is 0.1 there and 0.2 here",
         ),
         (
             Rated(SCHEDULES["MultiStepLR"]),
@@ -144,16 +144,6 @@ def test_another_scheduler_is_rejected_unless_it_begins_at_step_zero(
         fit(tmp_path, Rated(schedule), 2, path)
     resumed = fit(tmp_path, Rated(schedule, lr=0.3), 2, path, fresh="schedulers")
     assert resumed.rates == fit(tmp_path, Rated(schedule, lr=0.3), 1).rates  # from the script's rate, at step 0
-
-
-def test_a_scheduler_of_another_class_within_a_sequence_is_rejected(tmp_path: Path) -> None:
-    fit(tmp_path, Rated(SCHEDULES["SequentialLR"]), 1)
-    other = Rated(lambda each: SequentialLR(each, [LinearLR(each), StepLR(each, 5)], [2]))
-    with pytest.raises(
-        tw.CheckpointError,
-        match=r"saved with SequentialLR, LinearLR, CosineAnnealingLR as .* has SequentialLR, LinearLR, StepLR",
-    ):
-        fit(tmp_path, other, 2, f"{tmp_path}/epoch=0.ckpt")
 
 
 @pytest.mark.parametrize("name", ["LambdaLR", "StepLR", "SequentialLR", "CosineAnnealingLR", "ExponentialLR"])

@@ -6,14 +6,13 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
-from deadlines import deadline
 from forked import interpret, run_ranks
+from interpreters import run_command
 
 ROOT = Path(__file__).parents[2]
 has_compiler = shutil.which("g++") is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -21,14 +20,7 @@ has_compiler = shutil.which("g++") is not None and Path(sysconfig.get_path("incl
 
 def run(*arguments: str, folder: Path, seconds: float = 200.0) -> str:
     """Run python with these arguments in a folder and return its output. A failure shows the whole output."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=deadline(seconds),
-    )
+    done = run_command([sys.executable, *arguments], folder=folder, seconds=seconds)
     assert done.returncode == 0, f"it ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

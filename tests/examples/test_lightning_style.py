@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from deadlines import deadline
+from interpreters import run_command
 
 SCRIPT = Path(__file__).with_name("lightning_style.py")
 METRICS = (
@@ -29,7 +28,7 @@ def test_the_script_runs_as_it_is(tmp_path: Path) -> None:
     )
     assert program.count("trainwright") == len(imported)
     command = [sys.executable, "-W", "error", str(SCRIPT), "logs"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(120))
+    done = run_command(command, folder=tmp_path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     said = dict(re.findall(r"^([a-z_-]+(?: [a-z]+)*): (.*)$", done.stdout, re.MULTILINE))
     assert float(said["test_acc"]) > 0.9

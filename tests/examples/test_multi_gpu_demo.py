@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from forked import run_python
 from jobs import run_job
 
 ROOT = Path(__file__).parents[2]
@@ -52,14 +51,6 @@ def test_the_demo_explains_common_mistakes_of_two_strategies(tmp_path: Path) -> 
     assert re.search(r"a layer that no loss uses: RuntimeError: .*step: spare_layer\.weight, spare_layer\.bias", output)
     assert (tmp_path / "strategies.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "alone.ckpt").exists()
-
-
-def test_the_demo_can_run_twice_on_one_process(tmp_path: Path) -> None:
-    """A checkpoint that rank 0 saves is no mistake there, also if an earlier run has left one."""
-    for _ in range(2):
-        done = run_python(SCRIPT, "--devices", "1", "--epochs", "2", folder=tmp_path)
-        assert "a save on rank 0 alone: no error on one process" in done.stdout, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 # -- the notebook ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from forked import run_python
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -141,27 +140,6 @@ def test_the_sweep_has_a_best_rate() -> None:
     page = Path("runs/sweep/curves.html").read_text()
     assert "lr=0.03" in page
     assert "lr=0.0001" in page
-
-
-# -- their published data --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@needs("datasets", "PIL")
-def test_the_published_images_are_read() -> None:
-    import datasets
-    from PIL import Image
-
-    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["plane", "car"])})
-    rows = {"img": [Image.new("RGB", (32, 32), (255, 0, 51 * number)) for number in range(6)], "label": [0, 1] * 3}
-    parts = [datasets.Dataset.from_dict(rows, features=features)] * 2
-    images = load("images")
-    with mock.patch("datasets.load_dataset", return_value=parts):
-        (train, _), names = images.load_cifar10()
-    assert names == ["plane", "car"]
-    assert train.tensors[0].shape == (6, 3, 32, 32)
-    assert torch.allclose(train.tensors[0][:, :, 0, 0], torch.tensor([[1, 0, number / 5] for number in range(6)]))
-    assert train.tensors[1].tolist() == [0, 1] * 3
 
 
 # -- the tour --------------------------------------------------------------------------------------------------------

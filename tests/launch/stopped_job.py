@@ -1,7 +1,7 @@
 """A small run with randomness and counters, to be stopped anywhere: `stopped_job.py <folder> <devices> <pause> <strategy>`.
 
-It resumes from the newest checkpoint of its folder. Rank 0 prints a numbered line at every event. All ranks record what they
-trains on, and at the end they save a checkpoint.
+It resumes from the newest checkpoint of its folder. Rank 0 prints a numbered line at every event. All ranks record their
+batches, and save a checkpoint at the end.
 """
 
 from __future__ import annotations

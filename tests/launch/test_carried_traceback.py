@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import linecache
 
-import pytest
-
 from trainwright.launch.notebook import carry, render
 
 CELL = "def step(batch):\n    raise ValueError('no such batch')\n"
@@ -35,15 +33,3 @@ def test_the_lines_of_a_cell_are_looked_up_where_it_was_written() -> None:
     )
     assert second.endswith("RuntimeError: the run has failed\n")
     assert "test_the_lines_of_a_cell" in second
-
-
-def test_an_error_behind_another_is_told_too() -> None:
-    def fail() -> None:
-        try:
-            {}["key"]
-        except KeyError:
-            raise ValueError("wrong") from None
-
-    with pytest.raises(ValueError, match="wrong") as caught:
-        fail()
-    assert [part["text"] for part in carry(caught.value)] == ["ValueError: wrong\n"]

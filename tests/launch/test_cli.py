@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deadlines import deadline
+from interpreters import run_command
 from started import Started, python
 
 from trainwright.__main__ import check_names
@@ -196,13 +195,6 @@ def test_a_wrong_use_is_refused_at_once(
     assert said.endswith("See `trainwright launch --help`.\n")
 
 
-def test_logs_are_not_written_through_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rank1.log").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SystemExit):
-        main(["launch", "--logs", str(tmp_path), __file__], check_names)
-    assert "rank1.log is a symbolic link, which is never written through" in capsys.readouterr().err
-
-
 def test_devices_that_are_not_there_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,33 +212,9 @@ def test_a_worker_cannot_launch(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "this process is itself a rank of a job" in capsys.readouterr().err
 
 
-@pytest.mark.launch
-@pytest.mark.slow
-def test_the_environment_may_describe_the_node(tmp_path: Path, started: list[Started]) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    for node in ("0", "1"):  # both on this machine, which makes no difference to them
-        variables = {"NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        devices = str(1 + int(node))  # nodes may run different numbers of processes
-        command = python(
-            "-m", "trainwright", "launch", "--num-nodes", "2", "--devices", devices, "--", "train.py", "run"
-        )
-        started.append(Started(command, tmp_path, **variables))
-    for each in started:
-        assert each.wait() == 0, each.stderr
-        said = [" ".join(line.split()) for line in each.stderr.splitlines()]
-        assert {f"main_port {port} MASTER_PORT", "main_address 127.0.0.1 MASTER_ADDR"} <= set(said)
-    seen = [*seen_of(started[0]), *seen_of(started[1])]
-    assert [(each["rank"], each["world"], each["strategy"]) for each in seen] == [(rank, 3, "ddp") for rank in range(3)]
-
-
 def test_help_lists_commands_and_unknown_ones_are_rejected() -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = python("-m", "trainwright", *arguments)
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=deadline(60), env={**os.environ}, check=False
-        )
+        return run_command(python("-m", "trainwright", *arguments))
 
     shown = run("--help").stdout
     assert "launch      run a script in several processes" in shown

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from trainwright.__main__ import check_names
-from trainwright.launch import cli
 from trainwright.launch.columns import lay_out, shorten
 from trainwright.tools.estimate import estimate_command
 from trainwright.tools.runs import runs_command
@@ -53,23 +52,6 @@ def test_lists_of_runs_fit(width: int, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert lines[1].startswith("a_fo")
     assert "version_17  unknown" in lines[1]
     assert "val_loss 0.53125" in lines[1]
-
-
-def test_launch_settings_are_cut_to_the_terminals_width(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    LONG.mkdir(parents=True)
-    (LONG / "config.yaml").write_text("devices: 1\ncpu: true\n")
-    Path("train.py").touch()
-    monkeypatch.delenv("RANK", raising=False)
-    arguments = ["launch", "--config-file", str(LONG / "config.yaml"), "--dry-run", "train.py"]
-    assert cli.main(arguments, check_names) == 0
-    assert f"{LONG}/config.yaml:1\n" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stderr", said := Terminal())
-    assert cli.main(arguments, check_names) == 0
-    lines = said.getvalue().splitlines()[1:]
-    assert max(map(len, lines)) <= width
-    assert any("config.yaml:1" in line and line.startswith("  devices ") for line in lines)
 
 
 def test_columns_are_shortened_before_others_are_left_out() -> None:

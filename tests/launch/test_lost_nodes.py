@@ -1,4 +1,4 @@
-"""Jobs of two or three machines, one of which is lost in the middle of the training: the rest train on from the last commit."""
+"""Jobs of two machines, one of which is lost in the middle of the training: the rest train on from the last commit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deadlines import deadline, wait_until
+from deadlines import wait_until
 from forked import interpret, run_ranks
 from machines import ADDRESSES, Network, machines
 from small import assert_equal
@@ -90,13 +90,6 @@ def network(tmp_path: Path) -> Iterator[Network]:
         yield network
 
 
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[Network]:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    with machines(tmp_path, 3) as network:
-        yield network
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights of the same training on two processes of one machine."""
@@ -168,26 +161,6 @@ def test_the_remaining_nodes_train_on(network: Network, kind: str) -> None:
     assert "Traceback" not in jobs[0].stderr
     assert check_used_once(network.folder / "kept") == {0, 1}
     jobs[0].check_nothing_left()
-
-
-def test_two_of_three_nodes_train_on_without_the_middle_one(three: Network) -> None:
-    others = [start(three, node, "--nodes", "1:4") for node in (1, 2)]
-    for job in others:
-        job.wait_for_message("trainwright launch: ")
-    most = f"{deadline(6):.0f}"  # for the first start, which waits for a fourth node
-    jobs = [start(three, 0, "--nodes", "1:4", "--rendezvous-seconds", most), *others]
-    jobs[0].wait_for("start 0 step 8.")
-    entries = [(three.folder / "kept" / f"used-0-{rank}").read_text() for rank in range(3)]
-    assert all(entries)  # three ranks with different samples
-    jobs[1].process.send_signal(signal.SIGKILL)
-    jobs[1].check_nothing_left()
-    for job in (jobs[0], jobs[2]):
-        assert job.wait() == 0, job.stderr
-        assert job.stderr.count("; restarting all ranks on 2 node(s), restart 1 of 3.\n") == 1, job.stderr
-        assert "(its node was lost: the launcher there has ended or cannot be reached)" in job.stderr
-        job.check_nothing_left()
-    assert {path.name for path in (three.folder / "kept").glob("used-1-*")} == {"used-1-0", "used-1-1"}
-    assert check_used_once(three.folder / "kept") == {0, 1}
 
 
 @pytest.mark.parametrize("is_range", [True, False])

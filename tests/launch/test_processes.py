@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from trainwright.launch.output import PrefixedOutput
 from trainwright.launch.processes import launch
 
 SCRIPT = """
-import atexit, json, os, signal, sys, threading, time
+import atexit, json, os, signal, sys, time
 from pathlib import Path
 from trainwright.distributed.connection import open_process_group
 from trainwright.distributed.environment import Environment
@@ -71,13 +70,6 @@ if mode == "succeed":
     if environment.rank == 1:
         sys.stdout.write("tail")
     sys.exit(0)
-if mode == "both raise":
-    raise RuntimeError("boom everywhere")
-if mode == "linger":
-    if environment.rank == 0:
-        sys.exit(0)
-    threading.Thread(target=time.sleep, args=(600,)).start()
-    raise RuntimeError("boom, and a thread goes on")
 if environment.rank == 1:
     print(f"at {time.time()}", flush=True)
     if mode == "raise":
@@ -162,25 +154,6 @@ def test_a_rank_that_raises_ends_the_job_and_is_named(tmp_path: Path, jobs: list
 
 
 @pytest.mark.launch
-def test_an_error_on_all_ranks_is_shown_once(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, "both raise")
-    jobs.append(job)
-    assert job.wait() == 1
-    assert "of 2 failed first (RuntimeError: boom everywhere)" in job.stderr
-    assert job.stderr.count("Traceback") == 1
-    job.check_nothing_left()
-
-
-@pytest.mark.launch
-def test_a_failed_rank_that_does_not_end_is_ended(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, "linger")
-    jobs.append(job)
-    assert job.wait() == 1
-    assert "rank 1 of 2 failed first (RuntimeError: boom, and a thread goes on)" in job.stderr
-    job.check_nothing_left()
-
-
-@pytest.mark.launch
 def test_a_killed_rank_ends_the_job_even_where_sigterm_is_ignored(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, "die")
     jobs.append(job)
@@ -239,30 +212,6 @@ def test_torchrun_is_joined_and_shows_the_first_error(tmp_path: Path, jobs: list
     assert "Connection closed" not in job.stderr
 
 
-@pytest.mark.launch
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["-"], "from standard input"),
-        (["-i", "-c", "from trainwright.launch.processes import launch; launch(2)"], "inter"),
-    ],
-)
-def test_a_command_that_cannot_run_again_is_refused(arguments: list[str], text: str) -> None:
-    program = "from trainwright.launch.processes import launch\nlaunch(2, reason='Trainer(devices=2)')\n"
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        input=program if arguments == ["-"] else "",
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=deadline(60),
-        check=False,
-    )
-    assert "LaunchError" in done.stderr
-    assert text in done.stderr
-    assert "torchrun" in done.stderr
-
-
 def test_a_test_runner_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"Trainer\(devices=2\) needs several processes.*test runner \(pytest\)"):
         launch(2, reason="Trainer(devices=2)")
@@ -279,25 +228,3 @@ def test_the_output_of_a_rank_is_prefixed_by_line(capfd: pytest.CaptureFixture[s
             pipe.write(chunk)
     output.finish()
     assert capfd.readouterr().out == "[rank1] one\n[rank1] two\n[rank1] \n[rank1] 100%\n[rank1] end\n"
-
-
-SERVICE = """
-import sys, torch, trainwright as tw
-from small import Classifier, make_loader
-trainer = tw.Trainer(devices=int(sys.argv[1]), accelerator="cpu", max_epochs=1)
-trainer.fit(Classifier(), make_loader(8), make_loader(8))
-trainer.test(Classifier(), make_loader(8))
-trainer.print("trained", trainer.global_step)
-"""
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("devices", ["1", "2"])
-def test_a_service_without_stderr_trains(tmp_path: Path, devices: str) -> None:
-    (tmp_path / "service.py").write_text(SERVICE)
-    service = Started(["sh", "-c", f"exec {sys.executable} service.py {devices} 2>&-"], tmp_path)
-    try:
-        assert service.wait() == 0, service.stdout
-        assert "trained" in service.stdout
-    finally:
-        service.close()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from deadlines import deadline, wait_until
-from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from trainwright.errors import LaunchError
 from trainwright.launch import rendezvous, roster
@@ -164,54 +162,10 @@ def test_a_job_with_enough_nodes_waits_a_while_for_more(range_: Range, monkeypat
     assert range_.meet(main, second) == [(0, 2, 0), (1, 2, 0)]
 
 
-def test_a_node_that_arrives_while_the_main_one_looks_stays(range_: Range, monkeypatch: pytest.MonkeyPatch) -> None:
-    main, second = range_.arrive(2, 2), range_.arrive(2, 2)
-    assert main.heartbeat is not None
-    accept = main.heartbeat.accept
-
-    def late(*args: Any) -> list[int]:
-        if not range_.threads:  # after the main node has begun to look
-            range_.wait(second)
-            assert second.heartbeat is not None
-            wait_until(second.heartbeat._peers.__len__)
-        return accept(*args)
-
-    monkeypatch.setattr(main.heartbeat, "accept", late)
-    main.next_rendezvous()
-    range_.check_met()
-    assert (main.node_rank, second.node_rank) == (0, 1)
-
-
 def test_too_few_nodes_end_the_job(range_: Range, capfd: pytest.CaptureFixture[str]) -> None:
     main = range_.arrive(2, 4, wait_seconds=0.2)
     with pytest.raises(LaunchError, match=r"waited 0.2 s for 2 to 4 nodes; 1 of them are here"):
         main.next_rendezvous()
-
-
-def test_a_waiting_node_is_told_how_the_job_ended(range_: Range, capfd: pytest.CaptureFixture[str]) -> None:
-    main = range_.arrive(1, 2, wait_seconds=0.2)
-    main.next_rendezvous()
-    late, errors = range_.arrive(1, 2), []
-
-    def join() -> None:
-        with pytest.raises(RendezvousGracefulExitError) as caught:
-            late.next_rendezvous()
-        errors.append(caught.value)
-        late.leave()
-
-    range_.threads.append(threading.Thread(target=join))
-    range_.threads[-1].start()
-    wait_until(lambda: main.lost_nodes() == [] and main.heartbeat is not None and main.heartbeat.living())
-    wait_until(lambda: late.round.number == 0)
-    main.leave(0)
-    range_.check_met()
-    assert len(errors) == 1
-    said = capfd.readouterr().err
-    assert (
-        "trainwright: the job runs on other nodes. This one joins at its next restart, unless the job has its most nodes.\n"
-        in said
-    )
-    assert "trainwright: the job has ended without this node.\n" in said
 
 
 def test_nodes_of_different_ranges_are_refused(range_: Range) -> None:
@@ -227,21 +181,6 @@ def test_nodes_of_different_ranges_are_refused(range_: Range) -> None:
     stubborn = NodeRendezvous(Nodes(2, None, port=range_.port, fewest=1), 1)
     with pytest.raises(LaunchError, match="max_restarts=0 was given to this node, but max_restarts=3 to the main node"):
         stubborn.next_rendezvous()
-
-
-def test_numbered_nodes_meet_again_when_all_are_back(meeting: Meeting) -> None:
-    main, other = meeting.come(2, 0), meeting.come(2, 1)
-    for node in (main, other):
-        meeting.wait(node)
-    meeting.check_met()
-    assert other.heartbeat is not None
-    other.heartbeat.close()
-    wait_until(main.lost_nodes)
-    meeting.wait(main)
-    back = meeting.come(2, 1)
-    back.next_rendezvous()
-    meeting.check_met()
-    assert [(each.node_rank, each.round.number, each.round.restarts) for each in (main, back)] == [(0, 1, 1), (1, 1, 1)]
 
 
 def test_a_main_port_in_use_is_refused() -> None:

@@ -14,7 +14,6 @@ import yaml
 from deadlines import wait_until
 from jobs import run_job
 from small import QUIET, Classifier, make_loader
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainwright as tw
 from trainwright.loggers import rank_zero_experiment
@@ -63,19 +62,6 @@ def test_rows_by_hand_are_written_to_a_run_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "unused").exists()
 
 
-def test_an_experiment_works_before_a_run(tmp_path: Path) -> None:
-    logger = tw.TensorBoardLogger(tmp_path, name=None)
-    logger.experiment.add_scalar("before", 1.0, 0)
-    logger.log_graph(torch.nn.Linear(2, 1), torch.ones(1, 2))
-    trainer = tw.Trainer(**{**QUIET, "logger": logger}, max_epochs=1, log_every_n_steps=1)
-    trainer.fit(Classifier(), make_loader())
-    logger.close()
-    assert os.listdir(tmp_path) == ["version_0"]
-    events = EventAccumulator(str(logger.log_dir)).Reload()
-    assert "before" in events.Tags()["scalars"]
-    assert events.Tags()["graph"]
-
-
 def test_the_experiment_of_a_table_writes_rows_and_names_its_limits(tmp_path: Path) -> None:
     logger = tw.CSVLogger(tmp_path, name="hand")
     experiment = logger.experiment
@@ -118,27 +104,6 @@ def test_two_ranks_share_the_folder_of_rank_zero(tmp_path: Path) -> None:
     assert len(text.splitlines()) > 5
 
 
-def test_an_experiment_does_nothing_on_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mine(tw.Logger):
-        @property
-        @rank_zero_experiment
-        def experiment(self) -> Any:
-            return "client"
-
-    assert Mine().experiment == "client"
-    job = {
-        "RANK": 1,
-        "LOCAL_RANK": 1,
-        "WORLD_SIZE": 2,
-        "LOCAL_WORLD_SIZE": 2,
-        "MASTER_PORT": 1,
-        "MASTER_ADDR": "localhost",
-    }
-    for name, value in job.items():
-        monkeypatch.setenv(name, str(value))
-    assert type(Mine().experiment).__name__ == "SilentExperiment"
-
-
 @Kinds
 def test_rows_by_hand_are_in_the_file_soon_and_all_at_the_end_of_the_process(tmp_path: Path, kind: Any) -> None:
     logger = kind(tmp_path, name="hand")
@@ -178,11 +143,22 @@ def test_a_resumed_run_continues_in_its_folder_after_rows_by_hand(tmp_path: Path
     assert (tmp_path / "version_1" / "metrics.csv").read_text() == "step,parameters\n0,3.0\n"
 
 
-def test_images_of_a_table_are_named_once(tmp_path: Path) -> None:
-    logger = tw.CSVLogger(tmp_path)
-    with pytest.warns(
-        UserWarning, match=r"CSVLogger\.log_images\('digits'\) stores nothing.*TensorBoardLogger"
-    ) as caught:
-        logger.log_images({"digits": torch.zeros(1, 4, 4)}, 0)
-    assert len(caught) == 1
-    logger.log_images({"digits": torch.zeros(1, 4, 4)}, 1)
+def test_an_experiment_does_nothing_on_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(tw.Logger):
+        @property
+        @rank_zero_experiment
+        def experiment(self) -> Any:
+            return "client"
+
+    assert Mine().experiment == "client"
+    job = {
+        "RANK": 1,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": 1,
+        "MASTER_ADDR": "localhost",
+    }
+    for name, value in job.items():
+        monkeypatch.setenv(name, str(value))
+    assert type(Mine().experiment).__name__ == "SilentExperiment"

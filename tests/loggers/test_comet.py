@@ -126,28 +126,6 @@ def test_a_resumed_run_continues_its_experiment(client: Client, tmp_path: Path, 
     assert (resumed.name, resumed.version) == ("p", "new0")
 
 
-def test_an_experiment_that_another_one_has_ended(client: Client, tmp_path: Path) -> None:
-    first = began(tw.CometLogger(save_dir=tmp_path, experiment_key="a" * 32))
-    first.finalize("success")
-    assert first.experiment is client.experiments[-1]  # opened by hand
-    second = began(tw.CometLogger(save_dir=tmp_path, experiment_key="b" * 32))
-    log_steps(second, 1)
-    second.finalize("success")
-    with pytest.warns(
-        UserWarning, match="could not write: RuntimeError: another experiment was opened, which ended this one"
-    ):
-        log_steps(first, 2)
-    log_steps(began(first), 3)
-    assert (client.experiments[-1].get_key(), client.experiments[-1].rows) == (
-        "a" * 32,
-        [(2, {"loss": 0.5}), (3, {"loss": 0.5})],
-    )
-    client.experiments[-1].end()
-    first.log_hyperparams({"lr": 0.1})
-    assert (len(client.experiments), client.experiments[-1].logged) == (5, [{"lr": 0.1}])
-    assert first.experiment is client.experiments[-1]
-
-
 def test_what_else_it_logs(client: Client, tmp_path: Path) -> None:
     logger = tw.CometLogger(save_dir=tmp_path, prefix="a", experiment_key="mine", mode="create", tags=["t"], name="n")
     logger.log_hyperparams({"lr": 0.1})

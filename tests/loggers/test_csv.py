@@ -74,12 +74,6 @@ def test_each_run_has_a_folder_of_its_own(place: str) -> None:
     assert started(place, name=None).log_dir == f"{place}/version_8"
 
 
-def test_runs_that_start_at_once_claim_different_folders(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda number: claim_folder(str(tmp_path / "runs"), None), range(12)))
-    assert sorted(folders) == sorted(f"{tmp_path}/runs/version_{number}" for number in range(12))
-
-
 def test_a_run_in_a_given_folder_begins_a_table_of_its_own(place: str) -> None:
     for number in range(3):
         logger = started(place, version="baseline")
@@ -290,16 +284,6 @@ def test_a_forked_child_and_a_copy_do_not_write_the_file(tmp_path: Path) -> None
     assert [row["a"] for row in rows(logger)] == ["1.0", "2.0"]
 
 
-def test_the_thread_ends_when_nothing_is_to_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.loggers.files.IDLE_SECONDS", 0.02)
-    logger = started(tmp_path)
-    for step in range(5):
-        logger.log_metrics({"a": 1.0}, step)
-        logger.flush()
-        wait_until(lambda: logger._writer._thread is None)
-    assert len(rows(logger)) == 5
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
@@ -361,20 +345,6 @@ def test_a_run_goes_on_after_the_rows_that_a_checkpoint_knows_of(place: str) -> 
         assert text(resumed) == text(whole)  # without the column `later` of the dropped rows
 
 
-def test_rows_that_somebody_has_removed_are_told(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    logger.log_metrics({"a": 1.0}, 1)
-    logger.close()
-    again = tw.CSVLogger(tmp_path)
-    again.load_state_dict({"version": 0, "rows": 3})
-    again.start(lambda text: text, is_writer=True)
-    with pytest.warns(UserWarning, match=r"metrics\.csv has 1 rows, but the checkpoint expects 3"):
-        again.drop_later_rows()
-    again.log_metrics({"a": 2.0}, 2)
-    again.close()
-    assert [row["a"] for row in rows(again)] == ["1.0", "2.0"]
-
-
 def test_a_stop_within_an_epoch_leaves_no_trace_in_the_table(tmp_path: Path) -> None:
     class Logging(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -409,3 +379,9 @@ def test_an_impossible_folder_is_an_error(tmp_path: Path) -> None:
     trainer = tw.Trainer(**QUIET | {"logger": True}, max_steps=1, default_root_dir=str(tmp_path / "file"))
     with pytest.raises(OSError, match=r"file/trainwright_logs \(Not a directory\)\. Set another default_root_dir"):
         trainer.fit(Classifier(), make_loader())
+
+
+def test_runs_that_start_at_once_claim_different_folders(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda number: claim_folder(str(tmp_path / "runs"), None), range(12)))
+    assert sorted(folders) == sorted(f"{tmp_path}/runs/version_{number}" for number in range(12))

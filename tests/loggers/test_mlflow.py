@@ -154,40 +154,6 @@ def test_only_rows_that_come_again_are_left_out(store: Store, tmp_path: Path, gi
     assert store.steps(run_id, "val") == [4, 4]
 
 
-def test_images_that_come_again_are_left_out(store: Store, tmp_path: Path) -> None:
-    def log_images(*steps: int) -> None:
-        for step in steps:
-            log_steps(logger, "loss", step)
-            logger.log_image("val/confusion", [[0.5]])
-
-    logger = began(tw.MLFlowLogger(save_dir=tmp_path))
-    log_images(1, 2)
-    state = logger.state_dict()
-    log_images(3, 4)
-    logger.finalize("failed")
-    began(logger, state)
-    log_images(3, 4, 5)
-    logger.log_image("val/confusion", [[0.5]], 4)
-    steps = [re.findall(r"step.(\d+)", each)[0] for each in store.images if each.endswith(".png")]
-    assert steps == ["1", "2", "3", "4", "5", "4"]
-
-
-def test_what_is_done_after_a_run_leaves_its_status(store: Store, tmp_path: Path) -> None:
-    logger = began(tw.MLFlowLogger(save_dir=tmp_path))
-    logger.finalize("success")
-    assert (logger.experiment, logger.run_id) == (store, "r0")
-    log_steps(logger, "by_hand", 7)
-    assert (store.steps("r0", "by_hand"), store.statuses) == ([7], ["FINISHED"])
-    log_steps(began(logger), "tested", 8)
-    logger.finalize("failed")
-    assert (store.steps("r0", "tested"), store.statuses) == ([8], ["FINISHED", "RUNNING", "FAILED"])
-
-
-def test_concurrent_jobs_can_share_an_experiment(store: Store, tmp_path: Path) -> None:
-    store.has_experiment = False
-    assert began(tw.MLFlowLogger(save_dir=tmp_path)).experiment_id == "e7"
-
-
 def test_values_that_mlflow_refuses(store: Store, tmp_path: Path) -> None:
     logger = began(tw.MLFlowLogger(save_dir=tmp_path))
     logger.log_metrics({"/odd": 1, "a//b": 2, "..": 3, "": 4, "..c/./d": 5, "e@/": 6, "...": 7, "a.b/c d": 8}, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
 import struct
 import threading
 from collections import deque
@@ -19,7 +18,6 @@ from jobs import run_job
 from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
-from trainwright.loggers import remote
 from trainwright.loggers.remote import RemoteLogger, Row, names_of
 
 
@@ -167,22 +165,6 @@ class Slow(Service):
         super()._write(rows)
 
 
-@pytest.mark.filterwarnings("ignore:.*could not write")
-def test_a_failure_is_not_tried_again_at_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "RETRY_SECONDS", 1e9)
-    service = began(Service(range(1, 3)))
-    log_steps(service, 0)  # the row, and the flush, or both at once
-    tried = service.calls
-    for step in range(1, 100):
-        service.log_metrics({"a": 1.0}, step)
-    service._writer.wait()
-    assert service.calls == tried
-    service.flush()
-    service.flush()
-    assert steps(service, "p-a") == list(range(100))
-    assert service.calls == 3
-
-
 def test_rows_that_come_during_a_write_are_written_at_once() -> None:
     service = began(Slow())
     for step in range(100):
@@ -205,33 +187,6 @@ def test_a_run_that_cannot_be_closed_is_a_warning(tmp_path: Path) -> None:
         trainer = fit(service, tmp_path)
     assert trainer.global_step == 22
     assert not service._is_open
-
-
-class Naming(Service):
-    """Draws names, as clients do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[float] = []
-
-    def _open(self, run_id: str | None) -> str:
-        self.names.append(random.random())
-        return super()._open(run_id)
-
-    def _close(self, status: str) -> None:
-        self.names.append(random.random())
-
-
-def test_names_that_a_client_draws_do_not_depend_on_the_seed(tmp_path: Path) -> None:
-    names = []
-    for _ in range(2):
-        random.seed(1)
-        drawn, service = random.getstate(), Naming()
-        service.log_metrics({"loss": 1.0}, step=0)
-        service.finalize("success")
-        assert random.getstate() == drawn
-        names += service.names
-    assert len(set(names)) == 4
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------------
@@ -274,21 +229,6 @@ def test_a_fit_from_an_older_checkpoint_of_a_given_run_is_refused(tmp_path: Path
     assert steps(again) == list(range(10, 22))
 
 
-def test_only_what_came_after_the_checkpoint_comes_again() -> None:
-    service = began(Service())
-    log_steps(service, 1, 2)
-    state = service.state_dict()
-    service.log_metrics({"validated": 1.0}, 2)
-    service.finalize("failed")
-    began(service, state)
-    service.log_metrics({"validated": 1.0}, 2)
-    service.log_metrics({"a": 1.0}, 2)
-    service.log_metrics({"validated": 1.0}, 2)
-    service.flush()
-    assert steps(service, "p-validated") == [2, 2]
-    assert steps(service, "p-a") == [1, 2, 2]
-
-
 def test_a_run_can_be_resumed_twice() -> None:
     service = began(Service())
     log_steps(service, 1)
@@ -317,33 +257,6 @@ def test_a_logger_used_before_the_fit_continues_the_checkpoints_run() -> None:
     assert (service._id, service.ends, service._step) == ("first", ["success"], 1)
     chosen = began(Service(run_id="mine"), state)
     assert (chosen._id, chosen._step) == ("mine", 0)
-
-
-def test_a_state_tells_nothing_of_rows_that_have_not_arrived() -> None:
-    service = began(Service(range(1, 100)))
-    with pytest.warns(UserWarning, match="could not write"):
-        log_steps(service, 1, 2)
-    assert set(service.state_dict()) == {"id", "step", "time", "uploaded"}
-    with pytest.warns(UserWarning, match="its last 2 rows"):
-        service.finalize("failed")
-    began(service, {"id": "first", "step": 0, "time": 0})
-    service.fails = range(0)
-    log_steps(service, 1, 2)
-    assert steps(service, "p-a") == [1, 2]
-
-
-def test_other_ranks_know_the_run() -> None:
-    texts: list[str] = []
-
-    def told(text: str) -> str:
-        texts.append(text)
-        return texts[0]
-
-    first, second = Service(), Service()
-    first.start(told, is_writer=True)
-    second.start(told, is_writer=False)
-    assert (second._id, second._group) == (first._id, first._group) == ("first", "project")
-    assert not second._is_open
 
 
 class Unreachable(Service):

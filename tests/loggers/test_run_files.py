@@ -12,7 +12,7 @@ import pytest
 from small import QUIET, Classifier, loss_of, make_loader
 
 import trainwright as tw
-from trainwright.loggers import SilentLogger, run_files
+from trainwright.loggers import SilentLogger
 from trainwright.loggers.run_files import read_history
 from trainwright.tools.run_folders import check_run, find_runs, is_run
 
@@ -44,13 +44,8 @@ def test_both_kinds_of_files_say_the_same(tmp_path: Path) -> None:
         other = by_events.series[name]
         assert (series.steps == other.steps).all()
         np.testing.assert_allclose(series.values, other.values, rtol=1e-6)
-        assert series.times is None
-        assert other.times is not None
-        assert (np.diff(other.times) >= 0).all()
     assert (by_table.last_step, by_table.last_epoch) == (by_events.last_step, by_events.last_epoch) == (21, 1)
     assert by_table.x_of(by_table.series["val_loss"], "epoch").tolist() == [1, 2]
-    assert read_history(folder, with_times=True).series["val_loss"].times is not None
-    assert read_history(folder).series["val_loss"].times is None
     assert find_runs(str(tmp_path)) == [folder]
 
     assert loggers[0].plot() == f"{folder}/curves.html"
@@ -149,28 +144,6 @@ def test_tables_are_read_without_damaged_rows(tmp_path: Path) -> None:
             read_history(table(tmp_path / "foreign", data))
 
 
-def test_long_tables_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_files, "BLOCK_BYTES", 1000)
-    rows = [f"{step},{step // 100},{step / 7},{'' if step % 10 else step}" for step in range(2000)]
-    text = "\r\n".join(["step,epoch,loss,val_loss", *rows, "7,7"])  # a row that was not finished
-    folder = table(tmp_path / "run", text)
-    whole = read_history(folder)
-    assert whole.series["loss"].values.tolist() == [step / 7 for step in range(2000)]
-    assert whole.series["val_loss"].steps.tolist() == list(range(0, 2000, 10))
-    assert whole.epochs[:, 1].tolist() == [step // 100 for step in range(2000)]
-    assert whole.problems == ()
-    assert read_history(folder, most_bytes=len(text)).problems == ()
-    parts = read_history(folder, most_bytes=5000)
-    assert "were read, in 5 evenly spaced parts" in parts.problems[0]
-    assert len(parts.problems) == 1  # no row is cut
-    loss = parts.series["loss"]
-    assert len(loss.steps) < 300
-    assert (loss.values == loss.steps / 7).all()
-    assert (loss.steps[0], loss.steps[-1]) == (0, 1999)
-    assert (np.diff(loss.steps) > 1).sum() == 4
-    assert set(parts.series["val_loss"].steps % 10) == {0}
-
-
 def test_long_event_files_are_read_in_part(tmp_path: Path) -> None:
     logger = tw.TensorBoardLogger(tmp_path, name=None, version=0)
     for step in range(300):
@@ -217,7 +190,7 @@ def test_other_folders_are_rejected_with_a_hint(tmp_path: Path) -> None:
 def test_files_of_others_do_not_hide_runs(tmp_path: Path) -> None:
     table(tmp_path, "run,loss\na,1\n")
     (tmp_path / "run.json").write_text("{}")
-    runs = ["version_0", "version_0/fold_1", "checkpoints/version_0", "net.ckpt/version_0"]
+    runs = ["version_0", "version_0/fold_1", "checkpoints/version_0"]
     for name in runs:
         table(tmp_path / name, "step,loss\n1,2\n")
     table(tmp_path / "version_0/checkpoints/step=1.ckpt", "step,loss\n1,2\n")
@@ -242,11 +215,3 @@ def test_loggers_without_files_cannot_plot(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match=r"writes no files to draw from\. CSVLogger and TensorBoardLogger"):
         tw.Logger().plot()
     assert SilentLogger().plot() == ""
-
-
-def test_a_run_in_memory_can_be_plotted() -> None:
-    logger = tw.CSVLogger("memory://plots", name="run")
-    logger.log_metrics({"loss": 1.0}, step=0)
-    assert logger.plot() == "memory://plots/run/version_0/curves.html"
-    assert find_runs("memory://plots") == ["memory://plots/run/version_0"]
-    assert read_history("memory://plots/run/version_0").series["loss"].values.tolist() == [1.0]

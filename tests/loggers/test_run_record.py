@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from small import QUIET, Classifier, make_loader
 import trainwright as tw
 from trainwright.loggers import run_record
 from trainwright.loggers.run_record import RunRecord, RunRecorder, find_record
-from trainwright.paths import machine, process_start_time
+from trainwright.paths import machine
 from trainwright.tools.runs import list_runs
 
 
@@ -133,19 +130,6 @@ def test_no_run_depends_on_its_record(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(seen) == 1
 
 
-def test_a_call_that_writes_nothing_does_not_bring_a_moved_folder_back(tmp_path: Path) -> None:
-    class Predicting(Classifier):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch[0])
-
-    trainer = trainer_in(tmp_path / "logs", max_steps=1)
-    trainer.fit(Predicting(), make_loader())
-    shutil.move(tmp_path / "logs/version_0", tmp_path / "kept")
-    trainer.predict(Predicting(), make_loader(4))
-    assert os.listdir(tmp_path / "logs") == []
-    assert record_in(tmp_path, "kept").call == "fit"
-
-
 def test_a_resume_with_nothing_left_to_train_keeps_the_step(tmp_path: Path) -> None:
     recorder = RunRecorder()
     for step, epoch in ((5, 1), (None, None)):
@@ -184,19 +168,6 @@ def test_a_killed_run_is_shown_as_failed(tmp_path: Path) -> None:
     elsewhere = replace(killed, machine="another", host="other-host")
     assert elsewhere.state.word == "running"
     assert "on other-host" in elsewhere.state.remark
-
-
-def test_the_state_depends_on_the_process() -> None:
-    own = os.getpid()
-    record = RunRecord(
-        "fit", "running", "2026-01-01T00:00:00+00:00", machine=machine(), pid=own, process_start=process_start_time(own)
-    )
-    assert record.state == ("running", "")
-    assert replace(record, process_start="1").state.word == "failed"  # the id is another process's by now
-    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    ended.wait()
-    assert replace(record, pid=ended.pid).state.word == "failed"
-    assert replace(record, pid=ended.pid, call="loop").state.word == "ended"  # such a loop need not say how it ended
 
 
 def test_loops_by_hand_have_records(tmp_path: Path) -> None:

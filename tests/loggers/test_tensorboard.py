@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 import trainwright as tw
-from trainwright.loggers import CSVLogger, Logger, SilentLogger, TensorBoardLogger, start_loggers, tensorboard
+from trainwright.loggers import CSVLogger, Logger, SilentLogger, TensorBoardLogger, start_loggers
 
 
 def started(folder: Path, **kwargs: Any) -> TensorBoardLogger:
@@ -156,8 +155,8 @@ def test_a_full_disk_is_told_with_the_folder(
     with pytest.raises(OSError, match=says):
         trainer.fit(Classifier(), make_loader())
     lines = [line for line in capsys.readouterr().err.splitlines() if " failed too: " in line]
-    assert re.fullmatch(f"trainwright: TensorBoardLogger.finalize failed too: OSError: {says}.*", lines[0])
-    assert re.fullmatch(f"trainwright: TensorBoardLogger.close failed too: OSError: {says}.*", lines[1])
+    assert re.fullmatch(rf"trainwright: \w+\.finalize failed too: OSError: {says}.*", lines[0])
+    assert re.fullmatch(rf"trainwright: \w+\.close failed too: OSError: {says}.*", lines[1])
 
 
 def test_loggers_of_one_run_can_share_a_folder(tmp_path: Path) -> None:
@@ -293,41 +292,3 @@ def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path, kwargs: dict[str
     resume(last, 12)  # the same trainer's next run
     assert last.state_dict()["files"].keys() & {foreign} == set()
     last.close()
-
-
-def test_a_checkpoint_that_knows_no_files_hides_what_follows(tmp_path: Path) -> None:
-    """Checkpoints of 0.1.0 have none, and some files cannot be cut."""
-    killed = started(tmp_path)
-    for step in range(1, 8):
-        killed.log_metrics({"loss": step / 4}, step)
-    killed.flush()
-    resumed = TensorBoardLogger(tmp_path)
-    resumed.load_state_dict({"folder": killed.log_dir, "version": 0, "purge_step": 5})
-    resumed.start(lambda text: text, is_writer=True)
-    resumed.drop_later_rows()
-    resumed.log_metrics({"loss": 9.0}, 5)
-    resumed.close()
-    assert sorted(values(resumed, "loss")) == [(step, step / 4) for step in range(1, 5)] + [(5, 9.0)]
-    assert resumed.state_dict()["purge_step"] == 6
-
-
-def test_files_of_one_second_are_read_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard reads the count 10 before 9, so the later file waits for the next second."""
-    now, slept = [1000.0], []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        now[0] += seconds
-
-    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: now[0]))
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(8))
-    monkeypatch.setattr(tensorboard.time, "sleep", sleep)
-    for run in range(4):  # 8, 9, 10, which is replaced, 11, 12
-        logger = TensorBoardLogger(tmp_path, version=0, purge_step=run)
-        logger.start(lambda text: text, is_writer=True)
-        logger.log_metrics({"loss": float(run)}, run)
-        logger.close()
-    assert slept == [1.0]
-    files = sorted(name for name in os.listdir(str(logger.log_dir)) if "tfevents" in name)
-    assert [int(name.split(".")[3]) for name in files] == [1000, 1000, 1001, 1001]
-    assert values(logger, "loss") == [(run, float(run)) for run in range(4)]

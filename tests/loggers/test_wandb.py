@@ -118,24 +118,6 @@ def test_a_resumed_run_may_log_at_another_rate(client: Client, tmp_path: Path) -
     assert client.steps("a")[-4:] == [15, 20, 12, 25]
 
 
-def test_media_that_come_again_are_left_out(client: Client, tmp_path: Path) -> None:
-    client.Image = lambda image: image  # type: ignore[attr-defined]
-    logger = began(tw.WandbLogger(save_dir=tmp_path, id="a", prefix="p"))
-    log_steps(logger, 1)
-    logger.log_image("seen", [0])
-    state = logger.state_dict()
-    log_steps(logger, 2)
-    logger.log_image("seen", [1])
-    logger.finalize("failed")
-    again = began(tw.WandbLogger(save_dir=tmp_path, prefix="p"), state)
-    for step in (2, 3):
-        log_steps(again, step)
-        again.log_image("seen", [step])
-    again.log_image("seen", [4], 2)
-    assert client.steps("a", "p-seen") == [1, 2, 3, 2]
-    assert client.steps("a", "p-loss") == [1, 2, 3]
-
-
 def test_a_failed_write_repeats_no_row(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
     log = Run.log
@@ -174,25 +156,6 @@ def test_a_run_of_the_user_is_used_and_not_finished(client: Client, tmp_path: Pa
     assert client.steps("new0") == [1, 2, 3, 4]
     assert (client.runs[1].options["id"], client.runs[1].options["project"]) == ("new0", "p")
     assert client.active == [logger.experiment]
-
-
-def test_an_unwritable_file_of_steps_is_a_warning(client: Client, tmp_path: Path) -> None:
-    (tmp_path / "wandb/trainwright-a.steps").mkdir(parents=True)
-    logger = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
-    with pytest.warns(UserWarning, match=r"WandbLogger could not write .*trainwright-a\.steps") as caught:
-        log_steps(logger, 1, 2, 3)
-    assert len(caught) == 1
-    assert client.steps("a") == [1, 2, 3]
-    began(tw.WandbLogger(save_dir=tmp_path, id="a"), logger.state_dict())
-
-
-def test_the_project_is_known_after_the_run(client: Client, tmp_path: Path) -> None:
-    logger = began(tw.WandbLogger(save_dir=tmp_path))
-    logger.finalize("success")
-    assert (logger.name, logger.version) == ("uncategorized", "new0")
-    client.runs[0].finish()
-    began(logger)
-    assert (client.runs[1].id, client.runs[1].options["project"]) == ("new0", "uncategorized")
 
 
 def test_the_run_stays_open_after_a_call(client: Client, tmp_path: Path) -> None:
@@ -287,22 +250,6 @@ def test_a_logger_uses_the_run_that_the_script_has_opened(client: Client, tmp_pa
     assert (client.runs, own.is_finished) == ([own], False)
     log_steps(began(tw.WandbLogger(save_dir=tmp_path, id="another")), 5)
     assert (client.steps(own.id)[1:], client.steps("another")) == ([] if is_loop else [3], [5])
-
-
-def test_a_logger_that_resumes_another_run_leaves_its_own(client: Client, tmp_path: Path) -> None:
-    earlier = began(tw.WandbLogger(save_dir=tmp_path, id="a"))
-    log_steps(earlier, 1)
-    state = earlier.state_dict()
-    log_steps(earlier, 2)
-    earlier.finalize("failed")
-    logger = began(tw.WandbLogger(save_dir=tmp_path))
-    logger.finalize("success")
-    log_steps(began(logger, state), 2, 3)
-    assert [each.id for each in client.runs] == ["a", "new1", "a"]
-    assert (client.runs[1].exit_code, client.steps("a"), client.active) == (0, [1, 2, 3], client.runs[2:])
-    logger.finalize("success")
-    log_steps(began(logger, state), 2, 3, 4)  # the same run once more, which is open
-    assert (len(client.runs), client.steps("a")) == (3, [1, 2, 3, 4])
 
 
 def test_each_logger_has_a_run_of_its_own(client: Client, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from html_page import LOADING, Page
 
 from trainwright.history import History, Series
 from trainwright.plots import draw, names_of_runs, panels_of
-from trainwright.plots.curves import line_of, log_ticks, smoothed, ticks, x_label
+from trainwright.plots.curves import line_of, log_ticks, smoothed
 
 ODD = ("_first", "$x_{", "<script>alert(1)</script>", "a&b\"'", "\u540d\u524d", "line\nbreak\x1b[31m", "with, comma")
 
@@ -100,26 +100,18 @@ def test_several_runs_have_colors_and_short_names() -> None:
     assert "/logs/two/version_0" in page
 
 
-def test_curves_can_be_drawn_over_epochs_and_time() -> None:
+def test_curves_can_be_drawn_over_epochs() -> None:
     steps = np.array([0.0, 5, 10, 15, 20, 25])
     epochs = np.array([[5, 0], [10, 0], [20, 1], [25, 2]])
-    series = Series(steps, steps, times=steps * 60 + 1e9)
-    run = History("run", {"loss": series, "early": Series(steps[:1], steps[:1], np.array([1e9 - 30]))}, epochs)
+    series = Series(steps, steps)
+    run = History("run", {"loss": series, "early": Series(steps[:1], steps[:1])}, epochs)
     assert run.x_of(series, "step").tolist() == steps.tolist()
     # An epoch has ten steps. The last epoch counts as long as the previous one.
     assert run.x_of(series, "epoch").tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
-    assert run.x_of(series, "time").tolist() == (steps * 60 + 30).tolist()
     assert (run.last_step, run.last_epoch) == (25, 2)
-    assert x_label("time", 40) == ("time in seconds", 1.0)
-    assert x_label("time", 4000) == ("time in minutes", 60.0)
-    assert x_label("time", 9000) == ("time in hours", 3600.0)
-    for axis, text in (
-        ("epoch", "has no epochs"),
-        ("time", "has no times: only the event files"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            draw([history(loss=[1.0])], ".html", axis=axis)
-    with pytest.raises(ValueError, match=r"x='batch' is unknown; choose from step, epoch, time"):
+    with pytest.raises(ValueError, match="has no epochs"):
+        draw([history(loss=[1.0])], ".html", axis="epoch")
+    with pytest.raises(ValueError, match=r"x='batch' is unknown; choose from step, epoch"):
         draw([history(loss=[1.0])], ".html", axis="batch")
 
 
@@ -206,14 +198,3 @@ def test_an_image_is_a_png(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r'pip install "trainwright\[plot\]", or pass a name that ends in \.html'):
         draw([history(loss=[1.0])], ".png")
     assert draw([history(loss=[1.0])], ".html")
-
-
-@pytest.mark.parametrize(
-    "low_high", [(0, 1), (0.1, 0.1001), (-1e299, 1e299), (1e-300, 3e-300), (999_990, 1_000_010), (-7, -6.5)]
-)
-def test_ticks_are_round_numbers(low_high: tuple[float, float]) -> None:
-    low, high = low_high
-    found = ticks(low, high, 5)
-    assert 2 <= len(found) <= 12
-    assert all(low - (high / 2 - low / 2) * 1e-6 <= each <= high + (high / 2 - low / 2) * 1e-6 for each in found)
-    assert found == sorted(set(found))

@@ -96,39 +96,6 @@ def test_a_forward_sees_a_step_under_a_loss_scale() -> None:
     assert module.losses == pytest.approx(losses_by_hand(torch.float16, next(iter(loader)), "prepared"), rel=2e-3)
 
 
-class Averaged(tw.Module):
-    """Validates its weights, and then others in their place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_net()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("own", loss_of(self.net, batch))
-        kept = [parameter.detach().clone() for parameter in self.net.parameters()]
-        for parameter in self.net.parameters():
-            parameter.data.mul_(0.5)
-        self.log("average", loss_of(self.net, batch))
-        for parameter, value in zip(self.net.parameters(), kept, strict=True):
-            parameter.data.copy_(value)
-
-
-@pytest.mark.host
-def test_an_evaluation_sees_weights_that_its_step_puts_in_place() -> None:
-    module, loader = Averaged(), make_loader(4)
-    found = tw.Trainer(precision="bf16-mixed", **QUIET).validate(module, loader)[0]
-    batch = next(iter(loader))
-    with torch.no_grad():
-        with torch.autocast("cpu", torch.bfloat16):
-            own = loss_of(module.net, batch).item()
-        for parameter in module.net.parameters():
-            parameter.mul_(0.5)
-        with torch.autocast("cpu", torch.bfloat16):
-            average = loss_of(module.net, batch).item()
-    assert own != average
-    assert found == pytest.approx({"own": own, "average": average})
-
-
 class Telling(torch.optim.SGD):
     """Records the dtype of its arithmetic."""
 
@@ -195,49 +162,6 @@ def test_an_optimizers_arithmetic_is_its_own(precision: str, is_automatic: bool)
     assert conditions() == (False, torch.float32)
 
 
-class Closing(Conditions):
-    """Lets its optimizer call for the loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            self.in_forward.add(conditions())
-            optimizer.zero_grad()
-            loss = loss_of(self.net, batch)
-            self.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure)
-
-
-@pytest.mark.host
-def test_a_closure_runs_in_the_steps_precision() -> None:
-    for precision, expected in (("bf16-mixed", (True, torch.float32)), ("64-true", (False, torch.float64))):
-        module = Closing(False)
-        tw.Trainer(max_epochs=1, precision=precision, **QUIET).fit(module, make_loader(8))
-        assert module.in_forward == {expected}
-        assert module.optimizer.seen == {((False, torch.float32), torch.float32)}
-
-
-@pytest.mark.host
-def test_a_raw_loop_may_step_within_autocast() -> None:
-    accelerator = tw.Accelerator(cpu=ON_HOST, mixed_precision="bf16")
-    net = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(net, Telling(net.parameters()))
-    outputs = []
-    for _ in range(2):
-        with accelerator.autocast():
-            for _ in range(2):
-                loss = model(torch.ones(4, 2)).sum()
-                outputs.append(loss.item())
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-    assert len(set(outputs)) == 4
-    assert optimizer.optimizer.seen == {((False, torch.float32), torch.float32)}
-
-
 class Recomputing(Conditions):
     """Makes tensors in a part that is computed again in backward."""
 
@@ -258,3 +182,79 @@ class Recomputing(Conditions):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_what_is_computed_again_has_the_dtypes_of_the_first_time(precision: str, is_automatic: bool) -> None:
     tw.Trainer(max_epochs=1, precision=precision, **QUIET).fit(Recomputing(is_automatic), make_loader(8))
+
+
+class Closing(Conditions):
+    """Lets its optimizer call for the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            self.in_forward.add(conditions())
+            optimizer.zero_grad()
+            loss = loss_of(self.net, batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+class Averaged(tw.Module):
+    """Validates its weights, and then others in their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("own", loss_of(self.net, batch))
+        kept = [parameter.detach().clone() for parameter in self.net.parameters()]
+        for parameter in self.net.parameters():
+            parameter.data.mul_(0.5)
+        self.log("average", loss_of(self.net, batch))
+        for parameter, value in zip(self.net.parameters(), kept, strict=True):
+            parameter.data.copy_(value)
+
+
+@pytest.mark.host
+def test_a_closure_runs_in_the_steps_precision() -> None:
+    for precision, expected in (("bf16-mixed", (True, torch.float32)), ("64-true", (False, torch.float64))):
+        module = Closing(False)
+        tw.Trainer(max_epochs=1, precision=precision, **QUIET).fit(module, make_loader(8))
+        assert module.in_forward == {expected}
+        assert module.optimizer.seen == {((False, torch.float32), torch.float32)}
+
+
+@pytest.mark.host
+def test_an_evaluation_sees_weights_that_its_step_puts_in_place() -> None:
+    module, loader = Averaged(), make_loader(4)
+    found = tw.Trainer(precision="bf16-mixed", **QUIET).validate(module, loader)[0]
+    batch = next(iter(loader))
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            own = loss_of(module.net, batch).item()
+        for parameter in module.net.parameters():
+            parameter.mul_(0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            average = loss_of(module.net, batch).item()
+    assert own != average
+    assert found == pytest.approx({"own": own, "average": average})
+
+
+@pytest.mark.host
+def test_a_raw_loop_may_step_within_autocast() -> None:
+    accelerator = tw.Accelerator(cpu=ON_HOST, mixed_precision="bf16")
+    net = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(net, Telling(net.parameters()))
+    outputs = []
+    for _ in range(2):
+        with accelerator.autocast():
+            for _ in range(2):
+                loss = model(torch.ones(4, 2)).sum()
+                outputs.append(loss.item())
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(set(outputs)) == 4
+    assert optimizer.optimizer.seen == {((False, torch.float32), torch.float32)}

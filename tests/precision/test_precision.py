@@ -50,11 +50,6 @@ def test_unknown_names_raise(given: Any, error: type[Exception], match: str) -> 
         resolve_precision(given, "cpu")
 
 
-def test_an_instance_is_taken_as_it_is() -> None:
-    precision = Precision()
-    assert resolve_precision(precision, "cpu") is precision
-
-
 def test_the_forward_runs_in_its_dtype() -> None:
     layer = nn.Linear(2, 2)
     for name, dtype in (("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)):
@@ -103,19 +98,6 @@ def test_a_step_without_gradients_is_no_error() -> None:
 def test_a_scaler_is_refused_where_it_has_no_use() -> None:
     with pytest.raises(ValueError, match="needs no loss scale"):
         MixedPrecision("bf16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-
-
-def test_nested_contexts_restore_the_previous_state() -> None:
-    precision = resolve_precision("bf16-mixed", "cpu")
-    left, right = torch.ones(2, 2), torch.ones(2, 2)
-    outer, inner = precision.forward_context(), precision.forward_context()
-    assert outer is not None
-    assert inner is not None
-    with outer:
-        with inner:
-            assert (left @ right).dtype == torch.bfloat16
-        assert (left @ right).dtype == torch.bfloat16
-    assert (left @ right).dtype == torch.float32
 
 
 def test_the_scale_counts_gradients_dropped_after_clipping() -> None:
@@ -256,17 +238,3 @@ def test_sparse_gradients_go_on_under_the_scale() -> None:
         precision.unscale(optimizer)
     assert embedding.weight.grad is not None
     assert embedding.weight.grad.to_dense()[:, 0].tolist() == [0.0, 4.0, 2.0, 0.0]
-
-
-def test_a_disabled_scaler_scales_nothing() -> None:
-    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
-    parameter = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    precision.reset()
-    precision.backward(parameter * 3.0)
-    precision.unscale(optimizer)
-    assert parameter.grad == 3.0
-    assert not precision.step(optimizer)
-    assert precision.state_dict() == {}
-    precision.load_state_dict(MixedPrecision("16-mixed", "cpu").state_dict())
-    assert precision.takes_closure

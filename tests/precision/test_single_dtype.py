@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import weakref
 from typing import Any
 
 import pytest
@@ -115,12 +114,3 @@ def test_a_loop_of_ones_own_trains_in_it(name: str, dtype: torch.dtype) -> None:
     assert net[0].weight.dtype == dtype
     assert loss.dtype == (torch.float64 if name == "64-true" else torch.float32)
     assert losses[-1] < 0.7 * losses[0]
-
-
-def test_a_module_that_is_in_the_dtype_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a run: torch cannot swap tensors that fsdp has sharded, or tensors with weak references."""
-    module = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)).double()
-    kept = [weakref.ref(each) for each in module.parameters()]
-    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-    resolve_precision("64-true", "cpu").convert_module(module)
-    assert all(each() is parameter for each, parameter in zip(kept, module.parameters(), strict=True))

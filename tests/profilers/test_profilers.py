@@ -11,7 +11,6 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from jobs import run_alone
 from small import QUIET, Classifier, loss_of, make_data, make_loader, make_net
 from torch import nn
 from torch.profiler import ProfilerAction
@@ -125,19 +124,6 @@ def test_a_table_that_cannot_be_written_is_printed(tmp_path: Path, capsys: pytes
     assert "training_step" in capsys.readouterr().out
 
 
-def test_a_file_is_not_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("precious")
-    (tmp_path / "fit-times.txt").symlink_to(tmp_path / "precious")
-    profiler = SimpleProfiler(dirpath=tmp_path, filename="times")
-    profiler.setup("fit", 0, None)
-    with profiler.profile("something"):
-        pass
-    profiler.describe()
-    assert (tmp_path / "precious").read_text() == "precious"
-    assert "something" in (tmp_path / "fit-times.txt").read_text()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["fit-times.txt", "precious"]
-
-
 def test_other_ranks_say_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
@@ -177,23 +163,6 @@ def test_actions_may_lie_within_each_other(kind: type[Profiler]) -> None:
     with profiler.profile("next"):
         pass
     profiler.teardown("validate")
-
-
-def test_own_times_are_right_for_overlapping_actions(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(100))
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    profiler = tw.SimpleProfiler()
-    for call, action in (
-        ("start", "all"),
-        ("start", "a"),
-        ("start", "b"),
-        ("stop", "a"),
-        ("stop", "b"),
-        ("stop", "all"),
-    ):
-        getattr(profiler, call)(action)
-    times = {action: (each.seconds, each.own_seconds) for action, each in profiler.durations.items()}
-    assert times == {"a": (2.0, 2.0), "b": (2.0, 2.0), "all": (5.0, 2.0)}  # a and b from 1 to 4
 
 
 def test_advanced_profiler_shows_the_functions(tmp_path: Path) -> None:
@@ -305,26 +274,6 @@ def test_a_recorder_that_fails_on_its_way_is_not_left(
     with pytest.raises(error, match=text):
         train(PyTorchProfiler(**arguments), batches=8)
     assert recorded_once_more()
-
-
-def test_a_warning_raised_as_a_recording_begins_is_an_error_alone(tmp_path: Path) -> None:
-    # torch 2.11 warns before the first recording of a process, later versions before its second one.
-    script = """
-import torch
-from trainwright.profilers import PyTorchProfiler
-profiler = PyTorchProfiler(schedule=torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=2), export_to_chrome=False)
-profiler.setup("fit")
-raised = ""
-try:
-    for _ in range(8):
-        with profiler.profile("training_step"):
-            torch.ones(2) + 1
-except UserWarning as warning:
-    raised = str(warning)
-profiler.teardown("fit")
-assert "clears events" in raised, raised
-"""
-    run_alone(script, tmp_path)
 
 
 def test_named_modules_leave_a_compiled_forward_alone(capsys: pytest.CaptureFixture[str]) -> None:

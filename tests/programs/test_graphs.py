@@ -1,4 +1,4 @@
-"""Graphs of torch_geometric: its DataLoader, a loader of nodes, and predictions in order."""
+"""Graphs of torch_geometric: its DataLoader, and predictions in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it scripts functions when it is imported
     geometric = pytest.importorskip("torch_geometric")
     from torch_geometric.data import Data
-    from torch_geometric.loader import DataLoader, RandomNodeLoader
+    from torch_geometric.loader import DataLoader
     from torch_geometric.nn import GCNConv, global_mean_pool
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`torch.jit")]
@@ -39,15 +39,14 @@ def graphs(size: int = GRAPHS) -> list[Any]:
 
 
 class GraphClassifier(tw.Module):
-    def __init__(self, of_nodes: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(8)
         self.convolution, self.head = GCNConv(4, 8), nn.Linear(8, 2)
-        self.of_nodes = of_nodes
 
     def forward(self, data: Any) -> Tensor:
         x = self.convolution(data.x, data.edge_index).relu()
-        return self.head(x if self.of_nodes else global_mean_pool(x, data.batch))
+        return self.head(global_mean_pool(x, data.batch))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self(batch), batch.y)
@@ -62,19 +61,6 @@ class GraphClassifier(tw.Module):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-class NoSize(GraphClassifier):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("accuracy", (self(batch).argmax(-1) == batch.y).float().mean())
-
-
-def nodes_of_one_graph() -> Any:
-    generator = torch.Generator().manual_seed(4)
-    labels = torch.randint(0, 2, (80,), generator=generator)
-    features = torch.randn(80, 4, generator=generator) + (3.0 * labels[:, None] - 1.5)
-    near = torch.nonzero(labels[:, None] == labels[None]).t()[:, ::9]
-    return Data(x=features, edge_index=near, y=labels)
-
-
 def programs(folder: Path) -> dict[str, Any]:
     options = {**QUIET, "devices": "auto"}
     module = GraphClassifier()
@@ -83,16 +69,6 @@ def programs(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"accuracy": float(trainer.callback_metrics["accuracy"])}
     predicted = trainer.predict(module, DataLoader(graphs(), batch_size=8))
     found["numbers"] = torch.cat([each["number"] for each in predicted]).tolist()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        tw.Trainer(**options).validate(NoSize(), DataLoader(graphs(9), batch_size=4), verbose=False)
-    found["told"] = [str(each.message) for each in told if "batch_size=" in str(each.message)]
-    node_module = GraphClassifier(of_nodes=True)
-    trainer = tw.Trainer(max_epochs=10, **options)
-    data = nodes_of_one_graph()
-    parts = RandomNodeLoader(data, num_parts=4, shuffle=True)
-    trainer.fit(node_module, parts, RandomNodeLoader(data, num_parts=2))
-    found["of nodes"] = float(trainer.callback_metrics["accuracy"])
     return found
 
 
@@ -102,5 +78,3 @@ def test_graphs_are_trained(ranks: int, tmp_path: Path) -> None:
     for found in results:
         assert found["accuracy"] > 0.95
         assert found["numbers"] == list(range(GRAPHS))
-        assert found["of nodes"] > 0.9
-    assert results[0]["told"] == []  # the graphs of a batch are its samples

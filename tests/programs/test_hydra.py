@@ -138,19 +138,3 @@ print(Configured.load_from_checkpoint({str(tmp_path / "end.ckpt")!r}).hparams.cf
 """
     done = run_python("-c", script, folder=tmp_path)
     assert done.stdout == "[1, 2]\n", done.stderr
-
-
-def test_a_config_that_a_script_composes_adds_nothing_to_its_command(tmp_path: Path) -> None:
-    """Hydra does not read the command line of such a script."""
-    from hydra.core.hydra_config import HydraConfig
-
-    from trainwright.launch import command
-
-    (tmp_path / "c.yaml").write_text("lr: 0.1\n")
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
-        composed = hydra.compose(config_name="c", return_hydra_config=True)
-    try:
-        HydraConfig.instance().set_config(composed)
-        assert command._in_hydras_folders(["python", "train.py"]) == ["python", "train.py"]
-    finally:
-        HydraConfig.instance().cfg = None

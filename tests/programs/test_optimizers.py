@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from jobs import run_job
 from resumed import check_resume
 from small import ON_HOST, QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, make_net, weights
@@ -177,32 +175,10 @@ class Shown(Averaged):
         self.ema.copy_to()
 
 
-class CopiesInACallback(tw.Callback):
-    """Keeps an average in a copy of the module, as timm's examples do."""
-
-    copied: Any = None
-
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
-        self.copied = copy.deepcopy(module)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for average, value in zip(self.copied.parameters(), module.parameters(), strict=True):
-            average.lerp_(value, 0.2)
-
-
-def average_of_a_copy(batch_size: int) -> dict[str, Tensor]:
-    copies = CopiesInACallback()
-    trainer = tw.Trainer(max_epochs=2, callbacks=[copies], **{**QUIET, "devices": "auto"})
-    trainer.fit(Classifier(), make_loader(40, batch_size))
-    return weights(copies.copied)
-
-
 def averaged_on_two_ranks(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "ddp": check_resume(Shown, lambda: make_loader(40, 2), folder / "ddp.ckpt", strategy="ddp")
     }
-    found["copied"] = average_of_a_copy(2)
     trainer = tw.Trainer(max_epochs=1, **{**QUIET, "devices": "auto", "strategy": "fsdp"})
     trainer.fit(Averaged(), make_loader(40, 2))
     try:
@@ -228,6 +204,5 @@ def test_an_average_of_torch_ema_is_restored(tmp_path: Path) -> None:
     assert_close(alone, weights(by_hand))
     found, _ = run_job(averaged_on_two_ranks, 2, tmp_path / "job")
     assert_close(found["ddp"], alone, 1e-5)
-    assert_close(found["copied"], average_of_a_copy(4), 1e-5)
     assert "shadow_params[0] is a torch.distributed.tensor.DTensor" in found["fsdp"]
     assert "full_tensor()" in found["fsdp"]

@@ -46,14 +46,14 @@ class Measured(Classifier):
         ):
             each.update(found, expected)
         self.log_dict(self.collection)
-        self.log("bounds", self.bounds)
-        self.log("class", self.classwise)
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict({f"acc_of_{number}": each for number, each in enumerate(self.per_class.compute())})
         self.log_dict(self.strapped.compute())
+        self.log_dict({f"bounds_{name}": value for name, value in self.bounds.compute().items()})
+        self.log_dict({f"class_{name}": value for name, value in self.classwise.compute().items()})
         self.matrix = self.confusion.compute()
-        for each in (self.per_class, self.strapped, self.confusion):
+        for each in (self.per_class, self.bounds, self.classwise, self.strapped, self.confusion):
             each.reset()
 
 

@@ -1,9 +1,9 @@
-"""What each interpreter that a test starts does first, by its PYTHONPATH: it collects less garbage.
+"""Makes an interpreter that a test starts collect less garbage, by its PYTHONPATH.
 
-torch makes 170,000 objects when it is imported, and its compiler as many again where something is compiled; none of them are
-garbage. Python would look at them again and again while it imports more, and several times when it ends: a third of the CPU
-time of a process that does little else. So they are frozen, and with them what the program has made before, which is then
-freed when nothing refers to it. Full collections become rarer. Later objects are collected as ever.
+torch makes 170,000 objects when it is imported, and its compiler as many again. None of them are garbage. Python would look
+at them again and again while it imports more, and several times when it ends: a third of the CPU time of a process that does
+little else. So they are frozen, and with them what the program has made before, which is then freed when nothing refers to
+it. Full collections become rarer. Later objects are collected as ever.
 """
 
 import gc

@@ -114,18 +114,6 @@ def test_errors_of_memory_are_recognized(error: Exception) -> None:
     assert tw.find_executable_batch_size(train, 32, lambda: next(halved))() == 4
 
 
-def test_an_error_of_memory_is_found_within_another_one() -> None:
-    def train(batch_size: int) -> int:
-        try:
-            if batch_size > 1:
-                raise MemoryError
-        except MemoryError as error:
-            raise RuntimeError("the loader failed") from error
-        return batch_size
-
-    assert tw.find_executable_batch_size(train, 2)() == 1
-
-
 def test_other_errors_are_raised_at_once() -> None:
     tried: list[int] = []
 
@@ -149,8 +137,6 @@ def test_no_batch_size_fits() -> None:
 
 
 def test_wrong_uses_of_the_search() -> None:
-    with pytest.raises(TypeError, match=r"was given an int.*starting_batch_size="):
-        tw.find_executable_batch_size(64)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="starting_batch_size 0 is not accepted"):
         tw.find_executable_batch_size(print, starting_batch_size=0)
 
@@ -301,11 +287,9 @@ def test_a_launched_function_runs_in_this_process() -> None:
 def test_what_the_launchers_refuse() -> None:
     refusals: list[tuple[type[Exception], dict[str, Any], str]] = [
         (ValueError, {"mixed_precision": "fp8"}, "mixed_precision='fp8' is unknown. Choose from no, fp16, bf16"),
-        (ValueError, {"use_port": "x"}, "use_port='x' is not accepted. Pass a port"),
-        (ValueError, {"master_addr": "10.0.0.1"}, "was given for one node"),
         (ValueError, {"max_restarts": 2}, "only a script can be restarted"),
-        (ValueError, {"rdzv_backend": "c10d"}, "the nodes meet at master_addr and use_port"),
-        (ValueError, {"num_nodes": 2, "node_rank": 2, "num_processes": 1}, "node_rank=2 is out of range"),
+        (ValueError, {"rdzv_backend": "c10d"}, "start a script on several nodes with trainwright launch"),
+        (ValueError, {"num_nodes": 2}, "start a script on several nodes with trainwright launch"),
         (TypeError, {"args": 1}, r"given args=1. Expected a tuple of the function's arguments, such as args=\(1,\)"),
         (TypeError, {"args": "abc"}, "given args='abc'. Expected a tuple"),
         (TypeError, {"num_proceses": 1}, r"no argument num_proceses= .*Did you mean num_processes="),

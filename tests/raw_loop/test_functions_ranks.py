@@ -57,7 +57,7 @@ def normalize(accelerator: tw.Accelerator) -> list[Any]:
         optimizer.step()
     statistics: list[Any] = accelerator.unwrap_model(net)[1].running_mean.tolist()
     optimizer.zero_grad()
-    with net.no_sync():
+    with accelerator.no_sync():
         accelerator.backward(net(torch.randn(4, 8) + accelerator.process_index).square().sum())
     own = accelerator.unwrap_model(net)[0].weight.grad
     return [statistics, own.equal(accelerator.reduce(own, "mean"))]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contract_job import quiet
-from small import QUIET, Low
+from small import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -417,11 +417,6 @@ def alike(folder: Path) -> dict[str, Any]:
                 Words(sparse=True), data()
             )
         )
-    for strategy in (*STRATEGIES, *ZERO):
-        settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder}
-        trainer = tw.Trainer(strategy=accepting(strategy), max_epochs=1, **settings)
-        refused[f"packed {strategy}"] = told(lambda trainer=trainer: trainer.fit(Copies(Low), data()))
-        refused[f"packed {strategy}"] += f" after {trainer.global_step} steps"
     module = Copies()
     tw.Trainer(strategy="fsdp", precision="bf16-mixed", max_epochs=1, **QUIET).fit(module, data())
     for call in ("fit", "validate"):

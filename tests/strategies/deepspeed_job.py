@@ -246,24 +246,17 @@ def configured_loop(strategy: Any, path: Path) -> None:
     module = Plain()
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     model, prepared, data = used.prepare(module, optimizer, DataLoader(numbers(16), batch_size=2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for x, y in data:
-            with used.accumulate(model):
-                used.backward(F.mse_loss(model(x), y))
-                used.clip_grad_norm_(model.parameters(), 9.0 if configured else 0.01)
-                prepared.step()
-                prepared.zero_grad()
-        for x, y in data:
-            with used.accumulate(model):
-                used.backward(F.mse_loss(model(x), y))
-                used.step(prepared, max_norm=None if configured else 0.01)
-                prepared.zero_grad()
-    texts = [str(each.message) for each in caught if "own configuration" in str(each.message)]
-    told = (
-        "the strategy's own configuration clips at a norm of 0.01, and this loop at 9.0: the configuration's is used."
-    )
-    assert texts == ([told] if configured else [])
+    for x, y in data:
+        with used.accumulate(model):
+            used.backward(F.mse_loss(model(x), y))
+            used.clip_grad_norm_(model.parameters(), 9.0 if configured else 0.01)
+            prepared.step()
+            prepared.zero_grad()
+    for x, y in data:
+        with used.accumulate(model):
+            used.backward(F.mse_loss(model(x), y))
+            used.step(prepared, max_norm=None if configured else 0.01)
+            prepared.zero_grad()
     assert used.step_count == 4
     used.save_state(str(path))
 

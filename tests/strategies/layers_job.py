@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from contract_job import quiet
 from small import QUIET
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
@@ -60,7 +59,7 @@ class Recurrent(nn.Module):
 
 
 class Follows(nn.Module):
-    """A frozen layer, an average in a buffer, a layer called outside of autocast, and a bare matrix."""
+    """A frozen layer, an average in a buffer, and a bare matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +72,7 @@ class Follows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.frozen(x) @ torch.linalg.matrix_exp(self.matrix / 8))
-        with torch.autocast(x.device.type, enabled=False):
-            x = self.head(x.float())
+        x = self.head(x)
         if self.training:
             with torch.no_grad():
                 self.count += 1
@@ -99,9 +97,7 @@ def other_norms() -> nn.Module:
 
 
 def computed() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch prefers the parametrization
-        first = weight_norm(nn.Linear(WIDTH, 6))
+    first = parametrizations.weight_norm(nn.Linear(WIDTH, 6))
     return nn.Sequential(first, parametrizations.orthogonal(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 3))
 
 
@@ -171,9 +167,7 @@ def look(module: tw.Module, plain: nn.Module, saved: dict[str, Tensor]) -> None:
         assert type(parameter) is nn.Parameter
         assert not parameter.__dict__
     assert repr(plain)
-    if not any(
-        "parametrizations" in key or key.endswith("weight_g") for key in saved
-    ):  # torch cannot copy and pickle these
+    if not any("parametrizations" in key for key in saved):  # torch cannot copy and pickle these
         copy.deepcopy(plain)
         pickle.dumps(plain)
         torch.save(plain, io.BytesIO())
@@ -193,7 +187,6 @@ def layers(folder: Path) -> dict[Any, Any]:
                 path = str(folder / f"{name}-{strategy}-{precision}.ckpt")
                 saved, module, told = scores(name, strategy, precision, path)
                 found[strategy, name, precision] = (saved, told)
-                repr(module)
                 whole = tw.gather_module(module, all_ranks=True) if strategy in SHARDED else module
                 assert isinstance(whole, Net)
                 look(module, whole, saved)

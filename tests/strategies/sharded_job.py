@@ -117,28 +117,6 @@ def leaves(strategy: Any, ranks: int, folder: Path) -> None:
         used.save_checkpoint(str(folder / f"{kind.__name__}.ckpt"))
 
 
-class Keeps(Regresses):
-    """It makes its optimizer once, for all fits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = torch.optim.Adam(self.parameters(), lr=0.05)
-
-    def configure_optimizers(self) -> Any:
-        return self.kept
-
-
-def two_fits(strategy: Any, ranks: int, path: Path) -> None:
-    module = Keeps()
-    layers = module.body[0], module.head
-    for frozen in (None, *layers):  # by which FairScale would divide the parameters in other ways
-        for each in layers:
-            each.requires_grad_(each is not frozen)
-        used = trainer(strategy, max_epochs=2)
-        used.fit(module, loader(16, ranks))
-    used.save_checkpoint(str(path))
-
-
 def resumed_steps(folder: Path, name: str) -> None:
     """Save a whole run, and a run resumed within its second epoch."""
     for end, settings in (("whole", {}), ("half", {"max_steps": 8})):
@@ -236,6 +214,19 @@ def refusals() -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"LBFGS"):
         trainer("ddp_sharded").fit(Closes(), loader(4, 1))
 
+    class Keeps(Regresses):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = torch.optim.Adam(self.parameters())
+
+        def configure_optimizers(self) -> Any:
+            return self.kept
+
+    keeps = Keeps()
+    trainer("ddp_sharded").fit(keeps, loader(4, 1))
+    with pytest.raises(ValueError, match=r"this Adam was prepared before, under strategy='ddp_sharded'.*Make a new"):
+        trainer("ddp_sharded").fit(keeps, loader(4, 1))
+
     used, model = tw.Accelerator(strategy="ddp_sharded", cpu=True), Regresses()
     _, optimizer = used.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     with pytest.raises(RuntimeError, match=r"ddp_sharded assigns parameters to ranks.*groups cannot be added later"):
@@ -255,7 +246,6 @@ def sharded(folder: Path) -> dict[str, Any]:
         "lr": {name: steps("ddp_sharded", 1, name, folder / f"{name}.ckpt") for name in OPTIMIZERS}
     }
     leaves("ddp_sharded", 1, folder)
-    two_fits("ddp_sharded", 1, folder / "two_fits.ckpt")
     for name in ("sgd", "adam", "signs"):
         resumed_steps(folder, name)
     found["norms"] = norms(folder / "norms.ckpt")

@@ -10,7 +10,7 @@ from jobs import run_job
 from layers_job import NETS, PRECISIONS, STRATEGIES, alone, layers
 from torch import nn
 
-from trainwright.strategies.fsdp2.wrap_policy import SMALL, allow_float32, find_float32, is_low
+from trainwright.strategies.fsdp2.wrap_policy import SMALL, find_float32, is_low
 
 TOLERANCE = {"bf16-mixed": 0.1, "16-mixed": 0.03}
 """The allowed difference, relative to the change of the weights."""
@@ -51,7 +51,9 @@ def test_a_checkpoint_is_scored_as_in_the_run_that_saved_it(job: Any) -> None:
             for name in NETS:
                 for precision in PRECISIONS:
                     _, (in_fit, after, read) = rank[strategy, name, precision]
-                    assert in_fit == after == read, f"{strategy} {precision} {name}"
+                    assert after == read, f"{strategy} {precision} {name}"
+                    # The metrics of a fit are float32 tensors.
+                    assert in_fit == pytest.approx(after, rel=1e-6), f"{strategy} {precision} {name}"
 
 
 @pytest.mark.slow
@@ -61,18 +63,6 @@ def test_frozen_weights_and_averages_stay_float32(job: Any) -> None:
         saved, _ = job[0][strategy, "follows", "bf16-mixed"]
         assert torch.equal(saved["body.frozen.weight"], expected["body.frozen.weight"]), strategy
         assert torch.equal(saved["body.mean"], expected["body.mean"]), strategy
-
-
-def test_low_weights_compute_in_float32_where_autocast_is_off() -> None:
-    layer = nn.Linear(3, 2).bfloat16()  # as fsdp has gathered it
-    allow_float32(layer)
-    x = torch.randn(4, 3).bfloat16()
-    wanted = nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
-    assert torch.equal(layer(x.float()), wanted)
-    assert torch.equal(layer(x.to(layer.weight.dtype)), wanted), "an input in the weight's dtype"
-    assert layer.weight.dtype == torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16
 
 
 def test_layers_that_autocast_computes_in_the_low_dtype() -> None:

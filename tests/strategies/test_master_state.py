@@ -14,7 +14,7 @@ from torch.optim import Adagrad, AdamW, NAdam, Optimizer
 
 from trainwright.checkpoint.tensors import TensorEntry
 from trainwright.strategies.base import Strategy
-from trainwright.strategies.divided_optimizers import make_whole
+from trainwright.strategies.divided_optimizers import refuse_divided
 from trainwright.strategies.zero import master_optimizer
 from trainwright.strategies.zero.deepspeed_config import refuse_strangers, refuse_what_cannot_be_sharded
 from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
@@ -91,41 +91,15 @@ def test_lists_of_tensors_lie_where_the_masters_do() -> None:
     assert (second["count"].device.type, second["count"].dtype) == ("meta", torch.int64)
 
 
-def test_an_optimizer_gets_its_parameters_and_its_state_back() -> None:
+def test_an_optimizer_gets_its_parameters_back_and_is_not_taken_again() -> None:
     parameter = nn.Parameter(torch.zeros(2, 3))
     optimizer = AdamW([parameter], 0.1)
-    master = mastered(optimizer, parameter, "cpu")
-    [view] = optimizer.param_groups[0]["params"]
-    optimizer.state[view] = {"step": torch.ones(()), "exp_avg": torch.arange(6.0)}
-    master.release("deepspeed_stage_2")
+    mastered(optimizer, parameter, "cpu").release("deepspeed_stage_2")
     assert optimizer.param_groups[0]["params"] == [parameter]
-    assert list(optimizer.state) == [parameter]
-    assert optimizer.state[parameter]["exp_avg"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    make_whole([optimizer], "single_device")  # every strategy can take it
-
-
-def test_parts_of_its_state_are_taken_by_the_same_parts_alone() -> None:
-    parameter = nn.Parameter(torch.zeros(6))
-
-    def attached(start: int) -> MasterOptimizer:
-        master = MasterOptimizer(optimizer)
-        master.attach([Shard(parameter, torch.zeros(3), 0, start, 3, (6,), 0)])
-        return master
-
-    optimizer = AdamW([parameter], 0.1)
-    master = attached(3)
-    optimizer.state[master.views[parameter].tensor] = {"step": torch.ones(()), "exp_avg": torch.arange(3.0)}
-    master.release("deepspeed_stage_2")
-    master = attached(3)
-    assert state_of(master)["exp_avg"].tolist() == [0.0, 1.0, 2.0]
-    master.release("deepspeed_stage_2")
     with pytest.raises(
-        ValueError, match=r"AdamW was prepared before, under .*'deepspeed_stage_2', .* other parameters are"
+        ValueError, match=r"AdamW was prepared before, under .*'deepspeed_stage_2'.*configure_optimizers"
     ):
-        attached(0)
-    with pytest.raises(ValueError, match=r"'deepspeed_stage_2', .*='single_device' needs other parts") as raised:
-        make_whole([optimizer], "single_device")
-    assert "configure_optimizers" in str(raised.value)
+        refuse_divided([optimizer])
 
 
 def test_a_tensor_that_is_not_the_modules_is_named() -> None:

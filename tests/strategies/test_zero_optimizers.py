@@ -51,13 +51,6 @@ def test_each_parameter_has_its_own_count_of_steps(job: Any, stage: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*map(str, STAGES), "sharded"])
-def test_a_second_fit_does_not_lose_zero_state(job: Any, name: str) -> None:
-    for number in range(2):
-        assert_same_weights(job[1] / name / f"again-{number}.ckpt", job[1] / f"again-{number}.ckpt")
-
-
-@pytest.mark.slow
 def test_windows_are_summed_in_float32(job: Any) -> None:
     for rank in job[0]:
         for stage in (1, 2):
@@ -66,9 +59,8 @@ def test_windows_are_summed_in_float32(job: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_offloaded_gradients_are_rescaled_and_clipped(job: Any, stage: int) -> None:
-    for name in ("stream.ckpt", "value.ckpt"):
-        assert_same_weights(job[1] / str(stage) / name, job[1] / name)
+def test_offloaded_gradients_are_rescaled_and_clipped_by_norm(job: Any, stage: int) -> None:
+    assert_same_weights(job[1] / str(stage) / "stream.ckpt", job[1] / "stream.ckpt")
 
 
 @pytest.mark.slow

@@ -143,16 +143,15 @@ def resumed(strategy: Any, name: str, folder: Path, ranks: int, settings: dict[s
     fit(strategy, make(), ranks, path.with_suffix(".resumed"), path.with_suffix(".half"), **settings)
 
 
-def again(strategy: str, folder: Path) -> None:
-    """Fit twice with one optimizer, which another strategy rejects because its state is sharded."""
+def again(strategy: str) -> None:
+    """A second fit with an optimizer whose state is sharded is an error."""
     module = Kept()
-    for number in range(2):
-        fit(strategy, module, 1, folder / f"again-{number}.ckpt", max_epochs=1)
-    if strategy in ("ddp_sharded", "deepspeed_stage_2"):
+    trainer(strategy).fit(module, loader(8, 1))
+    for other in (strategy, "ddp")[: 1 if strategy == "deepspeed_stage_3" else 2]:
         with pytest.raises(
-            ValueError, match=rf"was prepared before, under strategy='{strategy}', .* needs other parts"
+            ValueError, match=rf"was prepared before, under strategy='{strategy}'.*Make a new optimizer"
         ):
-            trainer("ddp").fit(module, loader(8, 1))
+            trainer(other).fit(module, loader(8, 1))
 
 
 def windows(strategy: Any, precision: str) -> float:
@@ -214,11 +213,11 @@ def refusals() -> None:
         ),
         (
             Other(sgd, torch.zeros(2, 2, dtype=torch.complex64)),
-            "parameter 'odd' is complex64, and DeepSpeed's masters are real",
+            "'odd' in complex64.*but DeepSpeed",
         ),
         (
             Other(sgd, torch.zeros(2, 2, dtype=torch.float64)),
-            "parameter 'odd' is float64, and DeepSpeed's masters are float32",
+            "'odd' in float64.*but DeepSpeed",
         ),
     ]
     for module, text in refused:
@@ -243,7 +242,7 @@ def zero(folder: Path) -> dict[str, Any]:
             one = (folder / "alone" / name).with_suffix(".half")
             fit(strategy, Grouped(MAKERS[name]), 1, own / f"{name}.across", one)
         fit(strategy, Thawed(), 1, own / "thawed.ckpt", folder / "thaws-2.ckpt", max_epochs=3)
-        again(f"deepspeed_stage_{stage}", own)
+        again(f"deepspeed_stage_{stage}")
         found[stage] = [windows(strategy, precision) for precision in ("bf16-mixed", "bf16-true")]
         if stage < 3:
             config = {"data_types": {"grad_accum_dtype": "bf16"}}
@@ -254,11 +253,9 @@ def zero(folder: Path) -> dict[str, Any]:
             config={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
         )
         streams(offload, own / "stream.ckpt", gradient_clip_val=0.3)
-        streams(offload, own / "value.ckpt", gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        with pytest.raises(RuntimeError, match=r"under offloading DeepSpeed keeps gradients where .* Clip by norm"):
+            streams(offload, own / "value.ckpt", gradient_clip_val=0.01, gradient_clip_algorithm="value")
     streams("ddp", folder / "stream.ckpt", gradient_clip_val=0.3)
-    streams("ddp", folder / "value.ckpt", gradient_clip_val=0.01, gradient_clip_algorithm="value")
-    again("ddp", folder)
-    again("ddp_sharded", folder / "sharded")
     refusals()
     sharded_rows(folder)
     return found

@@ -146,22 +146,6 @@ def test_empty_answers_leave_the_keys_open(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_a_failed_write_leaves_the_old_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    FILE.parent.mkdir()
-    FILE.write_text("devices: 3\n")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(SystemExit):
-        run("--default", "--force")
-    assert "No space left on device" in capsys.readouterr().err
-    assert FILE.read_text() == "devices: 3\n"
-
-
 def test_config_rejects_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("shwo")

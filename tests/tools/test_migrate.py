@@ -142,7 +142,7 @@ def test_uses_of_missing_names_are_listed() -> None:
     assert [remark.advice for remark in remarks] == [
         "use pl.rank_zero_only",
         "use trainwright.gradient_norms.grad_norm",
-        "for your own loop use tw.Accelerator",
+        "for your own loop use pl.Accelerator",
         "use accelerate.set_seed",
     ]
 
@@ -154,7 +154,7 @@ def test_the_command_prints_a_difference_and_writes_nothing(tmp_path: Path, caps
     assert path.read_text() == "import os\nimport lightning as L\nL.Fabric()"
     assert capsys.readouterr().out == (
         f"--- {path}\n+++ {path}\n@@ -1,3 +1,3 @@\n import os\n-import lightning as L\n+import trainwright as L\n L.Fabric()\n"
-        f"\\ No newline at end of file\n{path}:3: L.Fabric: for your own loop use tw.Accelerator\n"
+        f"\\ No newline at end of file\n{path}:3: L.Fabric: for your own loop use L.Accelerator\n"
     )
 
 

@@ -129,7 +129,6 @@ def test_runs_and_their_curves(
     assert "no rows of numbers yet" in refused(plot_command, capsys, logs / "empty")
     assert "is not a table of a CSVLogger" in refused(plot_command, capsys, broken)
     assert "Did you mean 'val_loss'?" in refused(plot_command, capsys, names[0], "--metrics", "val_los")
-    assert "has no times" in refused(plot_command, capsys, names[0], "--x", "time")
     assert "a name that ends in .html or .png" in refused(plot_command, capsys, names[0], "--out", "curves.pdf")
     (tmp_path / "folder.html").mkdir()
     assert "is a folder" in refused(plot_command, capsys, names[0], "--out", "folder.html")
@@ -209,9 +208,3 @@ def test_folders_without_runs_are_reported(tmp_path: Path, capsys: pytest.Captur
     assert "does not exist; pass a folder with runs" in refused(runs_command, capsys, tmp_path / "nowhere")
     (tmp_path / "file").touch()
     assert "is a file" in refused(runs_command, capsys, tmp_path / "file")
-
-
-def test_a_metric_whose_name_holds_a_comma(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.csv").write_text('step,"a,b",a\n1,2,3\n')
-    assert plot_command([str(tmp_path), "--metrics", "a,b", "--metrics", "a"], check_names) == 0
-    assert "2 panels of 1 run, 2 curves" in capsys.readouterr().out

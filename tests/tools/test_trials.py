@@ -188,11 +188,3 @@ def test_a_session_in_a_terminal_works(tmp_path: Path) -> None:
     test = Terminal(tmp_path, "test", "--cpu", "--strategies", "ddp")
     assert test.close() == 0, test.shown
     assert "Everything that is installed works." in test.shown
-
-
-def test_a_rank_of_a_job_cannot_test(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit):
-        trials_command(["--cpu"], None)
-    assert "the environment describes rank 0 of a job of 1 process(es), started by torchrun" in capsys.readouterr().err

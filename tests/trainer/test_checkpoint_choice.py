@@ -19,7 +19,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import trainwright as tw
 from trainwright.checkpoint.discovery import find_candidates, find_checkpoints
-from trainwright.engine.engine import Engine
 
 QUIET_BAR: dict[str, Any] = {"accelerator": ACCELERATOR, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -91,7 +90,10 @@ def test_the_newest_is_damaged(tmp_path: Path, damage: str, capsys: pytest.Captu
     with pytest.warns(UserWarning, match="skips .* which is damaged"):
         fresh = fit(tmp_path, 1, "auto", callbacks=tw.ModelCheckpoint(str(tmp_path), **saving))
     assert (fresh.resume_source, fresh.global_step) == (None, 11)
-    assert f"no checkpoint found in {tmp_path}; starting from scratch" in capsys.readouterr().out
+    assert (
+        f"no checkpoint found in {tmp_path} that a fit can resume from; starting from scratch"
+        in capsys.readouterr().out
+    )
 
 
 def test_what_auto_and_last_say_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,8 +107,9 @@ def test_what_auto_and_last_say_where_there_is_none(tmp_path: Path, capsys: pyte
         with pytest.raises(FileNotFoundError, match=rf"ckpt_path='{name}': {what} {tmp_path}/none") as caught:
             other.test(Classifier(), make_loader(), ckpt_path=name)
         assert isinstance(caught.value, tw.CheckpointError)
-    with pytest.raises(FileNotFoundError, match="it does not exist"):
-        other.fit(Classifier(), make_loader(), ckpt_path=str(tmp_path / "missing.ckpt"))
+    for missing in (str(tmp_path / "missing.ckpt"), "lst", "Auto"):
+        with pytest.raises(FileNotFoundError, match=r"it does not exist.*Or pass 'best', 'last' or 'auto'"):
+            other.fit(Classifier(), make_loader(), ckpt_path=missing)
     with pytest.raises(ValueError, match=r"ckpt_path='auto' needs a ModelCheckpoint, but .* has none"):
         tw.Trainer(**QUIET).fit(Classifier(), make_loader(), ckpt_path="auto")
     trial = tw.Trainer(fast_dev_run=True, **QUIET_BAR)
@@ -306,23 +309,6 @@ def test_event_files_have_each_number_once(tmp_path: Path) -> None:
     assert run(tmp_path / "part") == whole
 
 
-def test_a_refused_run_leaves_the_rows(tmp_path: Path) -> None:
-    trainer = logged(tmp_path, 1)
-    before = Path(f"{trainer.log_dir}/metrics.csv").read_bytes()
-
-    class Other(Classifier):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    again = tw.Trainer(max_epochs=2, default_root_dir=tmp_path, callbacks=tw.ModelCheckpoint(), **QUIET_BAR)
-    with pytest.raises(tw.CheckpointError, match="saved by AdamW"):
-        again.fit(Other(), make_loader(), ckpt_path="auto")
-    assert Path(f"{trainer.log_dir}/metrics.csv").read_bytes() == before
-    assert sorted(os.listdir(f"{tmp_path}/trainwright_logs")) == ["version_0"]
-    again.fit(Classifier(), make_loader())
-    assert again.log_dir == f"{tmp_path}/trainwright_logs/version_1"
-
-
 # -- several ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -377,36 +363,6 @@ def test_two_ranks_choose_alike(tmp_path: Path) -> None:
     assert first["resumed"] == (logs, f"{logs}/checkpoints/epoch=0-step=6.ckpt", 18)
 
 
-@pytest.mark.parametrize("how", ["auto", "last"])
-def test_a_choice_that_another_run_has_overtaken(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It went on and ended while this one verified the checkpoint that it had chosen."""
-    fit(tmp_path, 1)
-    verified = Engine.verified
-
-    def meanwhile(engine: Engine, *args: Any, **kwargs: Any) -> Any:
-        with monkeypatch.context() as alone:
-            alone.setattr(Engine, "verified", verified)
-            fit(tmp_path, 2, "last")
-        return verified(engine, *args, **kwargs)
-
-    monkeypatch.setattr(Engine, "verified", meanwhile)
-    with pytest.raises(tw.CheckpointError, match=r"Another run wrote to .* after .*epoch=0\.ckpt had been selected"):
-        fit(tmp_path, 3, how)
-    monkeypatch.setattr(Engine, "verified", verified)
-    assert not (tmp_path / ".lock").exists()
-    assert fit(tmp_path, 3, how).global_step == 33
-
-
-def test_the_folder_of_the_checkpoints_may_hold_the_logs_too(tmp_path: Path) -> None:
-    for epochs in (1, 2):
-        trainer = tw.Trainer(
-            max_epochs=epochs, default_root_dir=tmp_path, callbacks=tw.ModelCheckpoint(tmp_path), **QUIET_BAR
-        )
-        trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
-        assert trainer.global_step == 11 * epochs
-    assert (tmp_path / "trainwright_logs").is_dir()
-
-
 def test_auto_finds_an_earlier_run_if_something_was_logged_before(tmp_path: Path) -> None:
     def start(max_steps: int) -> tw.Trainer:
         logger = tw.CSVLogger(tmp_path)
@@ -420,3 +376,30 @@ def test_auto_finds_an_earlier_run_if_something_was_logged_before(tmp_path: Path
     assert resumed.resume_source == f"{tmp_path}/trainwright_logs/version_0/checkpoints/epoch=0-step=3.ckpt"
     assert resumed.global_step == 6
     assert start(7).resume_source == f"{tmp_path}/trainwright_logs/version_0/checkpoints/epoch=0-step=6.ckpt"
+
+
+def test_a_refused_run_leaves_the_rows(tmp_path: Path) -> None:
+    trainer = logged(tmp_path, 1)
+    before = Path(f"{trainer.log_dir}/metrics.csv").read_bytes()
+
+    class Other(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    again = tw.Trainer(max_epochs=2, default_root_dir=tmp_path, callbacks=tw.ModelCheckpoint(), **QUIET_BAR)
+    with pytest.raises(tw.CheckpointError, match="saved by AdamW"):
+        again.fit(Other(), make_loader(), ckpt_path="auto")
+    assert Path(f"{trainer.log_dir}/metrics.csv").read_bytes() == before
+    assert sorted(os.listdir(f"{tmp_path}/trainwright_logs")) == ["version_0"]
+    again.fit(Classifier(), make_loader())
+    assert again.log_dir == f"{tmp_path}/trainwright_logs/version_1"
+
+
+def test_the_folder_of_the_checkpoints_may_hold_the_logs_too(tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        trainer = tw.Trainer(
+            max_epochs=epochs, default_root_dir=tmp_path, callbacks=tw.ModelCheckpoint(tmp_path), **QUIET_BAR
+        )
+        trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
+        assert trainer.global_step == 11 * epochs
+    assert (tmp_path / "trainwright_logs").is_dir()

@@ -129,24 +129,6 @@ def test_hooks_change_what_is_saved_and_what_is_taken(tmp_path: Path) -> None:
     assert_equal(weights(loaded), weights(resumed))
 
 
-def test_a_hook_may_take_schedulers_and_callbacks_out(tmp_path: Path) -> None:
-    """A changed schedule: the run goes on, the schedule begins anew."""
-
-    class Scheduled(Classifier):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [CosineAnnealingLR(optimizer, 4)]
-
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            del checkpoint["lr_schedulers"], checkpoint["callbacks"]
-
-    stopping = {"callbacks": tw.EarlyStopping("val_loss", mode="max")}
-    path = saved(fit(Scheduled(), epochs=2, **stopping), tmp_path / "run.ckpt")
-    trainer = fit(Scheduled(), path, 3, **stopping)
-    assert trainer.current_epoch == 3
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
-
-
 def test_layers_may_be_built_from_a_checkpoint(tmp_path: Path) -> None:
     """on_load_checkpoint comes before the module is placed and its optimizers are made, in every kind of load."""
 
@@ -189,7 +171,7 @@ def test_hyper_parameters_that_are_not_plain_are_left_out_with_one_warning(tmp_p
     module = Hyper(nn.Linear(2, 2), lambda: None, width=5)
     saving = tw.ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1)
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         trainer = fit(module, callbacks=saving, logger=tw.CSVLogger(tmp_path), **{"enable_checkpointing": True})
     told = [str(each.message) for each in said if "net" in str(each.message)]
     assert len(told) == 1
@@ -422,18 +404,22 @@ def test_the_script_is_run_again_and_goes_on_from_what_it_replaces(blocking: boo
     assert_equal(reached, whole)
 
 
-def test_a_save_that_waits_for_its_windows_end_overwrites_too(tmp_path: Path) -> None:
-    path = tmp_path / "newest.ckpt"
+def test_a_hook_may_take_schedulers_and_callbacks_out(tmp_path: Path) -> None:
+    """A changed schedule: the run goes on, the schedule begins anew."""
 
-    class Saves(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            at_end = batch_idx % 4 == 3
-            assert trainer.save_checkpoint(path) is at_end
+    class Scheduled(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [CosineAnnealingLR(optimizer, 4)]
 
-    trainer = tw.Trainer(max_epochs=1, limit_train_batches=8, accumulate_grad_batches=4, callbacks=Saves(), **QUIET)
-    trainer.fit(Classifier(), make_loader())
-    assert open_checkpoint(str(path)).step == 2
-    assert os.listdir(tmp_path) == ["newest.ckpt"]
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            del checkpoint["lr_schedulers"], checkpoint["callbacks"]
+
+    stopping = {"callbacks": tw.EarlyStopping("val_loss", mode="max")}
+    path = saved(fit(Scheduled(), epochs=2, **stopping), tmp_path / "run.ckpt")
+    trainer = fit(Scheduled(), path, 3, **stopping)
+    assert trainer.current_epoch == 3
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
 
 
 def test_save_state_replaces_an_earlier_checkpoint(tmp_path: Path) -> None:
@@ -450,3 +436,17 @@ def test_save_state_replaces_an_earlier_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(tw.CheckpointError, match="exists already, and overwrite=False was given"):
         accelerator.save_state(path, overwrite=False)
     assert os.listdir(tmp_path) == ["state"]
+
+
+def test_a_save_that_waits_for_its_windows_end_overwrites_too(tmp_path: Path) -> None:
+    path = tmp_path / "newest.ckpt"
+
+    class Saves(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            at_end = batch_idx % 4 == 3
+            assert trainer.save_checkpoint(path) is at_end
+
+    trainer = tw.Trainer(max_epochs=1, limit_train_batches=8, accumulate_grad_batches=4, callbacks=Saves(), **QUIET)
+    trainer.fit(Classifier(), make_loader())
+    assert open_checkpoint(str(path)).step == 2
+    assert os.listdir(tmp_path) == ["newest.ckpt"]

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
 from trainwright.checkpoint.reader import open_checkpoint
-from trainwright.data.combined import CombinedLoader
 from trainwright.errors import RunStopped
 
 
@@ -122,30 +121,6 @@ def test_a_save_at_an_epochs_end_has_no_score_of_earlier_weights(tmp_path: Path)
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=22-val_loss=nan.ckpt"]
     fit(Falling(), callback, data=12, max_epochs=2, val_check_interval=4)
     is_true(callback)
-
-
-def test_a_checkpoint_callback_that_is_new_in_a_resumed_run_makes_up_nothing(tmp_path: Path) -> None:
-    fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), max_epochs=1)
-    new = tw.ModelCheckpoint(tmp_path / "b", "{epoch}", save_top_k=-1, save_on_exception=True)
-
-    def kill(*_: Any) -> None:
-        raise Killed
-
-    killing = tw.LambdaCallback(on_train_epoch_start=kill)
-    with pytest.raises(Killed):
-        fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, killing, path="auto")
-    assert [path.name for path in (tmp_path / "b").iterdir()] == ["exception-epoch=1-step=4.ckpt"]
-    fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, path="auto")
-    assert sorted(Path(path).name for path in new.state_dict()["best_k_models"]) == ["epoch=1.ckpt", "epoch=2.ckpt"]
-
-
-def test_a_metric_that_nobody_logs_is_an_error_in_the_resumed_run_too(tmp_path: Path) -> None:
-    for _ in range(2):
-        wrong = tw.ModelCheckpoint(tmp_path / "b", monitor="val_los")
-        module = Falling()
-        with pytest.raises(ValueError, match="'val_los', which was not logged"):
-            fit(module, tw.ModelCheckpoint(tmp_path / "a"), wrong, path="auto")
-    assert module.seen == [], "before it trains on"
 
 
 class Ends(tw.ModelCheckpoint):
@@ -281,26 +256,6 @@ def test_a_run_killed_at_its_end_is_completed(tmp_path: Path, settings: dict[str
     assert again.seen == []  # it has come to its end
 
 
-def test_a_stop_that_min_epochs_delays_stays_requested(tmp_path: Path, capsys: Any) -> None:
-    """This holds for early stopping, although the metric improves meanwhile, and for the user's request."""
-
-    class Bumpy(Falling):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", [3.0, 4.0, 4.0, 2.0, 1.0, 1.0][min(self.trainer.current_epoch, 5)])
-
-    for number, kind in enumerate((lambda: tw.EarlyStopping("val_loss", patience=2), lambda: StopsAt(10))):
-        folder = tmp_path / str(number)
-        whole = fit(Bumpy(), every_step(folder), kind(), min_epochs=5, max_epochs=10)
-        assert whole.current_epoch == 5
-        for step in (13, 16, 18):
-            path = folder / f"{step}.ckpt"
-            assert fit(Bumpy(), kind(), path=path, min_epochs=5, max_epochs=10).current_epoch == 5, step
-        if number == 0:  # a stop that new settings would not request is dropped
-            patient = tw.EarlyStopping("val_loss", patience=4)
-            assert fit(Bumpy(), patient, path=folder / "18.ckpt", min_epochs=5, max_epochs=8).current_epoch == 8
-    assert "To train on, set trainer.should_stop = False in on_train_start" in capsys.readouterr().out
-
-
 def test_a_save_at_an_epochs_end_includes_the_decision_of_early_stopping(tmp_path: Path) -> None:
     class Saves(tw.Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -320,16 +275,6 @@ def test_a_save_at_an_epochs_end_includes_the_decision_of_early_stopping(tmp_pat
 # -- validations that are due --------------------------------------------------------------------------------------------
 
 
-class Pulls(Falling):
-    """Takes two batches a step."""
-
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-        _, index, _ = next(dataloader_iter)
-        self.seen.append((self.trainer.current_epoch, index))
-        next(dataloader_iter)
-        return self.weight * 1.0
-
-
 class Steps(Falling):
     """Steps by itself, every third batch, over the ends of epochs too."""
 
@@ -344,39 +289,7 @@ class Steps(Falling):
             optimizer.zero_grad()
 
 
-class Random(torch.utils.data.Dataset[Tensor]):
-    """Draws its items."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.rand(1)
-
-
-@pytest.mark.parametrize("combined", [False, True])
-def test_batches_that_a_step_takes_itself_are_drawn_once(tmp_path: Path, combined: bool) -> None:
-    """One batch is read ahead, so its random numbers precede the checkpoint. This holds for the next loader too."""
-
-    class Learns(Pulls):
-        def training_step(self, dataloader_iter: Any) -> Tensor:
-            batch, _, _ = next(dataloader_iter)
-            batch = batch if isinstance(batch, Tensor) else next(each for each in batch if each is not None)
-            return (self.weight * batch * torch.rand(())).sum()
-
-    def run(*callbacks: tw.Callback, path: Any = None) -> Tensor:
-        torch.manual_seed(3)
-        module, loader = Learns(), DataLoader(Random())
-        data: Any = CombinedLoader([loader, DataLoader(Stream(3))], "sequential") if combined else loader
-        fit(module, *callbacks, data=data, path=path, max_epochs=2)
-        return module.weight.detach()
-
-    whole = run(every_step(tmp_path))
-    for step in (3, 7, 8, 9, 13):
-        assert torch.equal(run(path=tmp_path / f"{step}.ckpt"), whole), step
-
-
-@pytest.mark.parametrize("kind", [Falling, Pulls, Steps])
+@pytest.mark.parametrize("kind", [Falling, Steps])
 @pytest.mark.parametrize(
     "interval", [{"val_check_interval": 3}, {"val_check_interval": 5, "check_val_every_n_epoch": None}]
 )
@@ -398,7 +311,7 @@ def test_a_due_validation_runs_after_a_resume(tmp_path: Path, kind: type[Falling
         assert trainer.global_step == 8 if kind is Steps else trainer.global_step > 8
 
 
-# -- what hooks draw -----------------------------------------------------------------------------------------------------
+# -- random numbers of hooks ---------------------------------------------------------------------------------------------
 
 
 class Draws(Falling):
@@ -477,6 +390,133 @@ def test_a_stop_within_an_epoch_is_scored_by_what_it_has_logged(tmp_path: Path) 
     assert best.best_model_score == trainer.callback_metrics["loss_epoch"]
 
 
+def test_max_steps_within_an_epoch_leaves_the_rng_of_a_longer_run(tmp_path: Path) -> None:
+    class DrawingAtTheEnd(Drawing):
+        def on_train_epoch_end(self) -> None:
+            torch.rand(2)
+
+    def run(steps: int, folder: str, path: Any = None) -> tuple[list[Any], float]:
+        tw.seed_everything(3, verbose=False)
+        module = DrawingAtTheEnd()
+        saving = tw.ModelCheckpoint(tmp_path / folder, every_n_epochs=1)
+        fit(module, saving, max_steps=steps, path=path)
+        return module.seen, torch.rand(()).item()
+
+    whole, after = run(7, "whole")
+    part, after_part = run(5, "part")
+    for _ in range(2):
+        assert run(5, "part", "auto") == ([], after_part), "nothing is left to do"
+    rest, after_rest = run(7, "part", "auto")
+    assert part + rest == whole
+    assert after_rest == after
+
+
+# -- rows of loggers -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_an_interrupted_validation_are_written_once(tmp_path: Path) -> None:
+    class Signals(tw.Callback):
+        def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.current_epoch == 1 and trainer.resume_source is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(folder: Path, *callbacks: tw.Callback) -> bytes:
+        logger = tw.CSVLogger(folder, name="logs", version=0)
+        fit(Falling(), every_step(folder), *callbacks, path="auto", logger=logger, log_every_n_steps=1)
+        return (folder / "logs" / "version_0" / "metrics.csv").read_bytes()
+
+    whole = run(tmp_path / "whole")
+    assert whole.count(b"\n") == 1 + 12 + 3 * 4
+    with pytest.raises(RunStopped):
+        run(tmp_path / "part", Signals())
+    assert run(tmp_path / "part") == whole
+
+
+# -- windows -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_can_have_windows_of_another_length(tmp_path: Path) -> None:
+    """Saved after batch 6 of 10: the rest is a window of four, whose steps are whole ones."""
+    fit(Falling(), every_step(tmp_path), data=10, max_epochs=1, accumulate_grad_batches=2)
+    for windows, steps in ((4, 4), (3, 5), (2, 5), (1, 7)):
+        module, again = Falling(), tmp_path / str(windows)
+        fit(module, every_step(again), data=10, max_epochs=1, accumulate_grad_batches=windows, path=tmp_path / "3.ckpt")
+        assert module.weight.item() == pytest.approx(-steps)
+    module = Falling()
+    fit(module, data=10, max_epochs=1, accumulate_grad_batches=3, path=tmp_path / "3" / "4.ckpt")  # and again, after 9
+    assert module.weight.item() == pytest.approx(-5)
+
+
+# -- a training step that trains nothing ---------------------------------------------------------------------------------
+
+
+def test_a_training_step_without_a_loss_is_explained() -> None:
+    class Forgets(Falling):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            self.log("loss", self.weight.detach(), on_epoch=True)
+
+    class Sends(Falling):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = (self.weight * 2.0).square().sum()
+            loss.backward()
+            return loss
+
+    with pytest.raises(
+        RuntimeError, match=r"returned None for all 4 batches of the first epoch.*automatic_optimization = False"
+    ):
+        fit(Forgets())
+    with pytest.raises(RuntimeError, match=r"If training_step calls loss.backward\(\) itself, leave that out"):
+        fit(Sends())
+
+
+class Random(torch.utils.data.Dataset[Tensor]):
+    """Draws its items."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(1)
+
+
+class Gathers(Classifier):
+    """Steps every third batch of the run, also over the ends of epochs, and has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]) * self.scale, batch[1]))
+        if self.trainer.state.total_batches % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).double().sum() * self.scale
+
+
+def gathers_over_ends(folder: Path) -> dict[str, bool]:
+    found = {}
+    for strategy in ("ddp", "fsdp", "ddp_sharded"):
+
+        def run(epochs: int, path: str | None = None, name: str = strategy) -> Any:
+            tw.seed_everything(3)
+            module = Gathers()
+            options = {**QUIET, "devices": 2, "strategy": name, "max_epochs": epochs}
+            trainer = tw.Trainer(**options)
+            trainer.fit(module, make_loader(40), ckpt_path=path)  # five batches per rank
+            trainer.save_checkpoint(folder / f"{name}-{epochs}-{path is None}.ckpt")
+            return [float(each) for each in trainer.predict(module, make_loader(8))]
+
+        whole = run(3)
+        run(1)
+        found[strategy] = run(3, str(folder / f"{strategy}-1-True.ckpt")) == whole
+    return found
+
+
 def test_a_reused_name_contains_the_weights_of_its_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"monitor": "val_loss", "async_save": True, "save_weights_only": True}
     best = tw.ModelCheckpoint(tmp_path / "best", "best", **options)
@@ -535,27 +575,6 @@ def test_a_resumed_stop_keeps_the_metrics_from_before_the_stop(tmp_path: Path) -
     assert [("val_loss" in names) for names in known] == [False] * 4, "a longer run has no other metrics"
 
 
-def test_max_steps_within_an_epoch_leaves_the_rng_of_a_longer_run(tmp_path: Path) -> None:
-    class DrawingAtTheEnd(Drawing):
-        def on_train_epoch_end(self) -> None:
-            torch.rand(2)
-
-    def run(steps: int, folder: str, path: Any = None) -> tuple[list[Any], float]:
-        tw.seed_everything(3, verbose=False)
-        module = DrawingAtTheEnd()
-        saving = tw.ModelCheckpoint(tmp_path / folder, every_n_epochs=1)
-        fit(module, saving, max_steps=steps, path=path)
-        return module.seen, torch.rand(()).item()
-
-    whole, after = run(7, "whole")
-    part, after_part = run(5, "part")
-    for _ in range(2):
-        assert run(5, "part", "auto") == ([], after_part), "nothing is left to do"
-    rest, after_rest = run(7, "part", "auto")
-    assert part + rest == whole
-    assert after_rest == after
-
-
 def test_should_stop_within_an_epoch_leaves_the_rng_of_a_longer_run(tmp_path: Path) -> None:
     class Stopping(tw.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -577,20 +596,6 @@ def test_should_stop_within_an_epoch_leaves_the_rng_of_a_longer_run(tmp_path: Pa
     assert run(path=tmp_path / "after.ckpt") == part[-1:], "should_stop is kept, and nothing is left to do"
     rest = run(Going(), tmp_path / "after.ckpt")
     assert part[:-1] + rest == whole
-
-
-def test_a_save_during_a_stop_within_an_epoch_waits_for_the_end(tmp_path: Path) -> None:
-    class Saving(tw.Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            if not (tmp_path / "own.ckpt").exists():
-                assert not trainer.save_checkpoint(tmp_path / "own.ckpt")
-
-    module, again = Falling(), Falling()
-    trainer = fit(module, Saving(), max_steps=2, data=4)
-    assert module.seen == [(0, 0), (0, 1)]
-    resumed = fit(again, max_steps=2, data=4, path=tmp_path / "own.ckpt")
-    assert again.seen == []
-    assert resumed.callback_metrics == trainer.callback_metrics
 
 
 def test_a_reloaded_stream_resumes_within_its_epoch(tmp_path: Path) -> None:
@@ -635,108 +640,51 @@ def test_a_reloaded_stream_resumes_within_its_epoch(tmp_path: Path) -> None:
         assert run(tmp_path / f"{step}.ckpt") == whole[step:]
 
 
-# -- rows of loggers -----------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_an_interrupted_validation_are_written_once(tmp_path: Path) -> None:
-    class Signals(tw.Callback):
-        def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.current_epoch == 1 and trainer.resume_source is None:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    def run(folder: Path, *callbacks: tw.Callback) -> bytes:
-        logger = tw.CSVLogger(folder, name="logs", version=0)
-        fit(Falling(), every_step(folder), *callbacks, path="auto", logger=logger, log_every_n_steps=1)
-        return (folder / "logs" / "version_0" / "metrics.csv").read_bytes()
-
-    whole = run(tmp_path / "whole")
-    assert whole.count(b"\n") == 1 + 12 + 3 * 4
-    with pytest.raises(RunStopped):
-        run(tmp_path / "part", Signals())
-    assert run(tmp_path / "part") == whole
-
-
-# -- windows -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_resumed_run_can_have_windows_of_another_length(tmp_path: Path) -> None:
-    """Saved after batch 6 of 10: the rest is a window of four, whose steps are whole ones."""
-    fit(Falling(), every_step(tmp_path), data=10, max_epochs=1, accumulate_grad_batches=2)
-    for windows, steps in ((4, 4), (3, 5), (2, 5), (1, 7)):
-        module, again = Falling(), tmp_path / str(windows)
-        fit(module, every_step(again), data=10, max_epochs=1, accumulate_grad_batches=windows, path=tmp_path / "3.ckpt")
-        assert module.weight.item() == pytest.approx(-steps)
-    module = Falling()
-    fit(module, data=10, max_epochs=1, accumulate_grad_batches=3, path=tmp_path / "3" / "4.ckpt")  # and again, after 9
-    assert module.weight.item() == pytest.approx(-5)
-
-
-# -- a training step that trains nothing ---------------------------------------------------------------------------------
-
-
-def test_a_training_step_without_a_loss_is_explained() -> None:
-    class Forgets(Falling):
-        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-            self.log("loss", self.weight.detach(), on_epoch=True)
-
-    class Sends(Falling):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = (self.weight * 2.0).square().sum()
-            loss.backward()
-            return loss
-
-    with (
-        pytest.warns(UserWarning, match="Did you forget the return statement"),
-        pytest.raises(
-            RuntimeError, match=r"returned None for all 4 batches of the first epoch.*automatic_optimization = False"
-        ),
-    ):
-        fit(Forgets())
-    with pytest.raises(
-        RuntimeError, match=r"If training_step calls loss.backward\(\) itself, leave that out, or set automatic"
-    ):
-        fit(Sends())
-
-
-class Gathers(Classifier):
-    """Steps every third batch of the run, also over the ends of epochs, and has a parameter without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.3)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]) * self.scale, batch[1]))
-        if self.trainer.state.total_batches % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0]).double().sum() * self.scale
-
-
-def gathers_over_ends(folder: Path) -> dict[str, bool]:
-    found = {}
-    for strategy in ("ddp", "fsdp", "ddp_sharded"):
-
-        def run(epochs: int, path: str | None = None, name: str = strategy) -> Any:
-            tw.seed_everything(3)
-            module = Gathers()
-            options = {**QUIET, "devices": 2, "strategy": name, "max_epochs": epochs}
-            trainer = tw.Trainer(**options)
-            trainer.fit(module, make_loader(40), ckpt_path=path)  # five batches per rank
-            trainer.save_checkpoint(folder / f"{name}-{epochs}-{path is None}.ckpt")
-            return [float(each) for each in trainer.predict(module, make_loader(8))]
-
-        whole = run(3)
-        run(1)
-        found[strategy] = run(3, str(folder / f"{strategy}-1-True.ckpt")) == whole
-    return found
-
-
 @pytest.mark.slow
 def test_gradients_wait_over_an_epochs_end_on_two_ranks(tmp_path: Path) -> None:
     for found in run_job(gathers_over_ends, 2, tmp_path):
         assert found == {"ddp": True, "fsdp": True, "ddp_sharded": True}
+
+
+def test_a_stop_that_min_epochs_delays_stays_requested(tmp_path: Path, capsys: Any) -> None:
+    """This holds for early stopping, although the metric improves meanwhile, and for the user's request."""
+
+    class Bumpy(Falling):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", [3.0, 4.0, 4.0, 2.0, 1.0, 1.0][min(self.trainer.current_epoch, 5)])
+
+    for number, kind in enumerate((lambda: tw.EarlyStopping("val_loss", patience=2), lambda: StopsAt(10))):
+        folder = tmp_path / str(number)
+        whole = fit(Bumpy(), every_step(folder), kind(), min_epochs=5, max_epochs=10)
+        assert whole.current_epoch == 5
+        for step in (13, 16, 18):
+            path = folder / f"{step}.ckpt"
+            assert fit(Bumpy(), kind(), path=path, min_epochs=5, max_epochs=10).current_epoch == 5, step
+        if number == 0:  # a stop that new settings would not request is dropped
+            patient = tw.EarlyStopping("val_loss", patience=4)
+            assert fit(Bumpy(), patient, path=folder / "18.ckpt", min_epochs=5, max_epochs=8).current_epoch == 8
+    assert "To train on, set trainer.should_stop = False in on_train_start" in capsys.readouterr().out
+
+
+def test_a_checkpoint_callback_that_is_new_in_a_resumed_run_makes_up_nothing(tmp_path: Path) -> None:
+    fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), max_epochs=1)
+    new = tw.ModelCheckpoint(tmp_path / "b", "{epoch}", save_top_k=-1, save_on_exception=True)
+
+    def kill(*_: Any) -> None:
+        raise Killed
+
+    killing = tw.LambdaCallback(on_train_epoch_start=kill)
+    with pytest.raises(Killed):
+        fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, killing, path="auto")
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["exception-epoch=1-step=4.ckpt"]
+    fit(Falling(), tw.ModelCheckpoint(tmp_path / "a"), new, path="auto")
+    assert sorted(Path(path).name for path in new.state_dict()["best_k_models"]) == ["epoch=1.ckpt", "epoch=2.ckpt"]
+
+
+def test_a_metric_that_nobody_logs_is_an_error_in_the_resumed_run_too(tmp_path: Path) -> None:
+    for _ in range(2):
+        wrong = tw.ModelCheckpoint(tmp_path / "b", monitor="val_los")
+        module = Falling()
+        with pytest.raises(ValueError, match="'val_los', which was not logged"):
+            fit(module, tw.ModelCheckpoint(tmp_path / "a"), wrong, path="auto")
+    assert module.seen == [], "before it trains on"

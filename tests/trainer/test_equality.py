@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import by_hand
 import pytest
 import torch
-from small import DEVICE, ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_loader, make_net, placed, weights
+from small import DEVICE, ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_loader, make_net, weights
 
 import trainwright as tw
 
@@ -36,37 +37,11 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler
 
 
 def train_by_hand(case: dict[str, Any], *, loss_in_autocast: bool) -> dict[str, torch.Tensor]:
-    net, loader = make_net().to(DEVICE), [placed(batch) for batch in make_loader()]
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, fused=True)
-    scheduler = make_scheduler(optimizer) if case["scheduler"] else None
-    dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(case["precision"])
-    scaler = torch.amp.GradScaler(DEVICE.type, enabled=case["precision"] == "16-mixed")
-    count = len(loader)
-    for _ in range(EPOCHS):
-        for index, batch in enumerate(loader):
-            first = index - index % case["accumulate"]
-            window = min(case["accumulate"], count - first)
-            with torch.autocast(DEVICE.type, dtype, enabled=dtype is not None):
-                outputs = net(batch[0])
-                loss = torch.nn.functional.cross_entropy(outputs, batch[1]) if loss_in_autocast else None
-            if loss is None:
-                loss = torch.nn.functional.cross_entropy(outputs.float(), batch[1])
-            if window > 1:
-                loss = loss / window
-            scaler.scale(loss).backward()
-            if index - first + 1 < window:
-                continue
-            scaler.unscale_(optimizer)
-            if case["clip_value"]:
-                torch.nn.utils.clip_grad_value_(net.parameters(), case["clip_value"])
-            if case["clip_norm"]:
-                torch.nn.utils.clip_grad_norm_(net.parameters(), case["clip_norm"])
-            scale = scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            if scheduler is not None and scaler.get_scale() >= scale:
-                scheduler.step()
-            optimizer.zero_grad()
+    net = make_net()
+    options = {name: case[name] for name in ("accumulate", "clip_norm", "clip_value", "precision")}
+    options |= {"epochs": EPOCHS, "loss_in_autocast": loss_in_autocast}
+    make = make_scheduler if case["scheduler"] else None
+    by_hand.train_by_hand(net, list(make_loader()), DEVICE, make_scheduler=make, **options)
     return weights(net)
 
 

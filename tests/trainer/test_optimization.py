@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import trainwright as tw
 
 
 class Plain(Classifier):
-    """SGD without a scheduler; `own` is a function of the module in any form of configure_optimizers."""
+    """SGD without a scheduler, or the result of a function of the module."""
 
     def __init__(self, own: Callable[[Any], Any] | None = None, lr: float = 0.1) -> None:
         super().__init__(lr=lr)
@@ -54,7 +53,7 @@ def sgd(parameters: Any) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-# -- what configure_optimizers may return --------------------------------------------------------------------------------
+# -- results of configure_optimizers -------------------------------------------------------------------------------------
 
 
 def halving(optimizer: Any) -> StepLR:
@@ -147,18 +146,6 @@ def test_a_plateau_follows_its_monitor() -> None:
     assert of_validations.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-def test_a_plateau_skips_the_steps_of_an_overflow() -> None:
-    class Overflows(Plain):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            return loss * torch.inf if batch_idx < 4 else loss
-
-    module = Overflows(lambda module: plateau(module, monitor="loss", interval="step"))
-    trainer = fit(module, precision="16-mixed")
-    assert trainer.state.skipped_steps == 4
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 7
-
-
 def test_a_plateau_whose_monitor_was_not_logged() -> None:
     with pytest.raises(ValueError, match=r"ReduceLROnPlateau follows 'val_loss', which was not logged; there are loss"):
         fit(Plain(plateau))
@@ -170,7 +157,7 @@ def test_a_plateau_whose_monitor_was_not_logged() -> None:
     assert trainer.global_step == 11
 
 
-def test_a_plateau_that_steps_before_the_first_validation_gets_a_warning() -> None:
+def test_a_plateau_that_steps_before_the_first_validation_fails() -> None:
     class Validated(Plain):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", 1.0)
@@ -180,10 +167,8 @@ def test_a_plateau_that_steps_before_the_first_validation_gets_a_warning() -> No
         tw.Trainer(**QUIET, max_epochs=2, **settings).fit(module, make_loader(8), make_loader(8))
 
     advice = "give a scheduler interval='validation', or see check_val_every_n_epoch and limit_val_batches"
-    before = f"ReduceLROnPlateau follows 'val_loss', and steps after epoch 1, before the first validation; {advice}"
     with pytest.raises(ValueError, match=f"No validation has run yet: if it logs 'val_loss', {advice}"):
-        with pytest.warns(UserWarning, match=before):
-            run(check_val_every_n_epoch=2)
+        run(check_val_every_n_epoch=2)
     with pytest.raises(ValueError, match=advice):
         run(limit_val_batches=0)
     run()
@@ -230,25 +215,6 @@ def test_an_optimizer_step_that_does_nothing_is_not_counted(precision: str) -> N
     assert trainer.global_step == trainer.lr_scheduler_configs[0].scheduler.last_epoch == 5
     if precision == "32-true":
         assert_equal(weights(module), weights(by_hand(sgd, lambda net, index: bool(index % 2))))
-
-
-def test_the_closure_returns_the_computed_loss() -> None:
-    losses: list[Any] = []
-
-    class Looking(Plain):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            losses.append(loss.detach())
-            return loss
-
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            losses.append(optimizer_closure())
-            losses.append(optimizer.step())
-
-    module = Looking()
-    fit(module, limit_train_batches=3)
-    assert losses[0::3] == losses[1::3]
-    assert losses[2::3] == [None] * 3
 
 
 # -- closures ------------------------------------------------------------------------------------------------------------
@@ -474,19 +440,35 @@ def test_manual_clipping_is_exact_under_a_loss_scale() -> None:
     assert max(norms) == pytest.approx(0.1, rel=1e-3)
 
 
-def test_manual_optimization_without_an_optimizer_says_so() -> None:
-    class Idle(Plain):
-        automatic_optimization = False
+def test_a_plateau_skips_the_steps_of_an_overflow() -> None:
+    class Overflows(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * torch.inf if batch_idx < 4 else loss
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            assert self.optimizers() == []
-            assert self.lr_schedulers() is None
+    module = Overflows(lambda module: plateau(module, monitor="loss", interval="step"))
+    trainer = fit(module, precision="16-mixed")
+    assert trainer.state.skipped_steps == 4
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 7
 
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        trainer = fit(Idle(lambda module: None))
-    assert any("nothing is trained" in str(each.message) for each in said)
-    assert (trainer.global_step, trainer.current_epoch) == (0, 1)
+
+def test_the_closure_returns_the_computed_loss() -> None:
+    losses: list[Any] = []
+
+    class Looking(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            losses.append(loss.detach())
+            return loss
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            losses.append(optimizer_closure())
+            losses.append(optimizer.step())
+
+    module = Looking()
+    fit(module, limit_train_batches=3)
+    assert losses[0::3] == losses[1::3]
+    assert losses[2::3] == [None] * 3
 
 
 def test_a_step_wise_scheduler_follows_the_validation_after_its_step(tmp_path: Path) -> None:
@@ -521,21 +503,3 @@ def test_a_step_wise_scheduler_follows_the_validation_after_its_step(tmp_path: P
         resumed, rate_then = run(f"from {step}", str(tmp_path / "whole" / f"step={step}.ckpt"))
         assert_equal(resumed, whole)
         assert rate_then == rate
-
-
-class OverriddenParameters(Plain):
-    """`parameters` is overridden, and the optimizer also contains a frozen parameter of another module."""
-
-    def parameters(self, recurse: bool = True) -> Any:
-        return (each for each in () if recurse)
-
-    def configure_optimizers(self) -> Any:
-        frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
-        return sgd([*self.net.parameters(), frozen])
-
-
-def test_parameters_are_the_modules_whatever_it_overrides() -> None:
-    before = OverriddenParameters()
-    weight = next(before.net.parameters()).detach().clone()
-    fit(before, max_epochs=1)
-    assert not torch.equal(next(before.net.parameters()).detach().cpu(), weight)

@@ -6,7 +6,6 @@ The job of two gloo ranks starts once. The tests train the same on one process, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import run_job
-from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_data, make_loader, weights
+from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, IterableDataset
 
 import trainwright as tw
 from trainwright.data.combined import CombinedLoader
 
 SETTINGS = {**QUIET, "precision": "64-true"}
-LAST_ROUNDS = (3, 5, 7)
-"""Samples in batches of two: the two ranks share the last round as 2 and 1, as 1 and none, and as 2 and 1."""
 
 
 def rank() -> int:
@@ -82,20 +78,6 @@ def followed(slope: float, logging_rank: int | None, strict: bool) -> tuple[floa
     return trainer.optimizers[0].param_groups[0]["lr"], weights(module)
 
 
-class Leaves(tw.Callback):
-    """Ends the first epoch in the middle of a window."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-        return -1 if trainer.current_epoch == 0 and batch_idx == 3 else None
-
-
-def left_in_a_window(batch_size: int) -> dict[str, Tensor]:
-    module = Plain()
-    scheduler = tw.GradientAccumulationScheduler({0: 2, 1: 1})
-    trainer = fit(module, make_loader(32, batch_size), epochs=3, callbacks=[scheduler, Leaves()])
-    return {**weights(module), "steps": torch.tensor(trainer.global_step)}
-
-
 class Looks(tw.Callback):
     """Reads the epoch's values at its end."""
 
@@ -122,107 +104,15 @@ def watched_by_one_rank() -> dict[str, Any]:
     return {"seen": looks.seen, "metrics": metrics, "tested": tested, "weights": weights(module)}
 
 
-class Asks(torch.optim.SGD):
-    """Requests the loss twice in a step, and records the losses and gradients."""
-
-    def __init__(self, parameters: Any, notes: list[Any]) -> None:
-        super().__init__(parameters, lr=0.3)
-        self.notes = notes
-
-    def step(self, closure: Any = None) -> Any:
-        for _ in range(2):
-            with torch.enable_grad():
-                loss = closure()
-            gradients = [each.grad.clone() for group in self.param_groups for each in group["params"]]
-            self.notes.append(torch.cat([loss.reshape(1), *(each.flatten() for each in gradients)]))
-            with torch.no_grad():
-                self.param_groups[0]["params"][0].add_(0.0)  # as if it had looked elsewhere, and come back
-        return super().step()
+FIRST_LOADERS = (3, 5, 8)
+"""Samples of the first loader."""
 
 
-class Searching(Classifier):
-    """Trained by an optimizer that asks for the loss in its step."""
-
-    def __init__(self, notes: list[Any] | None) -> None:
-        super().__init__()
-        self.notes = notes
-
-    def configure_optimizers(self) -> Any:
-        if self.notes is not None:
-            return Asks(self.parameters(), self.notes)
-        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3)
-
-
-def searched(batch_size: int, samples: int) -> dict[str, Any]:
-    notes: list[Tensor] = []
-    found = {}
-    for name, module in (("asks", Searching(notes)), ("lbfgs", Searching(None))):
-        fit(module, make_loader(samples, batch_size), epochs=2)
-        found[name] = weights(module)
-    return {**found, "notes": torch.stack(notes)}
-
-
-class Pulls(Plain):
-    """Takes its batches from an iterator."""
-
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-        batch, index, _ = next(dataloader_iter)
-        return super().training_step(batch, index)
-
-
-def pulled(batch_size: int, samples: int) -> dict[str, Tensor]:
-    module = Pulls()
-    trainer = fit(module, make_loader(samples, batch_size), epochs=2)
-    return {**weights(module), "loss": trainer.callback_metrics["loss_epoch"]}
-
-
-FIRST_LOADERS = [
-    (samples, limit, kind)
-    for samples, limit in ((3, None), (5, None), (8, None), (7, 3))
-    for kind in ("loader", "stream")
-]
-"""Samples of the first loader, the limit of the epoch's batches, and whether the loaders know their lengths."""
-
-
-class Stream(IterableDataset[Any]):
-    """Does not know how many samples it has."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from make_data(self.samples)
-
-
-def one_after_the_other(batch_size: int, first: int, limit: int | None, kind: str) -> dict[str, Tensor]:
+def one_after_the_other(batch_size: int, first: int) -> dict[str, Tensor]:
     module = Plain()
     loaders = [make_loader(first, batch_size), make_loader(6, batch_size), make_loader(5, batch_size)]
-    if kind == "stream":
-        loaders[:2] = [DataLoader(Stream(samples), batch_size) for samples in (first, 6)]
-    trainer = fit(module, CombinedLoader(loaders, "sequential"), epochs=2, limit_train_batches=limit)
+    trainer = fit(module, CombinedLoader(loaders, "sequential"), epochs=2)
     return {**weights(module), "loss": trainer.callback_metrics["loss_epoch"]}
-
-
-class Predicts(Plain):
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0])
-
-
-def used_after_training(batch_size: int) -> dict[str, Any]:
-    """Predict, test and validate with the module that was just trained, and once more after another training."""
-    trainer, module = tw.Trainer(max_epochs=1, **SETTINGS), Predicts()
-    trainer.fit(module, make_loader(12, batch_size))
-    found: dict[str, Any] = {}
-    for turn in ("first", "second"):
-        predictions = trainer.predict(module, make_loader(7, 2))
-        found[turn] = {
-            "predicted": torch.cat(predictions),
-            "sizes": [len(each) for each in predictions],
-            "tested": trainer.test(module, make_loader(7, 2), verbose=False),
-            "validated": trainer.validate(module, make_loader(3, 2), verbose=False),
-        }
-        trainer.fit(module, make_loader(12, batch_size))
-    return {**found, "weights": weights(module)}
 
 
 class Unfreezes(tw.Callback):
@@ -274,16 +164,95 @@ STOPS = {
 """The hook in which rank 1 requests a stop, and the (steps, epochs) after which all ranks stop. None means soon."""
 
 
+LAST_ROUNDS = (3, 5, 7)
+"""Samples in batches of two: the two ranks share the last round as 2 and 1, as 1 and none, and as 2 and 1."""
+
+
+class Leaves(tw.Callback):
+    """Ends the first epoch in the middle of a window."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+        return -1 if trainer.current_epoch == 0 and batch_idx == 3 else None
+
+
+def left_in_a_window(batch_size: int) -> dict[str, Tensor]:
+    module = Plain()
+    scheduler = tw.GradientAccumulationScheduler({0: 2, 1: 1})
+    trainer = fit(module, make_loader(32, batch_size), epochs=3, callbacks=[scheduler, Leaves()])
+    return {**weights(module), "steps": torch.tensor(trainer.global_step)}
+
+
+class Asks(torch.optim.SGD):
+    """Requests the loss twice in a step, and records the losses and gradients."""
+
+    def __init__(self, parameters: Any, notes: list[Any]) -> None:
+        super().__init__(parameters, lr=0.3)
+        self.notes = notes
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            gradients = [each.grad.clone() for group in self.param_groups for each in group["params"]]
+            self.notes.append(torch.cat([loss.reshape(1), *(each.flatten() for each in gradients)]))
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(0.0)  # as if it had looked elsewhere, and come back
+        return super().step()
+
+
+class Searching(Classifier):
+    """Trained by an optimizer that asks for the loss in its step."""
+
+    def __init__(self, notes: list[Any] | None) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def configure_optimizers(self) -> Any:
+        if self.notes is not None:
+            return Asks(self.parameters(), self.notes)
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3)
+
+
+def searched(batch_size: int, samples: int) -> dict[str, Any]:
+    notes: list[Tensor] = []
+    found = {}
+    for name, module in (("asks", Searching(notes)), ("lbfgs", Searching(None))):
+        fit(module, make_loader(samples, batch_size), epochs=2)
+        found[name] = weights(module)
+    return {**found, "notes": torch.stack(notes)}
+
+
+class Predicts(Plain):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
+def used_after_training(batch_size: int) -> dict[str, Any]:
+    """Predict, test and validate with the module that was just trained, and once more after another training."""
+    trainer, module = tw.Trainer(max_epochs=1, **SETTINGS), Predicts()
+    trainer.fit(module, make_loader(12, batch_size))
+    found: dict[str, Any] = {}
+    for turn in ("first", "second"):
+        predictions = trainer.predict(module, make_loader(7, 2))
+        found[turn] = {
+            "predicted": torch.cat(predictions),
+            "sizes": [len(each) for each in predictions],
+            "tested": trainer.test(module, make_loader(7, 2), verbose=False),
+            "validated": trainer.validate(module, make_loader(3, 2), verbose=False),
+        }
+        trainer.fit(module, make_loader(12, batch_size))
+    return {**found, "weights": weights(module)}
+
+
 def job(folder: Path) -> dict[str, Any]:
     return {
         "followed": {case: followed(*case) for case in FOLLOWED},
-        "left in a window": left_in_a_window(2),
         "watched": watched_by_one_rank(),
-        "searched": {samples: searched(2, samples) for samples in LAST_ROUNDS},
-        "pulled": {samples: pulled(2, samples) for samples in LAST_ROUNDS},
-        "one after the other": {case: one_after_the_other(2, *case) for case in FIRST_LOADERS},
-        "used": used_after_training(2),
+        "one after the other": {samples: one_after_the_other(2, samples) for samples in FIRST_LOADERS},
         "unfrozen": unfrozen(2),
+        "left in a window": left_in_a_window(2),
+        "searched": {samples: searched(2, samples) for samples in LAST_ROUNDS},
+        "used": used_after_training(2),
         "stopped": {hook: stopped(hook) for hook in STOPS},
     }
 
@@ -300,13 +269,6 @@ def test_a_plateau_follows_rank_zeros_value(results: list[dict[str, Any]], case:
     assert_equal(trained, others)
 
 
-def test_an_epoch_that_a_hook_ends_within_a_window(results: list[dict[str, Any]]) -> None:
-    trained, others = (result["left in a window"] for result in results)
-    assert_equal(trained, others)
-    assert_close(trained, left_in_a_window(4))
-    assert trained["steps"] == 1 + 8 + 8
-
-
 def test_a_callback_of_one_rank_is_no_trap(results: list[dict[str, Any]]) -> None:
     zero, one = (result["watched"] for result in results)
     assert zero["seen"] == [*[("validation", True), ("train", True)] * 2, ("test", True)]
@@ -318,6 +280,34 @@ def test_a_callback_of_one_rank_is_no_trap(results: list[dict[str, Any]]) -> Non
     expected = Plain()
     fit(expected, make_loader(10, 4), epochs=2)
     assert_close(zero["weights"], weights(expected))
+
+
+@pytest.mark.parametrize("samples", FIRST_LOADERS)
+def test_sequential_loaders_have_weighted_last_rounds(results: list[dict[str, Any]], samples: int) -> None:
+    found, others = (result["one after the other"][samples] for result in results)
+    assert_equal(found, others)
+    assert_close(found, one_after_the_other(4, samples))
+
+
+def test_parameters_that_are_unfrozen_later_are_averaged_too(results: list[dict[str, Any]]) -> None:
+    trained, others = (result["unfrozen"] for result in results)
+    assert_equal(trained, others)
+    assert_close(trained, unfrozen(4))
+
+
+@pytest.mark.parametrize("hook", STOPS)
+def test_one_rank_may_ask_for_the_end(results: list[dict[str, Any]], hook: str) -> None:
+    ends = [result["stopped"][hook] for result in results]
+    assert ends[0] == ends[1]
+    assert STOPS[hook] is None or ends[0] == STOPS[hook]
+    assert 3 <= ends[0][0] < 400
+
+
+def test_ranks_agree_on_an_epoch_that_a_hook_ends_within_a_window(results: list[dict[str, Any]]) -> None:
+    trained, others = (result["left in a window"] for result in results)
+    assert_equal(trained, others)
+    assert_close(trained, left_in_a_window(4))
+    assert trained["steps"] == 1 + 8 + 8
 
 
 @pytest.mark.parametrize("samples", LAST_ROUNDS)
@@ -333,20 +323,6 @@ def test_an_optimizer_that_asks_again_has_the_loss_of_all_ranks(results: list[di
     torch.testing.assert_close(found["notes"][::2], found["notes"][1::2])
 
 
-@pytest.mark.parametrize("samples", LAST_ROUNDS)
-def test_a_step_that_pulls_is_weighted_on_all_ranks(results: list[dict[str, Any]], samples: int) -> None:
-    found, others = (result["pulled"][samples] for result in results)
-    assert_equal(found, others)
-    assert_close(found, pulled(4, samples))
-
-
-@pytest.mark.parametrize("case", FIRST_LOADERS)
-def test_sequential_loaders_have_weighted_last_rounds(results: list[dict[str, Any]], case: Any) -> None:
-    found, others = (result["one after the other"][case] for result in results)
-    assert_equal(found, others)
-    assert_close(found, one_after_the_other(4, *case))
-
-
 def test_evaluations_after_a_training_are_exact(results: list[dict[str, Any]]) -> None:
     zero, one = (result["used"] for result in results)
     expected = used_after_training(4)
@@ -360,17 +336,3 @@ def test_evaluations_after_a_training_are_exact(results: list[dict[str, Any]]) -
             assert zero[turn][name] == one[turn][name]
             assert zero[turn][name][0] == pytest.approx(expected[turn][name][0])
             assert zero[turn][name][0]["count"] == count
-
-
-def test_parameters_that_are_unfrozen_later_are_averaged_too(results: list[dict[str, Any]]) -> None:
-    trained, others = (result["unfrozen"] for result in results)
-    assert_equal(trained, others)
-    assert_close(trained, unfrozen(4))
-
-
-@pytest.mark.parametrize("hook", STOPS)
-def test_one_rank_may_ask_for_the_end(results: list[dict[str, Any]], hook: str) -> None:
-    ends = [result["stopped"][hook] for result in results]
-    assert ends[0] == ends[1]
-    assert STOPS[hook] is None or ends[0] == STOPS[hook]
-    assert 3 <= ends[0][0] < 400

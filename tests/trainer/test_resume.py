@@ -69,46 +69,6 @@ def test_resume_is_exact_for_every_kind_of_optimizer(tmp_path: Path, kind: str) 
     assert is_fused == was_fused
 
 
-class Counting(torch.optim.Optimizer):
-    """Makes a parameter's state where it has none, as `in` tells it."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure() if closure is not None else None
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                if parameter.grad is not None:
-                    if parameter not in self.state:
-                        self.state[parameter] = {"count": torch.zeros(())}
-                    self.state[parameter]["count"] += 1
-                    parameter.sub_(0.1 / self.state[parameter]["count"] * parameter.grad)
-        return loss
-
-
-def test_a_parameter_without_optimizer_state_has_none_in_a_resumed_run(tmp_path: Path) -> None:
-    class Thawed(Classifier):
-        def on_train_epoch_start(self) -> None:
-            self.net[-1].requires_grad_(self.trainer.current_epoch > 0)
-
-        def configure_optimizers(self) -> Any:
-            return Counting(self.parameters())
-
-    def train(folder: str, epochs: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
-        module = Thawed()
-        saver = tw.ModelCheckpoint(str(tmp_path / folder))
-        trainer = tw.Trainer(max_epochs=epochs, callbacks=saver, **{**QUIET, "enable_checkpointing": True})
-        trainer.fit(module, make_loader(12, 4), ckpt_path=ckpt_path)
-        return {**weights(module), **optimizer_state(trainer)}
-
-    torch.manual_seed(2)
-    whole = train("whole", 2)
-    torch.manual_seed(2)
-    train("part", 1)
-    assert_equal(train("part", 2, "last"), whole)
-
-
 @pytest.mark.parametrize(
     "settings", [{"precision": "16-mixed"}, {"accumulate_grad_batches": 5}], ids=["16-mixed", "windows"]
 )
@@ -229,32 +189,6 @@ def test_a_run_can_move_from_the_trainer_to_a_loop_and_back(tmp_path: Path) -> N
     assert_equal(fit(3, str(tmp_path / "loop.ckpt")), whole)
 
 
-def test_extra_states_are_kept(tmp_path: Path) -> None:
-    class Counter(torch.nn.Module):
-        count: Any = 0
-
-        def get_extra_state(self) -> Any:
-            return self.count
-
-        def set_extra_state(self, state: Any) -> None:
-            self.count = state
-
-    class Counting(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.plain, self.tensor = Counter(), Counter()
-
-    module = Counting()
-    module.plain.count, module.tensor.count = {"a": (1, None)}, torch.tensor([1, 2])
-    trainer = tw.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(module, make_loader())
-    trainer.save_checkpoint(str(tmp_path / "extra.ckpt"))
-    again = Counting()
-    tw.Trainer(**QUIET).test(again, make_loader(), ckpt_path=str(tmp_path / "extra.ckpt"))
-    assert again.plain.count == {"a": (1, None)}
-    assert again.tensor.count.tolist() == [1, 2]
-
-
 def test_a_save_needs_a_run(tmp_path: Path) -> None:
     trainer = tw.Trainer(**QUIET)
     with pytest.raises(RuntimeError, match="nothing to save"):
@@ -292,23 +226,6 @@ def test_a_run_goes_on_in_another_precision(tmp_path: Path, first: str, then: st
         assert state["step"].dtype == torch.float32
 
 
-def test_a_tensor_of_one_element_may_have_any_stride(tmp_path: Path) -> None:
-    """To torch it is contiguous, but its bytes cannot be viewed so."""
-
-    class Strided(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("latest", torch.randn(1, 4)[:, 0])
-
-    module, path = Strided(), str(tmp_path / "run.ckpt")
-    trainer = tw.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(module, make_loader())
-    trainer.save_checkpoint(path)
-    read = Strided()
-    tw.Trainer(**QUIET).validate(read, make_loader(), ckpt_path=path)
-    assert_equal(weights(read), weights(module))
-
-
 def test_a_position_beyond_the_loader_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "run.ckpt")
     trainer = tw.Trainer(max_steps=7, **QUIET)
@@ -330,55 +247,6 @@ def test_saving_after_a_test_is_saving_after_the_fit(tmp_path: Path) -> None:
     tw.Trainer(max_epochs=2, **QUIET).fit(resumed, make_loader(), ckpt_path=str(tmp_path / "run.ckpt"))
     tw.Trainer(max_epochs=2, **QUIET).fit(whole, make_loader())
     assert_equal(weights(resumed), weights(whole))
-
-
-class Shares(torch.optim.SGD):
-    """Keeps a number and a tensor for all parameters together, as LBFGS-like ones of others do."""
-
-    key: Any = "n"
-
-    def step(self, closure: Any = None) -> Any:
-        shared = self.state["global"]
-        shared[self.key], shared["sum"] = shared.get(self.key, 0) + 1, shared.get("sum", torch.zeros(2)) + 1
-        for group in self.param_groups:
-            group["lr"] = 0.1 / shared[self.key]
-        return super().step(closure)
-
-
-def test_what_an_optimizer_keeps_for_all_parameters(tmp_path: Path) -> None:
-    def run(epochs: int, ckpt_path: str | None = None) -> tw.Trainer:
-        module = Classifier()
-        module.configure_optimizers = lambda: Shares(module.parameters(), lr=0.1)  # type: ignore[method-assign]
-        settings = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
-        trainer = tw.Trainer(callbacks=[tw.ModelCheckpoint(tmp_path)], **settings)
-        trainer.fit(module, make_loader(), ckpt_path=ckpt_path)
-        return trainer
-
-    whole = run(2)
-    run(1)
-    resumed = run(2, "last")
-    shared = resumed.optimizers[0].state["global"]
-    assert shared["n"] == 22
-    assert torch.equal(shared["sum"].cpu(), whole.optimizers[0].state["global"]["sum"])
-    assert_equal(weights(resumed.model), weights(whole.model))
-
-
-def test_an_optimizer_key_with_a_slash_is_rejected(tmp_path: Path) -> None:
-    class Slashed(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            for parameter in self.param_groups[0]["params"]:
-                self.state[parameter]["a/b"] = torch.ones_like(parameter)
-            return super().step(closure)
-
-    module = Classifier()
-    module.configure_optimizers = lambda: Slashed(module.parameters(), lr=0.1)  # type: ignore[method-assign]
-    trainer = tw.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(module, make_loader())
-    with pytest.raises(
-        tw.CheckpointError, match=r"the state of Slashed has the key 'a/b', but .* names without a slash"
-    ):
-        trainer.save_checkpoint(tmp_path / "a.ckpt")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_scheduler_that_counts_its_milestones_goes_on(tmp_path: Path) -> None:
@@ -448,3 +316,69 @@ def test_a_run_resumed_twice_is_bitwise_the_uninterrupted_one(tmp_path: Path) ->
     for result in results:
         assert_equal(result["resumed"], result["whole"])
         assert_equal(result["whole"], results[0]["whole"])
+
+
+class Counting(torch.optim.Optimizer):
+    """Makes a parameter's state where it has none, as `in` tells it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    if parameter not in self.state:
+                        self.state[parameter] = {"count": torch.zeros(())}
+                    self.state[parameter]["count"] += 1
+                    parameter.sub_(0.1 / self.state[parameter]["count"] * parameter.grad)
+        return loss
+
+
+def test_extra_states_are_kept(tmp_path: Path) -> None:
+    class Counter(torch.nn.Module):
+        count: Any = 0
+
+        def get_extra_state(self) -> Any:
+            return self.count
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state
+
+    class Counting(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.tensor = Counter(), Counter()
+
+    module = Counting()
+    module.plain.count, module.tensor.count = {"a": (1, None)}, torch.tensor([1, 2])
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, make_loader())
+    trainer.save_checkpoint(str(tmp_path / "extra.ckpt"))
+    again = Counting()
+    tw.Trainer(**QUIET).test(again, make_loader(), ckpt_path=str(tmp_path / "extra.ckpt"))
+    assert again.plain.count == {"a": (1, None)}
+    assert again.tensor.count.tolist() == [1, 2]
+
+
+def test_a_parameter_without_optimizer_state_has_none_in_a_resumed_run(tmp_path: Path) -> None:
+    class Thawed(Classifier):
+        def on_train_epoch_start(self) -> None:
+            self.net[-1].requires_grad_(self.trainer.current_epoch > 0)
+
+        def configure_optimizers(self) -> Any:
+            return Counting(self.parameters())
+
+    def train(folder: str, epochs: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
+        module = Thawed()
+        saver = tw.ModelCheckpoint(str(tmp_path / folder))
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=saver, **{**QUIET, "enable_checkpointing": True})
+        trainer.fit(module, make_loader(12, 4), ckpt_path=ckpt_path)
+        return {**weights(module), **optimizer_state(trainer)}
+
+    torch.manual_seed(2)
+    whole = train("whole", 2)
+    torch.manual_seed(2)
+    train("part", 1)
+    assert_equal(train("part", 2, "last"), whole)

@@ -71,19 +71,11 @@ class Pairs(Sampler[list[int]]):
         return len(list(iter(self)))
 
 
-class Unsized(Sampler[list[int]]):
-    """Batches of unknown number, in an order from a generator of the sampler."""
+class Permuted(Sampler[int]):
+    """Draws from a generator of the sampler."""
 
     def __init__(self) -> None:
         self.rng = np.random.RandomState()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = self.rng.permutation(COUNT).tolist()
-        return iter([order[start : start + 2] for start in range(0, COUNT, 2)])
-
-
-class Permuted(Unsized):
-    """The same with a length, and single indices."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rng.permutation(COUNT).tolist())
@@ -128,12 +120,10 @@ def loaders(kind: str, log: Path) -> Any:
         return DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0, 2.0] * (COUNT // 2), COUNT))
     if kind == "a part":
         return DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(3, COUNT - 1)))
-    if kind == "batches of one's own":
-        return DataLoader(data, batch_sampler=Pairs(), num_workers=2)
-    if kind == "batches without a length":
-        return DataLoader(data, batch_sampler=Unsized())
     if kind == "a generator of its own":
         return DataLoader(data, batch_size=2, sampler=Permuted())
+    if kind == "batches of one's own":
+        return DataLoader(data, batch_sampler=Pairs(), num_workers=2)
     other = DataLoader(Recorded(log, 100, 7), shuffle=True, batch_size=1, num_workers=1)
     return tw.CombinedLoader([DataLoader(data, batch_size=2, shuffle=True), other], kind)
 
@@ -148,15 +138,7 @@ def train(loader: Any, steps: int, path: Path | None, ckpt_path: Path | None = N
     return module
 
 
-KINDS = [
-    "workers",
-    "workers that stay",
-    "weighted",
-    "a part",
-    "batches of one's own",
-    "batches without a length",
-    "a generator of its own",
-]
+KINDS = ["workers", "workers that stay", "weighted", "a part", "batches of one's own", "a generator of its own"]
 MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
 
 
@@ -180,15 +162,6 @@ def test_no_item_is_read_twice_or_left_out(kind: str, tmp_path: Path) -> None:
         path = tmp_path / f"{steps}.ckpt"
     assert taken == whole.taken
     assert_equal(weights(part), weights(whole))
-
-
-def test_an_order_that_no_seed_reaches_is_told_of(tmp_path: Path) -> None:
-    path = tmp_path / "1.ckpt"
-    order = list(range(COUNT))
-    train(DataLoader(Recorded(tmp_path / "reads"), sampler=order), 5, path)
-    train(DataLoader(Recorded(tmp_path / "reads"), sampler=order), 9, tmp_path / "2.ckpt", path)
-    with pytest.warns(UserWarning, match="of a list of 26 samples that now draws a different order"):
-        train(DataLoader(Recorded(tmp_path / "reads"), sampler=order[::-1]), -1, None, tmp_path / "2.ckpt")
 
 
 def test_a_run_can_resume_at_every_batch(tmp_path: Path) -> None:
@@ -243,20 +216,18 @@ def test_a_run_can_resume_at_every_batch(tmp_path: Path) -> None:
 
 
 def rest_of_an_epoch(folder: Path) -> dict[str, Any]:
-    """Take up an epoch of one process on two, under limits that count batches or a part of the epoch."""
-    found: dict[str, Any] = {}
+    """Take up an epoch of one process on two."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("trainwright").addHandler(handler)
     logging.getLogger("trainwright").setLevel("INFO")
-    for limit in (None, 8, 0.5):
-        trainer, module = tw.Trainer(max_epochs=1, limit_train_batches=limit, **QUIET), Takes()
-        drawn: list[float] = []
-        module.on_train_batch_start = lambda *_, drawn=drawn: drawn.append(torch.rand(()).item())  # type: ignore[method-assign]
-        trainer.fit(module, make_data_loader(folder), ckpt_path=str(folder / "alone.ckpt"))
-        found[str(limit)] = (module.numbers, trainer.num_training_batches, drawn)
-    return {**found, "told": [each for each in messages if "generators" in each]}
+    trainer, module = tw.Trainer(max_epochs=1, **QUIET), Takes()
+    drawn: list[float] = []
+    module.on_train_batch_start = lambda *_: drawn.append(torch.rand(()).item())  # type: ignore[method-assign]
+    trainer.fit(module, make_data_loader(folder), ckpt_path=str(folder / "alone.ckpt"))
+    told = [each for each in messages if "generators" in each]
+    return {"seen": module.numbers, "length": trainer.num_training_batches, "drawn": drawn, "told": told}
 
 
 def make_data_loader(folder: Path) -> Any:
@@ -266,13 +237,11 @@ def make_data_loader(folder: Path) -> Any:
 def test_an_epoch_of_one_process_goes_on_on_two(tmp_path: Path) -> None:
     first = train(make_data_loader(tmp_path), 5, tmp_path / "alone.ckpt")
     results = run_job(rest_of_an_epoch, 2, tmp_path)
-    for limit, length, samples in (("None", 5 + 4, 26 - 10), ("8", 8, 3 * 4), ("0.5", 5, 0)):
-        seen = [number for result in results for number in result[limit][0]]
-        assert {result[limit][1] for result in results} == {length}, limit
-        assert len(seen) == len(set(seen)) == samples
-        assert not set(seen) & set(first.numbers)
-    assert results[0]["None"][2] != results[1]["None"][2], "the second rank's generators are its own"
-    assert results[1]["None"][2] == results[1]["8"][2] + results[1]["None"][2][3:], "and derived, so each time the same"
+    seen = [number for result in results for number in result["seen"]]
+    assert [result["length"] for result in results] == [5 + 4] * 2
+    assert len(seen) == len(set(seen)) == 26 - 10
+    assert not set(seen) & set(first.numbers)
+    assert results[0]["drawn"] != results[1]["drawn"], "the second rank's generators are its own"
     assert "saved on 1 processes, and this run has 2" in results[0]["told"][0]
     assert results[1]["told"] == []
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
+from small import QUIET, Classifier, assert_equal, make_loader, weights
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
 
 import trainwright as tw
@@ -184,7 +184,36 @@ def test_a_plateau_scheduler_goes_on_from_a_save_after_the_last_batch(tmp_path: 
     assert_equal(weights(modules[1]), weights(modules[0]))
 
 
-def test_saves_around_a_validation_within_an_epoch(tmp_path: Path) -> None:
+def job(folder: Path) -> Any:
+    loader = make_loader(45, 4, shuffle=True)  # 6 batches a rank, the last one re-split
+    whole, trainer = train(callbacks=[keep_all(folder, every_n_train_steps=4)], loader=loader)
+    resumed, _ = train(folder / "8.ckpt", loader=loader, enable_checkpointing=False)
+    _, trainer = train(callbacks=[keep_all(folder / "stopped")], loader=loader, max_steps=9)
+    after, _ = train(folder / "stopped" / "9.ckpt", loader=loader, enable_checkpointing=False)
+    return {
+        "whole": whole.epochs,
+        "resumed": resumed.epochs,
+        "after": after.epochs,
+        "steps": (whole.batches[9]["loss_step"], resumed.batches[9]["loss_step"]),
+        "rank": trainer.global_rank,
+    }
+
+
+def test_two_ranks_restore_the_metrics_of_an_epoch(tmp_path: Path) -> None:
+    results = run_job(job, 2, tmp_path)
+    for result in results:
+        assert result["whole"][1]["seen"] == 45
+        assert result["resumed"] == {epoch: result["whole"][epoch] for epoch in (1, 2)}
+        assert {**result["after"], 0: result["whole"][0]} == result["whole"]
+        assert result["steps"][0] == result["steps"][1]
+    assert results[0]["steps"] != results[1]["steps"]
+    with pytest.warns(UserWarning, match="for this epoch the metric objects accuracy, .* cover only the batches after"):
+        alone, _ = train(tmp_path / "8.ckpt", enable_checkpointing=False)
+    assert alone.epochs[1]["seen"] == 45, "what both ranks had logged, and the rest of the epoch"
+    assert alone.epochs[1]["least"] <= min(result["steps"][0] for result in results)
+
+
+def test_a_save_within_a_validation_keeps_the_metrics_of_the_epoch(tmp_path: Path) -> None:
     """The training epoch's values are found while the validation has a collector, and its metrics do not mix."""
 
     class Save(tw.Callback):
@@ -234,47 +263,6 @@ def test_a_checkpoint_of_an_epochs_end_has_its_latest_values_only(tmp_path: Path
     assert "metrics" not in json.loads((tmp_path / "weights.ckpt" / "state.json").read_text())
 
 
-class Words(Metric):
-    """Its state cannot be stored."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("seen", default=[], dist_reduce_fx=None)
-
-    def update(self, value: object) -> None:
-        self.seen.append(value)
-
-    def compute(self) -> Tensor:
-        return torch.tensor(len(self.seen))
-
-
-def test_what_cannot_be_stored_is_left_out_and_what_has_changed_begins_anew(tmp_path: Path) -> None:
-    class Logs(Classifier):
-        def __init__(self, loss: dict[str, Any], words: bool) -> None:
-            super().__init__()
-            self.loss = loss
-            if words:
-                self.words, self.gone = Words(), MeanMetric()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = loss_of(self.net, batch)
-            if hasattr(self, "words"):
-                self.words.update(object())
-                self.gone.update(loss)
-                self.log("gone", self.gone, on_step=False, on_epoch=True)
-            self.log("loss", loss, on_step=False, on_epoch=True, **self.loss)
-            self.log("count", 1, on_step=False, on_epoch=True, reduce_fx="sum" if self.loss else "max")
-            return loss
-
-    with pytest.warns(UserWarning, match="metric 'words', a Words, is not plain data") as told:
-        whole, trainer = train(callbacks=[keep_all(tmp_path, every_n_train_steps=5)], module=Logs({}, True))
-    assert len(told) == 1
-    resumed, trainer = train(tmp_path / "15.ckpt", module=Logs({"prog_bar": True}, False), enable_checkpointing=False)
-    assert resumed.epochs[1]["loss"] == whole.epochs[1]["loss"]
-    assert trainer.progress_bar_metrics["loss"] == pytest.approx(float(whole.epochs[2]["loss"]), rel=1e-6)
-    assert resumed.epochs[1]["count"] == BATCHES - 3  # it was a maximum
-
-
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
 @pytest.mark.parametrize("even", [True, False])
 def test_pending_values_are_restored(reduce_fx: str, even: bool) -> None:
@@ -301,49 +289,3 @@ def test_pending_values_are_restored(reduce_fx: str, even: bool) -> None:
     results = [next(iter(each.values.values())).total() for each in (whole, part)]
     assert float(results[0][0]) == float(results[1][0])
     assert results[0][1] == results[1][1]
-
-
-def job(folder: Path) -> Any:
-    loader = make_loader(45, 4, shuffle=True)  # 6 batches a rank, the last one re-split
-    whole, trainer = train(callbacks=[keep_all(folder, every_n_train_steps=4)], loader=loader)
-    resumed, _ = train(folder / "8.ckpt", loader=loader, enable_checkpointing=False)
-    _, trainer = train(callbacks=[keep_all(folder / "stopped")], loader=loader, max_steps=9)
-    after, _ = train(folder / "stopped" / "9.ckpt", loader=loader, enable_checkpointing=False)
-    return {
-        "whole": whole.epochs,
-        "resumed": resumed.epochs,
-        "after": after.epochs,
-        "steps": (whole.batches[9]["loss_step"], resumed.batches[9]["loss_step"]),
-        "rank": trainer.global_rank,
-    }
-
-
-def test_two_ranks_restore_the_metrics_of_an_epoch(tmp_path: Path) -> None:
-    results = run_job(job, 2, tmp_path)
-    for result in results:
-        assert result["whole"][1]["seen"] == 45
-        assert result["resumed"] == {epoch: result["whole"][epoch] for epoch in (1, 2)}
-        assert {**result["after"], 0: result["whole"][0]} == result["whole"]
-        assert result["steps"][0] == result["steps"][1]
-    assert results[0]["steps"] != results[1]["steps"]
-    alone, _ = train(tmp_path / "8.ckpt", enable_checkpointing=False)
-    assert alone.epochs[1]["seen"] == 45, "what both ranks had logged, and the rest of the epoch"
-    assert alone.epochs[1]["least"] <= min(result["steps"][0] for result in results)
-
-
-class LogsDouble(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = super().training_step(batch, batch_idx)
-        self.log("double", torch.tensor(0.1, dtype=torch.float64))
-        return loss
-
-
-def test_a_resume_keeps_the_dtype_of_logged_metrics(tmp_path: Path) -> None:
-    trainer = tw.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(LogsDouble(), make_loader())
-    trainer.save_checkpoint(str(tmp_path / "end.ckpt"))
-    resumed = tw.Trainer(max_epochs=1, **QUIET)
-    resumed.fit(LogsDouble(), make_loader(), ckpt_path=tmp_path / "end.ckpt")
-    for metrics in (trainer.callback_metrics, resumed.callback_metrics):
-        assert metrics["double"].dtype == torch.float64
-        assert metrics["double"] == 0.1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,23 +207,6 @@ def test_a_save_holds_what_the_module_has_done(tmp_path: Path, settings: dict[st
         assert_equal(weights(resumed), weights(whole))
 
 
-def test_the_module_may_log_after_a_save_with_its_hook(tmp_path: Path) -> None:
-    class Saves(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
-
-    class Logs(Classifier):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["mine"] = 1
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.log("end", float(batch_idx), on_epoch=True)
-
-    trainer = fit(Logs(), callbacks=[Saves()])
-    assert float(trainer.callback_metrics["end_epoch"]) == 1.5
-    assert len(list(tmp_path.iterdir())) == 4
-
-
 class Drawing(Dataset[Any]):
     """Draws from torch's generator in this process, as augmentation does."""
 
@@ -249,9 +231,6 @@ class SavesInBatch(Classifier):
         if moment == self.moment and self.global_step >= 2 and not self.written:
             self.written.append(self.trainer.save_checkpoint(self.path))
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.ask("on_train_batch_start")
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.ask("training_step")
@@ -263,45 +242,19 @@ class SavesInBatch(Classifier):
             self.ask("after_a_step")
         return loss
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.ask("on_before_zero_grad")
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self.ask("on_before_backward")
-
     def on_after_backward(self) -> None:
         self.ask("on_after_backward")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.ask("on_before_optimizer_step")
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
         self.ask("optimizer_step")
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step()
-        self.ask("lr_scheduler_step")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         return [optimizer], [{"scheduler": StepLR(optimizer, 1, 0.9), "interval": "step"}]
 
 
-MOMENTS = [
-    "on_train_batch_start",
-    "training_step",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "lr_scheduler_step",
-    "after_a_step",
-]
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", ["training_step", "on_after_backward", "optimizer_step", "after_a_step"])
 def test_a_save_within_a_batch_is_of_its_end(tmp_path: Path, moment: str) -> None:
     """A resumed run repeats no batch that was drawn, of which gradients wait, or with which the weights were stepped."""
     is_manual = moment == "after_a_step"
@@ -311,37 +264,6 @@ def test_a_save_within_a_batch_is_of_its_end(tmp_path: Path, moment: str) -> Non
     trainer = fit(resumed, DataLoader(Drawing(), batch_size=4), max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
     assert_equal(weights(resumed), weights(whole))
     assert trainer.global_step == 8
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_save_in_a_batch_that_ends_the_epoch_is_of_the_epochs_end(tmp_path: Path, accumulate: int) -> None:
-    class Leaves(tw.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-            if trainer.current_epoch or batch_idx != 2:
-                return None
-            assert not trainer.save_checkpoint(tmp_path / "a.ckpt")
-            return -1
-
-    whole, resumed = Classifier(dropout=0.2), Classifier(dropout=0.2)
-    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
-    expected = fit(whole, callbacks=[Leaves()], **settings)
-    trainer = fit(resumed, ckpt_path=tmp_path / "a.ckpt", **settings)
-    assert_equal(weights(resumed), weights(whole))
-    assert trainer.global_step == expected.global_step
-
-
-def test_weights_are_saved_within_a_batch_and_a_failed_one_waits_for_nothing(tmp_path: Path) -> None:
-    class Fails(tw.Callback):
-        def on_after_backward(self, trainer: Any, module: Any) -> None:
-            assert trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-            raise KeyError("broken")
-
-        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            assert trainer.save_checkpoint(tmp_path / "failed.ckpt")
-
-    with pytest.raises(KeyError, match="broken"):
-        fit(Classifier(), callbacks=[Fails()])
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 class Validated(Classifier):
@@ -387,36 +309,6 @@ def test_the_validation_of_a_stopped_run_counts_for_nothing(
         assert trainer.early_stopping_callback.wait_count == 3
     rates = [each.optimizers[0].param_groups[0]["lr"] for each in (expected, found)]
     assert rates[0] == rates[1] == pytest.approx(0.5**4 * 0.9**3)
-
-
-def test_a_save_around_a_validation_says_whether_it_is_over(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    class Saves(tw.Callback):
-        def save(self, trainer: Any, name: str) -> None:
-            if trainer.global_step == 2:
-                assert trainer.save_checkpoint(tmp_path / name)
-
-        def on_validation_start(self, trainer: Any, module: Any) -> None:
-            self.save(trainer, "start")
-
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            self.save(trainer, "end")
-
-    class Watched(Classifier):
-        def on_validation_start(self) -> None:
-            seen.append(self.global_step)
-
-    settings: dict[str, Any] = {"val": make_loader(4), "val_check_interval": 2}
-    whole = Watched()
-    fit(whole, callbacks=[Saves()], **settings)
-    assert seen == [2, 4]
-    for name, expected in (("start", [2, 4]), ("end", [4])):
-        seen.clear()
-        resumed = Watched()
-        fit(resumed, ckpt_path=tmp_path / name, **settings)
-        assert seen == expected
-        assert_equal(weights(resumed), weights(whole))
 
 
 @pytest.mark.parametrize("key", ["seed", "extra", "precision", "strategy", "optimizers"])
@@ -471,16 +363,11 @@ def test_a_modules_callbacks_are_its_own(tmp_path: Path) -> None:
             checkpoint = tw.ModelCheckpoint(tmp_path, monitor="val_loss")
             return [checkpoint, tw.EarlyStopping("val_loss"), Named("first")]
 
-    class Second(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("other", loss_of(self.net, batch))
-
     trainer = tw.Trainer(
         max_epochs=2, callbacks=[Named("own"), Other("other")], **{**QUIET, "enable_checkpointing": None}
     )
     default = trainer.checkpoint_callback
-    own = list(trainer.callbacks)
-    first, second = First(), Second()
+    first = First()
     for _ in range(2):
         trainer.fit(first, make_loader(8), make_loader(4))
         callbacks = list(trainer.callbacks)
@@ -492,102 +379,20 @@ def test_a_modules_callbacks_are_its_own(tmp_path: Path) -> None:
         best = trainer.test(first, make_loader(4), ckpt_path="best", verbose=False)
         assert best[0]["val_loss"] == pytest.approx(float(checkpoint.best_model_score))
         assert trainer.callbacks == callbacks  # with their state of the fit
-    trainer.fit(second, make_loader(8), make_loader(4))  # nobody asks for val_loss here
-    assert sorted(map(id, trainer.callbacks)) == sorted(map(id, own))
-    assert trainer.checkpoint_callback is default
-    trainer.fit(first, make_loader(8), make_loader(4))
-    assert names(trainer) == ["other", "first"]
 
 
-@pytest.mark.parametrize("call", ["fit", "validate", "test", "predict"])
-@pytest.mark.parametrize("is_caught", [True, False])
-def test_a_run_within_a_run_is_refused(call: str, is_caught: bool) -> None:
+@pytest.mark.parametrize("call", ["fit", "validate"])
+def test_a_run_within_a_run_is_refused(call: str) -> None:
     class Nests(tw.Callback):
-        nests = True
-
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if not self.nests or batch_idx != 1:
-                return
-            nested = partial(getattr(trainer, call), module, make_loader(4))
-            if is_caught:
-                with pytest.raises(RuntimeError, match=f"trainer.{call} was called while trainer.fit runs"):
-                    nested()
-            else:
-                nested()
+            with pytest.raises(RuntimeError, match=f"trainer.{call} was called while trainer.fit runs. Call it after"):
+                getattr(trainer, call)(module, make_loader(4))
 
-    class Predicts(Classifier):
-        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.net(batch[0])
-
-    nests, module, expected = Nests(), Predicts(), Predicts()
-    trainer = tw.Trainer(max_epochs=2, callbacks=[nests], **QUIET)
-    if not is_caught:
-        with pytest.raises(
-            RuntimeError, match=rf"trainer\.{call} was called while trainer\.fit runs. Call it after that"
-        ):
-            trainer.fit(module, make_loader(16))
-        assert (trainer.run.running_call, trainer.global_step) == (None, 2)
-        nests.nests = False
-        module.load_state_dict(expected.state_dict())
-    trainer.fit(module, make_loader(16))
-    assert (trainer.global_step, trainer.current_epoch, trainer.run.running_call) == (8, 2, None)
-    fit(expected, make_loader(16), max_epochs=2)
+    module, expected = Classifier(), Classifier()
+    trainer = fit(module, callbacks=[Nests()])
+    assert (trainer.global_step, trainer.run.running_call) == (4, None)
+    fit(expected)
     assert_equal(weights(module), weights(expected))
-    assert len(trainer.validate(module, make_loader(4), verbose=False)) == 1
-
-
-def test_another_trainer_may_run_within_a_run() -> None:
-    class Evaluates(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                (found,) = tw.Trainer(**QUIET).validate(module, make_loader(5), verbose=False)
-                assert found["count"] == 5
-                assert module.trainer is trainer
-                assert module.training
-
-    module, expected = Classifier(dropout=0.3), Classifier(dropout=0.3)
-    torch.manual_seed(1)
-    trainer = fit(module, make_loader(16), max_epochs=2, callbacks=[Evaluates()])
-    torch.manual_seed(1)
-    other = fit(expected, make_loader(16), max_epochs=2)
-    assert_equal(weights(module), weights(expected))
-    assert trainer.callback_metrics == other.callback_metrics
-
-
-def test_an_error_in_configure_callbacks_leaves_no_run() -> None:
-    class Broken(Classifier):
-        def configure_callbacks(self) -> Any:
-            raise ArithmeticError("no callbacks")
-
-    trainer = tw.Trainer(max_epochs=1, callbacks=[Named("own")], **QUIET)
-    for call in (trainer.fit, trainer.validate):
-        with pytest.raises(ArithmeticError, match="no callbacks"):
-            call(Broken(), make_loader(8))
-        assert (trainer.run.running_call, trainer.training, names(trainer)) == (None, False, ["own"])
-    trainer.fit(Classifier(), make_loader(8))
-    assert trainer.global_step == 2
-
-
-def test_a_toggled_optimizer_is_untoggled_after_an_error() -> None:
-    class Toggles(Classifier):
-        automatic_optimization = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[0].bias.requires_grad = False
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 3)]
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
-            self.toggle_optimizer(self.optimizers()[1])
-            assert not self.net[0].weight.requires_grad
-            raise ArithmeticError("between toggle and untoggle")
-
-    module = Toggles()
-    with pytest.raises(ArithmeticError, match="between toggle and untoggle"):
-        fit(module)
-    assert {name for name, each in module.named_parameters() if not each.requires_grad} == {"net.0.bias"}
 
 
 # -- the end of a run ----------------------------------------------------------------------------------------------------
@@ -679,18 +484,6 @@ def test_the_first_error_comes_out_and_the_rest_is_done(
     assert (trainer.run.running_call, trainer.training) == (None, False)
 
 
-def test_rows_that_are_logged_in_teardown_are_written(tmp_path: Path) -> None:
-    class Last(tw.Callback):
-        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-            trainer.logger.log_metrics({"final": 0.25}, step=99)
-
-    trainer = fit(Classifier(), callbacks=[Last()], logger=CSVLogger(tmp_path))
-    rows = Path(str(trainer.log_dir), "metrics.csv").read_text().splitlines()
-    assert "final" in rows[0].split(",")
-    assert rows[-1].split(",")[0] == "99"
-    assert "0.25" in rows[-1].split(",")
-
-
 # -- limits --------------------------------------------------------------------------------------------------------------
 
 
@@ -712,6 +505,131 @@ def test_estimated_steps_include_scheduled_windows(
     assert (module.planned, trainer.global_step) == (steps, steps)
 
 
-def test_two_limits_of_the_time_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_time=.* and a Timer in callbacks= both limit the time. Leave out one"):
-        tw.Trainer(max_time="00:01:00:00", callbacks=[tw.Timer("00:00:30:00")], **QUIET)
+def test_a_save_around_a_validation_says_whether_it_is_over(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Saves(tw.Callback):
+        def save(self, trainer: Any, name: str) -> None:
+            if trainer.global_step == 2:
+                assert trainer.save_checkpoint(tmp_path / name)
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            self.save(trainer, "start")
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.save(trainer, "end")
+
+    class Watched(Classifier):
+        def on_validation_start(self) -> None:
+            seen.append(self.global_step)
+
+    settings: dict[str, Any] = {"val": make_loader(4), "val_check_interval": 2}
+    whole = Watched()
+    fit(whole, callbacks=[Saves()], **settings)
+    assert seen == [2, 4]
+    for name, expected in (("start", [2, 4]), ("end", [4])):
+        seen.clear()
+        resumed = Watched()
+        fit(resumed, ckpt_path=tmp_path / name, **settings)
+        assert seen == expected
+        assert_equal(weights(resumed), weights(whole))
+
+
+def test_another_trainer_may_run_within_a_run() -> None:
+    class Evaluates(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                (found,) = tw.Trainer(**QUIET).validate(module, make_loader(5), verbose=False)
+                assert found["count"] == 5
+                assert module.trainer is trainer
+                assert module.training
+
+    module, expected = Classifier(dropout=0.3), Classifier(dropout=0.3)
+    torch.manual_seed(1)
+    trainer = fit(module, make_loader(16), max_epochs=2, callbacks=[Evaluates()])
+    torch.manual_seed(1)
+    other = fit(expected, make_loader(16), max_epochs=2)
+    assert_equal(weights(module), weights(expected))
+    assert trainer.callback_metrics == other.callback_metrics
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_save_in_a_batch_that_ends_the_epoch_is_of_the_epochs_end(tmp_path: Path, accumulate: int) -> None:
+    class Leaves(tw.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+            if trainer.current_epoch or batch_idx != 2:
+                return None
+            assert not trainer.save_checkpoint(tmp_path / "a.ckpt")
+            return -1
+
+    whole, resumed = Classifier(dropout=0.2), Classifier(dropout=0.2)
+    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+    expected = fit(whole, callbacks=[Leaves()], **settings)
+    trainer = fit(resumed, ckpt_path=tmp_path / "a.ckpt", **settings)
+    assert_equal(weights(resumed), weights(whole))
+    assert trainer.global_step == expected.global_step
+
+
+def test_a_toggled_optimizer_is_untoggled_after_an_error() -> None:
+    class Toggles(Classifier):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].bias.requires_grad = False
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 3)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+            self.toggle_optimizer(self.optimizers()[1])
+            assert not self.net[0].weight.requires_grad
+            raise ArithmeticError("between toggle and untoggle")
+
+    module = Toggles()
+    with pytest.raises(ArithmeticError, match="between toggle and untoggle"):
+        fit(module)
+    assert {name for name, each in module.named_parameters() if not each.requires_grad} == {"net.0.bias"}
+
+
+def test_rows_that_are_logged_in_teardown_are_written(tmp_path: Path) -> None:
+    class Last(tw.Callback):
+        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+            trainer.logger.log_metrics({"final": 0.25}, step=99)
+
+    trainer = fit(Classifier(), callbacks=[Last()], logger=CSVLogger(tmp_path))
+    rows = Path(str(trainer.log_dir), "metrics.csv").read_text().splitlines()
+    assert "final" in rows[0].split(",")
+    assert rows[-1].split(",")[0] == "99"
+    assert "0.25" in rows[-1].split(",")
+
+
+def test_the_module_may_log_after_a_save_with_its_hook(tmp_path: Path) -> None:
+    class Saves(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
+
+    class Logs(Classifier):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = 1
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("end", float(batch_idx), on_epoch=True)
+
+    trainer = fit(Logs(), callbacks=[Saves()])
+    assert float(trainer.callback_metrics["end_epoch"]) == 1.5
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_weights_are_saved_within_a_batch_and_a_failed_one_waits_for_nothing(tmp_path: Path) -> None:
+    class Fails(tw.Callback):
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            assert trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+            raise KeyError("broken")
+
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            assert trainer.save_checkpoint(tmp_path / "failed.ckpt")
+
+    with pytest.raises(KeyError, match="broken"):
+        fit(Classifier(), callbacks=[Fails()])
+    assert len(list(tmp_path.iterdir())) == 2

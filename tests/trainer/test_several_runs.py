@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import csv
-import gc
 import json
 import os
 import pickle
-import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -187,85 +184,6 @@ def test_a_module_that_was_trained_on_two_ranks_is_a_plain_one(tmp_path: Path) -
         assert_equal(found[0][name], found[1][name])
 
 
-class SetUp(Classifier):
-    """Gets a transfer hook and a validation loader in setup."""
-
-    calls = 0
-
-    def setup(self, stage: str) -> None:
-        self.on_after_batch_transfer = self.count
-        self.val_dataloader = lambda: make_loader(5)
-
-    def count(self, batch: Any, dataloader_idx: int) -> Any:
-        self.calls += 1
-        return batch
-
-
-def test_what_setup_adds_counts_in_every_call() -> None:
-    trainer, module = tw.Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET), SetUp()
-    trainer.fit(module, make_loader())
-    batches = trainer.num_training_batches + trainer.num_val_batches[0]
-    assert module.calls == batches
-    assert "val_loss" in trainer.callback_metrics
-    trainer.validate(module, make_loader(5), verbose=False)
-    assert module.calls == batches + trainer.num_val_batches[0]
-
-
-def test_setup_may_choose_the_accumulation() -> None:
-    class Accumulating(tw.Callback):
-        def setup(self, trainer: tw.Trainer, module: tw.Module, stage: str) -> None:
-            trainer.accumulate_grad_batches = 4
-
-    trainer = tw.Trainer(max_epochs=2, callbacks=[Accumulating()], **QUIET)
-    trainer.fit(Classifier(), make_loader())  # eleven batches
-    assert (trainer.global_step, trainer.accumulate_grad_batches) == (6, 4)
-
-
-def test_a_test_of_another_module_frees_the_fit_before() -> None:
-    trainer, module = tw.Trainer(max_epochs=1, **QUIET), Classifier()
-    trainer.fit(module, make_loader())
-    kept = [weakref.ref(module), weakref.ref(trainer.optimizers[0])]
-    trainer.test(Classifier(), make_loader(), verbose=False)
-    del module
-    gc.collect()
-    assert [each() for each in kept] == [None, None]
-
-
-def test_callbacks_replaced_within_a_run_are_saved(tmp_path: Path) -> None:
-    class Stateful(tw.Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"a": 1}
-
-    class Replacing(tw.Callback):
-        def on_fit_start(self, trainer: tw.Trainer, module: tw.Module) -> None:
-            trainer.callbacks = [*trainer.callbacks, Stateful()]
-
-    trainer = tw.Trainer(max_epochs=1, callbacks=[Replacing()], **QUIET)
-    trainer.fit(Classifier(), make_loader())
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    saved = open_checkpoint(str(tmp_path / "a.ckpt")).run_state()["callbacks"]
-    assert [each for name, each in saved.items() if name.endswith("Stateful")] == [{"a": 1}]
-
-
-def test_a_stop_within_an_epoch_needs_no_state_that_nothing_saves() -> None:
-    class Locked(tw.Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"lock": threading.Lock()}
-
-    tw.Trainer(max_steps=3, callbacks=[Locked()], **QUIET).fit(Classifier(), make_loader())
-
-
-def test_a_stop_within_an_epoch_is_saved_without_a_metric_of_its_end(tmp_path: Path) -> None:
-    class Graph(tw.Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"average": torch.ones(1, requires_grad=True) * 2}
-
-    settings = {**QUIET, "enable_checkpointing": True, "max_steps": 3}
-    saving = tw.ModelCheckpoint(tmp_path, "{epoch}-{val_loss:.2f}")
-    tw.Trainer(callbacks=[Graph(), saving], **settings).fit(Classifier(), make_loader(), make_loader(5))
-    assert [path.name for path in tmp_path.iterdir()] == ["epoch=0-val_loss=nan.ckpt"]
-
-
 class Noted(Classifier):
     """Logs its rate as a hyper-parameter."""
 
@@ -348,3 +266,64 @@ def test_a_run_of_a_service_owns_its_checkpoints(tmp_path: Path) -> None:
     first.fit(Classifier(), make_loader())
     assert first.logger.version == "x"
     assert sorted(os.listdir(tmp_path / "a_project")) == ["x", "y", "z"]
+
+
+class SetUp(Classifier):
+    """Gets a transfer hook and a validation loader in setup."""
+
+    calls = 0
+
+    def setup(self, stage: str) -> None:
+        self.on_after_batch_transfer = self.count
+        self.val_dataloader = lambda: make_loader(5)
+
+    def count(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls += 1
+        return batch
+
+
+def test_a_stop_within_an_epoch_is_saved_without_a_metric_of_its_end(tmp_path: Path) -> None:
+    class Graph(tw.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"average": torch.ones(1, requires_grad=True) * 2}
+
+    settings = {**QUIET, "enable_checkpointing": True, "max_steps": 3}
+    saving = tw.ModelCheckpoint(tmp_path, "{epoch}-{val_loss:.2f}")
+    tw.Trainer(callbacks=[Graph(), saving], **settings).fit(Classifier(), make_loader(), make_loader(5))
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=0-val_loss=nan.ckpt"]
+
+
+def test_layers_that_setup_adds_count_in_every_call() -> None:
+    trainer, module = tw.Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET), SetUp()
+    trainer.fit(module, make_loader())
+    batches = trainer.num_training_batches + trainer.num_val_batches[0]
+    assert module.calls == batches
+    assert "val_loss" in trainer.callback_metrics
+    trainer.validate(module, make_loader(5), verbose=False)
+    assert module.calls == batches + trainer.num_val_batches[0]
+
+
+def test_setup_may_choose_the_accumulation() -> None:
+    class Accumulating(tw.Callback):
+        def setup(self, trainer: tw.Trainer, module: tw.Module, stage: str) -> None:
+            trainer.accumulate_grad_batches = 4
+
+    trainer = tw.Trainer(max_epochs=2, callbacks=[Accumulating()], **QUIET)
+    trainer.fit(Classifier(), make_loader())  # eleven batches
+    assert (trainer.global_step, trainer.accumulate_grad_batches) == (6, 4)
+
+
+def test_callbacks_replaced_within_a_run_are_saved(tmp_path: Path) -> None:
+    class Stateful(tw.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+    class Replacing(tw.Callback):
+        def on_fit_start(self, trainer: tw.Trainer, module: tw.Module) -> None:
+            trainer.callbacks = [*trainer.callbacks, Stateful()]
+
+    trainer = tw.Trainer(max_epochs=1, callbacks=[Replacing()], **QUIET)
+    trainer.fit(Classifier(), make_loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = open_checkpoint(str(tmp_path / "a.ckpt")).run_state()["callbacks"]
+    assert [each for name, each in saved.items() if name.endswith("Stateful")] == [{"a": 1}]

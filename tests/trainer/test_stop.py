@@ -112,7 +112,6 @@ PLACES = {
     "at the second epoch's start": ("on_train_epoch_start", 2, "epoch=0-step=4"),
     "in the sanity check": ("on_validation_batch_start", 1, "stop-step=0"),
     "in a validation": ("on_validation_batch_start", 5, "stop-step=4"),
-    "at a validation's start": ("on_validation_start", 3, "stop-step=8"),
     "in the setup": ("on_fit_start", 1, "stop-step=0"),
     "before training": ("on_train_start", 1, "stop-step=0"),
     "at an epoch's end": ("on_train_epoch_end", 1, "epoch=0-step=4"),
@@ -212,12 +211,6 @@ def test_a_handler_of_the_users_own_is_called_too(tmp_path: Path) -> None:
     assert heard == [signal.SIGUSR1, signal.SIGUSR1]
 
 
-def test_after_the_last_boundary_a_signal_does_what_it_does_by_itself(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, Sender("on_train_end", 1, signal.SIGINT))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_an_error_puts_the_handlers_back(tmp_path: Path) -> None:
     class Failing(tw.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -229,21 +222,6 @@ def test_an_error_puts_the_handlers_back(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == wakeup == -1
     assert not [thread for thread in threading.enumerate() if thread.name == "trainwright-signals"]
-
-
-def test_in_another_thread_nothing_is_installed(tmp_path: Path) -> None:
-    before, during = signal.getsignal(signal.SIGTERM), []
-
-    class Look(tw.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            during.append(signal.getsignal(signal.SIGTERM))
-
-    done: list[Any] = []
-    thread = threading.Thread(target=lambda: done.append(fit(tmp_path, Look(), max_epochs=1)))
-    thread.start()
-    thread.join()
-    assert done
-    assert set(during) == {before}
 
 
 @pytest.mark.parametrize("array", [False, True])
@@ -269,20 +247,6 @@ def test_sigusr1_requeues_a_slurm_job(
         assert f"SLURM's job {job} was requeued." in said
     assert fit(tmp_path / "other", Sender("on_train_batch_end", 2, signal.SIGTERM))[3] == 75
     assert (tmp_path / "asked").read_text() == f"requeue {job}\n"  # scancel means it
-
-
-def test_a_wakeup_of_somebody_elses_goes_on_to_be_heard(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer)
-    try:
-        assert fit(tmp_path, Sender("on_train_batch_end", 2, signal.SIGTERM))[3] == 75
-        assert signal.set_wakeup_fd(writer) == writer
-        assert os.read(reader, 8) == bytes([signal.SIGTERM])
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(reader)
-        os.close(writer)
 
 
 class Gathers(Net):
@@ -341,3 +305,18 @@ def test_the_first_saving_callback_writes_the_stop(tmp_path: Path) -> None:
     trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
     assert find_checkpoints(str(tmp_path / "kept"))[-1].step == 3
     assert trainer.test(None, make_loader(), ckpt_path="best", verbose=False)
+
+
+def test_a_fit_in_another_thread_installs_no_handlers(tmp_path: Path) -> None:
+    before, during = signal.getsignal(signal.SIGTERM), []
+
+    class Look(tw.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            during.append(signal.getsignal(signal.SIGTERM))
+
+    done: list[Any] = []
+    thread = threading.Thread(target=lambda: done.append(fit(tmp_path, Look(), max_epochs=1)))
+    thread.start()
+    thread.join()
+    assert done
+    assert set(during) == {before}

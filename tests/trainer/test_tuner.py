@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +83,6 @@ def test_a_diverging_search_ends() -> None:
     assert search.suggestion(2) is not None
 
 
-def test_a_search_has_accumulation_without_schedulers() -> None:
-    class Scheduled(Rated):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-        def configure_callbacks(self) -> Any:
-            return [tw.EarlyStopping("nothing")]
-
-    trainer = tw.Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=2)
-    search = tw.Tuner(trainer).lr_find(Scheduled(), num_training=20, early_stop_threshold=None)
-    assert search is not None
-    assert search.results["lr"] == [search.rate(step) for step in range(20)]
-
-
 def test_scale_batch_size_finds_the_largest_size() -> None:
     module = Rated()
     tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
@@ -162,7 +145,7 @@ def test_searches_that_cannot_work_are_rejected() -> None:
         tuner.scale_batch_size(Rated(), make_loader())
     with pytest.raises(ValueError, match="needs one optimizer, and configure_optimizers returned 2"):
         tuner.lr_find(Several())
-    with pytest.raises(ValueError, match="only 'fit' is searched"):
+    with pytest.raises(ValueError, match="searches only 'fit'"):
         tuner.lr_find(Rated(), method="test")
     for options, message in (
         ({"mode": "cubic"}, "choose from exponential, linear"),
@@ -177,28 +160,12 @@ def test_searches_that_cannot_work_are_rejected() -> None:
         assert tw.Tuner(tw.Trainer(**QUIET, fast_dev_run=True)).lr_find(Rated()) is None
 
 
-def with_plateau(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-
-
-FORMS: dict[str, Any] = {
-    "a config": lambda each: {
-        "optimizer": each,
-        "lr_scheduler": {"scheduler": with_plateau(each), "monitor": "val_loss"},
-    },
-    "a monitor outside": lambda each: {"optimizer": each, "lr_scheduler": with_plateau(each), "monitor": "val_loss"},
-    "lists": lambda each: ([each], [{"scheduler": with_plateau(each), "monitor": "val_loss"}]),
-    "a list of configs": lambda each: [
-        {"optimizer": each, "lr_scheduler": {"scheduler": with_plateau(each), "monitor": "val_loss"}}
-    ],
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_schedulers_of_a_validation_do_not_step_in_a_search(form: str) -> None:
+def test_schedulers_of_a_validation_do_not_step_in_a_search() -> None:
     class Follows(Rated):
         def configure_optimizers(self) -> Any:
-            return FORMS[form](super().configure_optimizers())
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
         def on_train_batch_end(self, *args: Any) -> None:
             assert self.lr_schedulers() is not None  # hooks still see it
@@ -210,33 +177,11 @@ def test_schedulers_of_a_validation_do_not_step_in_a_search(form: str) -> None:
     assert tuner.scale_batch_size(Follows(), init_val=32, max_trials=1) == 32
 
 
-def test_negative_losses_do_not_end_a_search() -> None:
-    class Negative(Rated):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) - 10.0
-
-    search = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).lr_find(Negative(), num_training=30, max_lr=0.1)
-    assert search is not None
-    assert len(search.results["loss"]) == 30
-
-
-def test_a_constant_loss_is_smoothed_to_itself() -> None:
-    class Constant(Rated):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * 0.0 + 2.0
-
-    search = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).lr_find(Constant(), num_training=20, update_attr=False)
-    assert search is not None
-    assert search.results["loss"] == pytest.approx([2.0] * 20)
-
-
 def test_losses_that_are_not_finite_are_kept_in_the_results() -> None:
     class Spoils(Rated):
-        first, last = 3, 3
-
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
-            return loss * torch.nan if self.first <= self.trainer.global_step <= self.last else loss
+            return loss * torch.nan if self.trainer.global_step == 3 else loss
 
     tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
     module = Spoils()
@@ -244,17 +189,8 @@ def test_losses_that_are_not_finite_are_kept_in_the_results() -> None:
     assert search is not None
     losses = search.results["loss"]
     assert [index for index, loss in enumerate(losses) if math.isnan(loss)] == list(range(3, 30))  # of the weights too
-    with pytest.warns(UserWarning, match=r"27 have a loss that is not finite \(first at a rate of 1.17e-07\), and"):
+    with pytest.warns(UserWarning, match="and 27 with a loss that is not finite are skipped"):
         assert search.suggestion() is None
-
-    class Recovers(Rated):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return loss + (torch.inf if self.trainer.global_step == 0 else 0.0)
-
-    search = tuner.lr_find(Recovers(), num_training=30, early_stop_threshold=None, max_lr=1e-3)
-    assert search is not None
-    assert [math.isfinite(loss) for loss in search.results["loss"]] == [False] + [True] * 29
 
 
 def test_what_a_search_cannot_read() -> None:
@@ -262,102 +198,6 @@ def test_what_a_search_cannot_read() -> None:
     for loaders in (iter(make_loader()), [make_loader(), (each for each in make_loader())]):
         with pytest.raises(ValueError, match="this one is an iterator: the fit would train without them"):
             tuner.lr_find(Rated(), loaders)
-
-    class Manual(Rated):
-        returned: Any = None
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            optimizer, loss = self.optimizers(), super().training_step(batch, batch_idx)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            return loss if self.returned else None
-
-    with pytest.raises(ValueError, match="training_step of Manual returned none for its step"):
-        tuner.lr_find(Manual())
-    module = Manual()
-    module.returned = True
-    assert tuner.lr_find(module, num_training=20) is not None
-
-
-def test_a_read_only_setting_is_rejected() -> None:
-    class ReadOnly(tw.Module):
-        batch_size = property(lambda self: 4)
-        learning_rate = property(lambda self: 0.1)
-
-    tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
-    with pytest.raises(AttributeError, match=r"sets learning_rate, which cannot be set \(.*give the property a setter"):
-        tuner.lr_find(ReadOnly(), make_loader())
-    with pytest.raises(AttributeError, match="sets batch_size, which cannot be set"):
-        tuner.scale_batch_size(ReadOnly())
-
-
-def test_a_failed_search_restores_each_holder() -> None:
-    class Fails(Rated):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            raise RuntimeError("broken")
-
-    module, data = Fails(), Data()
-    with pytest.raises(RuntimeError, match="broken"):
-        tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).scale_batch_size(module, datamodule=data, init_val=16)
-    assert (module.batch_size, data.batch_size) == (4, 2)
-
-
-def test_a_trial_has_at_least_one_window() -> None:
-    class Counts(Rated):
-        seen = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            type(self).__mro__[1].seen += 1  # type: ignore[attr-defined]
-            return super().training_step(batch, batch_idx)
-
-    for accumulated, wanted in ((1, 5), (2, 5), (8, 8)):
-        Counts.seen = 0
-        trainer = tw.Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=accumulated)
-        tw.Tuner(trainer).scale_batch_size(Counts(), max_trials=1, steps_per_trial=5)
-        assert Counts.seen == wanted, accumulated
-    with pytest.raises(ValueError, match="max_val=0 is not accepted"):
-        tw.BatchSizeFinder(max_val=0)
-
-
-@pytest.mark.parametrize("holder", ["module", "data module"])
-def test_a_resumed_run_keeps_the_size(tmp_path: Path, holder: str) -> None:
-    def run(epochs: int, ckpt_path: str | None = None) -> tuple[int, int]:
-        torch.manual_seed(3)
-        module, data = (Rated(), None) if holder == "module" else (Classifier(), Data())
-        saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-        finder = tw.BatchSizeFinder(init_val=8, max_trials=2)
-        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
-        trainer = tw.Trainer(**settings, callbacks=[finder, saving])
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-        return (module if data is None else data).batch_size, trainer.global_step
-
-    assert run(1) == (16, 3)
-    assert run(2, f"{tmp_path}/epoch=0.ckpt") == (16, 6)
-    if holder == "data module":
-        trainer = tw.Trainer(**QUIET, max_epochs=1, callbacks=tw.BatchSizeFinder())
-        with pytest.warns(
-            UserWarning, match="found the batch size 16, which this one does not use: .* no such attribute"
-        ):
-            trainer.fit(Classifier(), make_loader(40, 16), ckpt_path=f"{tmp_path}/epoch=0.ckpt")
-
-
-def test_a_resumed_run_keeps_the_rate(tmp_path: Path) -> None:
-    def run(epochs: int, ckpt_path: str | None = None) -> float:
-        saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
-        trainer = tw.Trainer(**settings, callbacks=[tw.LearningRateFinder(1e-4, 1.0, 30), saving])
-        trainer.fit(Rated(), make_loader(40), ckpt_path=ckpt_path)
-        return float(Rated.load_from_checkpoint(saving.last_model_path).hparams.lr)
-
-    torch.manual_seed(3)
-    rate = run(1)
-    assert rate != 0.05
-    assert run(2, f"{tmp_path}/epoch=0.ckpt") == rate
 
 
 def test_a_run_that_may_be_killed_searches_on_its_first_start_and_logs_what_it_has_found(tmp_path: Path) -> None:
@@ -404,20 +244,6 @@ def test_a_trial_shows_the_limits_of_the_fit(finder: Any) -> None:
         assert len(finder.optimal_lr.results["lr"]) > 10  # more than an epoch, and than the fit's steps
 
 
-@pytest.mark.host  # torch moves no scripted module to an out-of-tree device
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
-def test_a_search_trains_scripted_layers_and_names_what_it_cannot_copy() -> None:
-    tuner, module = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)), Rated()
-    module.net[0] = torch.jit.script(module.net[0])  # type: ignore[no-untyped-call]
-    module.net[2].requires_grad_(False)
-    search = tuner.lr_find(module, num_training=12, update_attr=False)
-    assert search is not None
-    assert len(search.results["lr"]) == 12
-    module.net[2].guards = {"first": [threading.Lock()]}
-    with pytest.raises(TypeError, match=r"copies of the module, and Rated\.net\.2\.guards cannot be copied: .*lock"):
-        tuner.lr_find(module, num_training=12)
-
-
 def two_ranks(folder: Path) -> Any:
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp", "ddp_sharded", "deepspeed"):
@@ -457,10 +283,48 @@ def test_a_search_within_a_run_is_refused() -> None:
         tw.BatchSizeFinder().scale_batch_size(tw.Trainer(**QUIET), Classifier())
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
-def test_a_search_can_copy_a_computed_weight() -> None:
-    module = Rated()
-    module.net[0] = torch.nn.utils.weight_norm(module.net[0])
-    fit(module, max_epochs=1)
-    assert module.net[0].weight.grad_fn is not None
-    assert tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).lr_find(module, num_training=20) is not None
+@pytest.mark.parametrize("holder", ["module", "data module"])
+def test_a_resumed_run_keeps_the_batch_size_that_was_found(tmp_path: Path, holder: str) -> None:
+    def run(epochs: int, ckpt_path: str | None = None) -> tuple[int, int]:
+        torch.manual_seed(3)
+        module, data = (Rated(), None) if holder == "module" else (Classifier(), Data())
+        saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        finder = tw.BatchSizeFinder(init_val=8, max_trials=2)
+        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
+        trainer = tw.Trainer(**settings, callbacks=[finder, saving])
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        return (module if data is None else data).batch_size, trainer.global_step
+
+    assert run(1) == (16, 3)
+    assert run(2, f"{tmp_path}/epoch=0.ckpt") == (16, 6)
+    if holder == "data module":
+        trainer = tw.Trainer(**QUIET, max_epochs=1, callbacks=tw.BatchSizeFinder())
+        with pytest.warns(
+            UserWarning, match="found the batch size 16, which this one does not use: .* no such attribute"
+        ):
+            trainer.fit(Classifier(), make_loader(40, 16), ckpt_path=f"{tmp_path}/epoch=0.ckpt")
+
+
+def test_a_resumed_run_keeps_the_rate_that_was_found(tmp_path: Path) -> None:
+    def run(epochs: int, ckpt_path: str | None = None) -> float:
+        saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
+        trainer = tw.Trainer(**settings, callbacks=[tw.LearningRateFinder(1e-4, 1.0, 30), saving])
+        trainer.fit(Rated(), make_loader(40), ckpt_path=ckpt_path)
+        return float(Rated.load_from_checkpoint(saving.last_model_path).hparams.lr)
+
+    torch.manual_seed(3)
+    rate = run(1)
+    assert rate != 0.05
+    assert run(2, f"{tmp_path}/epoch=0.ckpt") == rate
+
+
+def test_a_failed_search_restores_each_holder() -> None:
+    class Fails(Rated):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise RuntimeError("broken")
+
+    module, data = Fails(), Data()
+    with pytest.raises(RuntimeError, match="broken"):
+        tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).scale_batch_size(module, datamodule=data, init_val=16)
+    assert (module.batch_size, data.batch_size) == (4, 2)

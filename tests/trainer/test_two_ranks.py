@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from deadlines import wait_until
 from jobs import run_job
 from small import ON_HOST, QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, make_net, weights
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import trainwright as tw
@@ -114,6 +111,22 @@ def train_by_accelerator(batch_size: int) -> tuple[dict[str, Tensor], list[int]]
     return weights(net), torch.cat(gathered).tolist()
 
 
+def train_in_both_loops() -> list[dict[str, Tensor]]:
+    """Train two windows of three batches; the ranks have 3 and 2 samples in the last of them."""
+    module, net = Classifier(), make_net()
+    tw.Trainer(max_epochs=1, accumulate_grad_batches=3, **QUIET).fit(module, make_loader(SAMPLES, 4))
+    accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=3)
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=0.05), make_loader(SAMPLES, 4)
+    )
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [weights(module.net), weights(net)]
+
+
 def checkpoints(folder: Path) -> dict[str, Any]:
     """Return the results of a run that is saved, of its resumption, and of an uninterrupted run."""
     settings = {**QUIET, "enable_checkpointing": True, "logger": tw.CSVLogger(str(folder))}
@@ -141,22 +154,6 @@ def checkpoints(folder: Path) -> dict[str, Any]:
         "tested": tested,
         "rows": Path(str(trainer.log_dir), "metrics.csv").read_text().count("\n"),
     }
-
-
-def one_validation_batch() -> list[float]:
-    """Two validations and two tests of one batch. Rank 1 has no batch, and takes part in all of them."""
-    seen: list[float] = []
-
-    class Watch(tw.Callback):
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            seen.append(float(trainer.callback_metrics.get("accuracy", -1.0)))
-
-    torch.manual_seed(1)
-    module = Measured()
-    trainer = tw.Trainer(max_epochs=2, callbacks=[Watch()], **QUIET)
-    trainer.fit(module, make_loader(SAMPLES, 4), make_loader(3, 4))
-    seen += [trainer.test(module, make_loader(3, 4))[0]["accuracy"] for _ in range(2)]
-    return seen
 
 
 def collectives_per_batch() -> int:
@@ -190,23 +187,6 @@ def lazy_classifier() -> Classifier:
     return module
 
 
-class OfAList(Classifier):
-    """Its optimizer also trains a model that a plain list holds, which torch does not see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others = [nn.Linear(2, 1)]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([*self.parameters(), *self.others[0].parameters()], lr=0.1)
-
-
-def told_of_others() -> list[str]:
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        tw.Trainer(max_epochs=1, **QUIET).fit(OfAList(), make_loader())
-    return [str(each.message) for each in caught]
-
-
 def refusals() -> list[str]:
     """Return the errors on both ranks. The job continues after them."""
     told = []
@@ -227,72 +207,39 @@ def refusals() -> list[str]:
     return told
 
 
-def threads_left() -> list[list[str]]:
-    """Name this process's threads before and after the process group is closed, while a prepared model exists.
+def one_validation_batch() -> list[float]:
+    """Two validations and two tests of one batch. Rank 1 has no batch, and takes part in all of them."""
+    seen: list[float] = []
 
-    The group's threads must have ended: a remaining thread sometimes aborts the process when the interpreter exits.
-    """
+    class Watch(tw.Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            seen.append(float(trainer.callback_metrics.get("accuracy", -1.0)))
 
-    def names() -> list[str]:
-        return sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
-
-    trainer = tw.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(Classifier(), make_loader(SAMPLES, 4))
-    accelerator = tw.Accelerator(cpu=ON_HOST)
-    model = accelerator.prepare(make_net())
-    accelerator.backward(model(torch.ones(4, 8)).sum())
-    before = names()
-    trainer.engine.connection.close()
-    # A thread is joined a moment before the kernel takes it off its list.
-    wait_until(lambda: not any("gloo" in name for name in names()))
-    return [before, names()]
-
-
-class Counting(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(7))
-
-
-def stream_by_accelerator() -> dict[str, Any]:
-    """Go through an iterable dataset of seven numbers and a sized one whose short round is dropped."""
-    accelerator = tw.Accelerator(cpu=ON_HOST)
-    loader = accelerator.prepare(DataLoader(Counting(), batch_size=2))
-    own, gathered = [], []
-    for batch in loader:
-        own.append(batch.tolist())
-        gathered += accelerator.gather_for_metrics(batch).tolist()
-    dropping = accelerator.prepare(DataLoader(list(range(7)), batch_size=2, drop_last=True))
-    return {"own": own, "gathered": gathered, "dropping": [each.tolist() for each in dropping], "length": len(dropping)}
+    torch.manual_seed(1)
+    module = Measured()
+    trainer = tw.Trainer(max_epochs=2, callbacks=[Watch()], **QUIET)
+    trainer.fit(module, make_loader(SAMPLES, 4), make_loader(3, 4))
+    seen += [trainer.test(module, make_loader(3, 4))[0]["accuracy"] for _ in range(2)]
+    return seen
 
 
 def job(folder: Path) -> dict[str, Any]:
     return {
-        "stream": stream_by_accelerator(),
         **{name: train(4, **settings) for name, settings in CASES.items()},
         "gan": train_gan(4),
         "evaluated": {samples: evaluate(samples) for samples in (VAL_SAMPLES, 3)},
         "accelerator": train_by_accelerator(4),
+        "loops": train_in_both_loops(),
+        "one_batch": one_validation_batch(),
         "checkpoints": checkpoints(folder),
         "collectives": collectives_per_batch(),
         "refusals": refusals(),
-        "others": told_of_others(),
-        "one_batch": one_validation_batch(),
-        "threads": threads_left(),
     }
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_job(job, 2, tmp_path_factory.mktemp("two_ranks"))
-
-
-def test_a_loop_of_ones_own_shares_an_iterable_dataset_and_drops_a_short_round(results: list[dict[str, Any]]) -> None:
-    left, right = (result["stream"] for result in results)
-    assert left["own"] == [[0, 1], [4, 5]]
-    assert right["own"] == [[2, 3], [6]], "whole batches"
-    assert left["gathered"] == right["gathered"] == list(range(7))
-    assert [left["dropping"], right["dropping"]] == [[[0, 1]], [[2, 3]]], "the third batch makes no round"
-    assert left["length"] == right["length"] == 1
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -323,6 +270,12 @@ def test_accelerator_trains_alike_and_gathers_each_sample_once(results: list[dic
     assert_close(trained, alone)
     assert gathered == results[1]["accelerator"][1] == targets
     assert len(gathered) == VAL_SAMPLES
+
+
+def test_both_loops_train_bitwise_alike_in_a_window_with_an_uneven_round(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        by_trainer, by_accelerator = result["loops"]
+        assert_equal(by_trainer, by_accelerator)
 
 
 def test_a_run_resumed_at_an_epochs_end_is_bitwise_the_uninterrupted_one(results: list[dict[str, Any]]) -> None:
@@ -363,19 +316,6 @@ def test_refusals_are_alike_on_both_ranks_and_name_the_remedy(results: list[dict
     assert "Pass the models and their optimizers to prepare in one call" in strangers
 
 
-def test_parameters_that_no_rank_shares_are_named(results: list[dict[str, Any]]) -> None:
-    [told], nothing = (each["others"] for each in results)
-    assert "not OfAList's, the first of shape [1, 2]" in told
-    assert "Each of the 2 ranks trains them by itself" in told
-    assert not nothing
-
-
 def test_a_validation_of_one_batch_is_no_trap(results: list[dict[str, Any]]) -> None:
     assert results[0]["one_batch"] == results[1]["one_batch"]
     assert len(results[0]["one_batch"]) == 5
-
-
-def test_closing_the_group_ends_its_threads(results: list[dict[str, Any]]) -> None:
-    for before, after in (result["threads"] for result in results):
-        assert any("gloo" in name for name in before)
-        assert not any("gloo" in name for name in after)

@@ -1,10 +1,16 @@
-"""Callbacks act at points of a run without being part of the model. Subclass `Callback` for your own."""
+"""Callbacks act at points of a run without being part of the model. Subclass `Callback` for your own.
 
-from trainwright.callbacks.base import Callback, Checkpoint, LambdaCallback
+The names in `__all__` are names of `trainwright` too.
+"""
+
+from trainwright.callbacks.base import Callback, LambdaCallback
+from trainwright.callbacks.base import Checkpoint as Checkpoint
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder
-from trainwright.callbacks.classification_report import ClassificationReport, ClassificationScores
+from trainwright.callbacks.classification_report import ClassificationReport
+from trainwright.callbacks.classification_report import ClassificationScores as ClassificationScores
 from trainwright.callbacks.device_stats_monitor import DeviceStatsMonitor
-from trainwright.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
+from trainwright.callbacks.early_stopping import EarlyStopping
+from trainwright.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
 from trainwright.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from trainwright.callbacks.learning_rate_finder import LearningRateFinder
@@ -15,14 +21,16 @@ from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.callbacks.prediction_writer import BasePredictionWriter, TensorPredictionWriter, load_predictions
 from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.callbacks.pruning import ModelPruning
-from trainwright.callbacks.rich_progress_bar import RichProgressBar, RichProgressBarTheme
+from trainwright.callbacks.rich_progress_bar import RichProgressBar
+from trainwright.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
 from trainwright.callbacks.run_report import RunReport
-from trainwright.callbacks.spike_detection import SpikeDetection, TrainingSpikeException
+from trainwright.callbacks.spike_detection import SpikeDetection
+from trainwright.callbacks.spike_detection import TrainingSpikeException as TrainingSpikeException
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from trainwright.callbacks.throughput_monitor import ThroughputMonitor
 from trainwright.callbacks.timer import Timer
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
-from trainwright.callbacks.trainer_protocol import TrainerProtocol
+from trainwright.callbacks.trainer_protocol import TrainerProtocol as TrainerProtocol
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
@@ -31,13 +39,10 @@ __all__ = [
     "BasePredictionWriter",
     "BatchSizeFinder",
     "Callback",
-    "Checkpoint",
     "ClassificationReport",
-    "ClassificationScores",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",
     "EarlyStopping",
-    "EarlyStoppingReason",
     "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateFinder",
@@ -49,7 +54,6 @@ __all__ = [
     "ProgressBar",
     "RichModelSummary",
     "RichProgressBar",
-    "RichProgressBarTheme",
     "RunReport",
     "SpikeDetection",
     "StochasticWeightAveraging",
@@ -57,8 +61,6 @@ __all__ = [
     "TensorPredictionWriter",
     "ThroughputMonitor",
     "Timer",
-    "TrainerProtocol",
-    "TrainingSpikeException",
     "WeightAveraging",
     "load_predictions",
 ]

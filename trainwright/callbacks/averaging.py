@@ -202,23 +202,21 @@ class AveragedPieces:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        apart, in_model = (
-            checkpoint.tensors(name).keys() if name in checkpoint.sections else set[str]()
-            for name in (AVERAGE, TRAINING)
+        apart, training = (
+            set(checkpoint.tensors(name)) if name in checkpoint.sections else set() for name in (AVERAGE, TRAINING)
         )
-        in_model = in_model - apart if is_model else set()
-        own = set(module.parameters())
-        parameters = {name for name, each in named_tensors(module) if each in own}
+        in_model = training - apart if is_model else set()
         self.join(strategy, module)
         pieces = strategy.model_pieces(module)
-        self._begin(piece for piece in pieces if piece.name in parameters & (apart | in_model))  # frozen since the save
+        self._begin(piece for piece in pieces if piece.name in apart | in_model)  # also those frozen since the save
         stored = [replace(each, tensor=self._averages[each.name]) for each in pieces if each.name in self._averages]
         if apart:
             checkpoint.read_into(AVERAGE, [piece for piece in stored if piece.name in apart])
+        averages = [piece for piece in stored if piece.name in in_model]
         if edited is not None:
-            fill([piece for piece in stored if piece.name in in_model & edited.keys()], edited)
+            fill([piece for piece in averages if piece.name in edited], edited)
         elif in_model:
-            checkpoint.read_into(MODEL, [piece for piece in stored if piece.name in in_model])
+            checkpoint.read_into(MODEL, averages)
 
 
 def _can_be_averaged(tensor: Tensor) -> bool:
@@ -242,23 +240,10 @@ def _portions(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Ten
     yield from groups.values()
 
 
-def _refuse_computed(callback: str, module: nn.Module, pieces: Iterable[Piece]) -> None:
-    """Raise ValueError for a parameter or buffer for which the state_dict has another tensor, computed from it."""
-    own = {name: each for name, each in named_tensors(module) if _can_be_averaged(each)}
-    for piece in pieces:
-        held = own.get(piece.name)
-        if held is not None and held.data_ptr() != piece.tensor.data_ptr():
-            raise ValueError(
-                f"{piece.name!r} in the state_dict of {type(module).__name__} is computed from the module's tensor, so "
-                f"{callback} could not put an average into the module. Keep the tensor itself there, without a hook."
-            )
-
-
 class Averaging(Callback):
     """A callback that averages weights: the base of WeightAveraging and StochasticWeightAveraging."""
 
     reads_outputs = False
-    counts_rounds = True
     _is_model = True
     """Whether the averages are the model of a checkpoint. Otherwise they are stored beside it."""
 
@@ -296,10 +281,6 @@ class Averaging(Callback):
             )
         self.n_averaged, self._is_final, self._is_loaded = 0, False, False
         self._pieces = AveragedPieces(self._fold(), self._device, self._use_buffers)
-
-    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
-        if trainer.strategy.capabilities.holds_modules:  # the others refuse computed entries themselves
-            _refuse_computed(type(self).__name__, module, trainer.strategy.model_pieces(module))
 
     def on_after_backward(self, trainer: AnyTrainer, module: Module) -> None:
         # Before the optimizer steps: the average of an unfrozen parameter begins with its untrained value.
@@ -343,11 +324,7 @@ class Averaging(Callback):
         return self._pieces.parts(trainer.strategy, module, self._is_model, self._is_final)
 
     def load_sharded_state_dict(
-        self,
-        trainer: AnyTrainer,
-        module: Module,
-        checkpoint: StoredCheckpoint,
-        edited: Mapping[str, Tensor] | None,
+        self, trainer: AnyTrainer, module: Module, checkpoint: StoredCheckpoint, edited: Mapping[str, Tensor] | None
     ) -> None:
         if self.n_averaged and not {AVERAGE, TRAINING} & set(checkpoint.sections):  # saved by a copy without its pieces
             self.n_averaged, self._is_loaded = 0, False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.errors import a_type_of
+from trainwright.errors import a_type_of, did_you_mean
 from trainwright.module_hooks import AnyTrainer
 
 if TYPE_CHECKING:
@@ -44,9 +43,6 @@ class Callback:
     reads_outputs = True
     """False: on_train_batch_end ignores the outputs, so they are not prepared for it."""
 
-    counts_rounds = False
-    """True: its state counts steps, not samples, and is kept when its rank has no sample in a round."""
-
     @property
     def state_key(self) -> str:
         """Return the key of this callback's state in a checkpoint. It differs for different settings."""
@@ -71,11 +67,7 @@ class Callback:
         return {}
 
     def load_sharded_state_dict(
-        self,
-        trainer: AnyTrainer,
-        module: Module,
-        checkpoint: StoredCheckpoint,
-        edited: Mapping[str, Tensor] | None,
+        self, trainer: AnyTrainer, module: Module, checkpoint: StoredCheckpoint, edited: Mapping[str, Tensor] | None
     ) -> None:
         """Called with the weights of a resumed run: load the tensors of `sharded_state_dict` with `checkpoint.read_into`.
 
@@ -286,6 +278,15 @@ def detach(callbacks: Iterable[Callback]) -> None:
         callback.__dict__.pop("_running_module", None)
 
 
+def require_logger(callback: Callback, trainer: AnyTrainer) -> None:
+    """Raise ValueError if a callback that only logs is in a run without a logger."""
+    if not trainer.loggers and not trainer.fast_dev_run:
+        raise ValueError(
+            f"{type(callback).__name__} writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave "
+            "the callback out."
+        )
+
+
 class Checkpoint(Callback):
     """The base of callbacks that save checkpoints."""
 
@@ -317,10 +318,9 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in HOOKS:
-                near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.0)
                 raise TypeError(
-                    f"LambdaCallback was given {name!r}, which is not a hook; expected one of {', '.join(HOOKS)}. "
-                    f"Did you mean {near[0]!r}?"
+                    f"LambdaCallback was given {name!r}, which is not a hook; expected one of {', '.join(HOOKS)}."
+                    f"{did_you_mean(name, HOOKS)}"
                 )
             if function is not None and not callable(function):
                 raise TypeError(f"{name}={function!r} is {a_type_of(function)}; expected a function or None.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.learning_rate_search import MakeTrial, TunedSetting, refuse_within_run, trial_copy
+from trainwright.callbacks.learning_rate_finder import MakeTrial, TunedSetting, refuse_within_run, trial_copy
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import isolate_rng
 from trainwright.devices.hardware import free_unused_memory, is_out_of_memory
@@ -70,17 +70,11 @@ class BatchSizeFinder(Callback):
             raise ValueError(f"mode={mode!r} is unknown; choose from {', '.join(MODES)}.")
         if not 0.0 <= margin < 1.0:
             raise ValueError(f"margin={margin} is not accepted; pass a fraction from 0 and below 1.")
-        least_one = {
-            "steps_per_trial": steps_per_trial,
-            "init_val": init_val,
-            "max_trials": max_trials,
-            "max_val": max_val,
-        }
-        for name, value in least_one.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} is not accepted; pass a number of at least 1.")
         self.mode, self.steps_per_trial, self.init_val, self.max_trials = mode, steps_per_trial, init_val, max_trials
         self.batch_arg_name, self.margin, self.max_val = batch_arg_name, margin, max_val
+        for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not accepted; pass a number of at least 1.")
         self.optimal_batch_size: int | None = None
 
     def scale_batch_size(self, trainer: AnyTrainer, pl_module: Module) -> NoReturn:

@@ -29,7 +29,6 @@ from trainwright.rank_zero import say, warn
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.checkpoint.store import BackgroundSave
-    from trainwright.module import Module
 
 
 def choose_paths(
@@ -87,57 +86,46 @@ def free_link(name: Callable[[int | None], str], saved: Sequence[str]) -> str:
     return next(path for path in paths if is_last_link(path) or not is_taken(path))
 
 
-class FailedRun:
-    """Saves a run that an exception ends, if it can be resumed exactly, and prints the result.
+def save_failed_run(
+    asker: str,
+    trainer: TrainerProtocol,
+    stem: str,
+    extension: str,
+    weights_only: bool = False,
+    *,
+    replaces: bool = False,
+) -> str:
+    """Save a run that an exception ends, if it can be resumed exactly. Return the path, or "" if nothing was saved.
 
-    The rank that fails first saves without the others, which wait in the batch. The text begins with `asker`.
+    The rank that fails first saves without the others, which wait in the batch. The printed text begins with `asker`.
+    `replaces` allows replacing a checkpoint at the plain path.
     """
-
-    def __init__(self, asker: str, trainer: TrainerProtocol, module: Module) -> None:
-        self._asker, self._trainer, self._module = asker, trainer, module
-        self._point = trainer.engine.connection.sync_point(f"{asker}'s save")
-        self._versions = self._buffer_versions()
-
-    def save(self, stem: str, extension: str, weights_only: bool = False, *, replaces: bool = False) -> str:
-        """Save and return the path, or "" if nothing was saved. `replaces` allows replacing a checkpoint at the plain path."""
-        trainer, ranks = self._trainer, self._trainer.engine.ranks
-        try:
-            if not (refusal := trainer.state.progress.obstacle) and not self._point.claim():
-                refusal = "another rank saves the run"
-            with ranks.alone(), isolate_rng():
-                if not refusal and not (refusal := trainer.engine.finiteness.fault()):
-                    path = f"{stem}{extension}"
-                    overwrite = replaces and is_replaceable(path)
-                    path = path if overwrite else free_path(stem, extension)
-                    trainer.save_checkpoint(path, weights_only, overwrite=overwrite)
-                    say(f"{self._asker}: the run was saved as {path}{self._remark()}")
-                    return path
-            others = (getattr(each, "last_model_path", "") for each in trainer.callbacks)
-            last = next(filter(None, others), trainer.resume_source)
-            rest = f"the last complete checkpoint is {last}" if last else "no earlier checkpoint exists"
-            say(f"{self._asker}: nothing is saved: {refusal}; {rest}.")
-        except Exception as error:  # the user has to see the first exception, not this one
-            say(f"{self._asker}: the save failed: {type(error).__name__}: {error}")
-        return ""
-
-    def _remark(self) -> str:
-        trainer, batch = self._trainer, ""
-        if trainer.state.progress.is_in_batch:
-            now, before = self._buffer_versions(), self._versions
-            changed = [f"the buffers of {path or 'the module'}" for path in now if now[path] != before.get(path)]
-            batch = (
-                f", as before batch {trainer.state.batch}, which a resumed run trains again. From that batch remain: "
-                f"{', '.join(['the RNG state', 'the logged values', *changed])}"
-            )
-        rank_only = f" It has the RNG state and the epoch's logged values of rank {trainer.global_rank} only."
-        return f"{batch}.{rank_only if trainer.world_size > 1 else ''}"
-
-    def _buffer_versions(self) -> dict[str, list[tuple[int, int]]]:
-        """Return, by layer, the identity of every buffer and the number of its changes, as torch counts them."""
-        return {
-            path: [(id(each), 0 if each.is_inference() else each._version) for each in layer.buffers(recurse=False)]
-            for path, layer in self._module.named_modules()
-        }
+    ranks = trainer.engine.ranks
+    try:
+        refusal = trainer.state.progress.obstacle
+        if not refusal and not trainer.engine.connection.sync_point(f"{asker}'s save").claim():
+            refusal = "another rank saves the run"
+        with ranks.alone(), isolate_rng():
+            if not refusal and not (refusal := trainer.engine.find_fault()):
+                path = f"{stem}{extension}"
+                overwrite = replaces and is_replaceable(path)
+                path = path if overwrite else free_path(stem, extension)
+                trainer.save_checkpoint(path, weights_only, overwrite=overwrite)
+                batch = (
+                    f", as before batch {trainer.state.batch}, which a resumed run trains again. From that batch remain: the "
+                    "RNG state, the logged values and changes of buffers"
+                )
+                rank = f" It has the RNG state and the epoch's logged values of rank {trainer.global_rank} only."
+                where = f"{path}{batch if trainer.state.progress.is_in_batch else ''}.{rank if trainer.world_size > 1 else ''}"
+                say(f"{asker}: the run was saved as {where}")
+                return path
+        others = (getattr(callback, "last_model_path", "") for callback in trainer.callbacks)
+        last = next(filter(None, others), trainer.resume_source)
+        rest = f"the last complete checkpoint is {last}" if last else "no earlier checkpoint exists"
+        say(f"{asker}: nothing is saved: {refusal}; {rest}.")
+    except Exception as error:  # the user has to see the first exception, not this one
+        say(f"{asker}: the save failed: {type(error).__name__}: {error}")
+    return ""
 
 
 def path_of_stop(trainer: TrainerProtocol, kept: Kept, own: str, extension: str) -> tuple[str, bool]:
@@ -208,53 +196,24 @@ def loaded(state: Mapping[str, Any], folder: str, *, ranks_others: bool) -> Kept
     }
 
 
-def follow_move(
-    state: Mapping[str, Any] | None,
-    key: str,
-    folder: str,
-    load: Callable[[dict[str, Any]], None],
-    trainer: TrainerProtocol,
-) -> None:
-    """Load a saved state again if its folder was moved or copied to this one with the resume source. Collective."""
-    if state is not None and trainer.resume_source is not None:
-        find = partial(_moved, state, key, folder, trainer.resume_source)
-        moved = trainer.engine.ranks.decide(find, "the start of ModelCheckpoint")
-        if moved is not None:
-            load(moved)
-
-
-def _moved(state: Mapping[str, Any], key: str, folder: str, source: str) -> dict[str, Any] | None:
-    """Return a saved state with the paths that its checkpoints have in the folder of `source`, or None if they are elsewhere.
-
-    A path is changed if the checkpoint of that name there says, in its own state under `key`, that it had this path.
-    """
+def moved(state: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return a saved state with the paths in the folder to which its checkpoints were moved or copied."""
     home = state["last_model_path"].rpartition("/")[0]
-    if not home or same_path(home, folder) or not same_path(source.rpartition("/")[0], folder):
-        return None
-    steps = state.get("steps", {})
+    if same_path(home, folder):
+        return dict(state)
 
-    def here(path: str) -> str:
-        parent, _, name = path.rpartition("/")
-        is_moved = parent == home and _was_saved_as(f"{folder}/{name}", path, key, steps.get(path))
-        return f"{folder}/{name}" if is_moved else path
+    def here(path: Any) -> Any:
+        is_moved = isinstance(path, str) and path.rpartition("/")[0] == home
+        return f"{folder}/{path.rpartition('/')[2]}" if is_moved else path
 
     return {
-        **{name: here(value) if isinstance(value, str) else value for name, value in state.items()},
-        "best_k_models": {here(path): score for path, score in state["best_k_models"].items()},
+        **{name: here(value) for name, value in state.items()},
+        **{
+            name: {here(path): value for path, value in state.get(name, {}).items()}
+            for name in ("best_k_models", "steps")
+        },
         "replaced": [here(path) for path in state.get("replaced", [])],
-        "steps": {here(path): step for path, step in steps.items()},
     }
-
-
-def _was_saved_as(path: str, before: str, key: str, step: int | None) -> bool:
-    try:
-        checkpoint = open_checkpoint(path, "off")
-        states = checkpoint.run_state().get("callbacks")
-    except CheckpointError:
-        return False
-    if not states:  # it holds weights only
-        return checkpoint.step == step
-    return step in (None, checkpoint.step) and before in states.get(key, {}).values()
 
 
 def kept_again(

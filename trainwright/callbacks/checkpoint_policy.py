@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
@@ -81,10 +80,8 @@ def check_choices(save_last: Any, save_top_k: Any, filename: Any, monitor: Any) 
 def checked_intervals(steps: Any, interval: Any, epochs: Any) -> tuple[int, float | None, int]:
     """Return the steps (0 for off), the seconds (None) and the epochs (0) between two saves, by default one epoch."""
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name}={value!r} is not an integer. Pass 0 (off) or more.")
-        if value is not None and value < 0:
-            raise ValueError(f"{name}={value} is below 0; pass 0 (off) or more.")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ValueError(f"{name}={value!r} is not accepted; pass an integer: 0 (off) or more.")
     if bool(steps) + bool(epochs) + (interval is not None) > 1:
         raise ValueError(
             f"every_n_train_steps={steps!r}, train_time_interval={interval!r} and every_n_epochs={epochs!r} exclude each "
@@ -113,35 +110,23 @@ def check_template(template: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Naming:
-    """How a ModelCheckpoint names its files."""
+def filled(template: str, values: Mapping[str, Any], equals: str | None) -> str:
+    """Return a template with the values of its fields, or raise ValueError if one was not logged.
 
-    folder: str
-    """"" for names without a folder."""
-    insert_names: bool
-    """Whether {epoch} becomes "epoch=3" rather than "3"."""
-    equals: str
-    extension: str
+    `equals` is between a field's name and its value. With None there are only values.
+    """
 
-    def path(self, template: str, values: Mapping[str, Any], version: int | None = None) -> str:
-        """Return the path that a template gives, or raise ValueError if it has a metric that was not logged."""
-        name = f"{self.fill(template, values)}{self.extension if version is None else f'-v{version}{self.extension}'}"
-        return f"{self.folder}/{name}" if self.folder else name
+    def written(match: re.Match[str]) -> str:
+        name, spec = match.group(1), match.group(2) or ""
+        if name not in values:
+            raise ValueError(
+                f"filename={template!r} asks for {name!r}, which was not logged; there are {', '.join(sorted(values))}."
+            )
+        value = values[name]
+        text = format(value.item() if isinstance(value, Tensor) else value, spec[1:])
+        return text if equals is None else f"{name.replace('/', '_')}{equals}{text}"  # "/" would make a folder
 
-    def fill(self, template: str, values: Mapping[str, Any]) -> str:
-        def written(match: re.Match[str]) -> str:
-            name, spec = match.group(1), match.group(2) or ""
-            if name not in values:
-                raise ValueError(
-                    f"filename={template!r} asks for {name!r}, which was not logged; there are {', '.join(sorted(values))}."
-                )
-            value = values[name]
-            text = format(value.item() if isinstance(value, Tensor) else value, spec[1:])
-            # "/" would make a folder
-            return f"{name.replace('/', '_')}{self.equals}{text}" if self.insert_names else text
-
-        return re.sub(FIELD, written, template)
+    return re.sub(FIELD, written, template)
 
 
 def name_values(trainer: TrainerProtocol, monitor: str | None, template: str, is_left: bool) -> dict[str, Any]:
@@ -299,32 +284,3 @@ class MonitoredScore:
             "none counts as the best."
         )
         warn(f"ModelCheckpoint monitors {self.monitor!r}, {problem}", stacklevel=2)
-
-
-class LatestSave:
-    """The position of the run at the latest save of a ModelCheckpoint, and the optimizer steps of its checkpoints."""
-
-    def __init__(self) -> None:
-        self._position = (-1, -1)
-        """The optimizer steps and the batches of the run."""
-        self.steps: dict[str, int] = {}
-        """The optimizer step of the checkpoint at every stored path."""
-
-    def record(self, trainer: TrainerProtocol, paths: Collection[str], kept: Collection[str]) -> None:
-        """Record a save at these paths, after which the checkpoints at the paths `kept` exist."""
-        self._position = trainer.global_step, trainer.state.total_batches
-        self.steps = {path: step for path, step in self.steps.items() if path in kept}
-        self.steps |= dict.fromkeys(paths, trainer.global_step)
-
-    def is_current(self, trainer: TrainerProtocol) -> bool:
-        """Return whether the current state is saved, or will be once the pending save is done."""
-        return self._position == (trainer.global_step, trainer.state.total_batches)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"saved_at": list(self._position), "steps": dict(self.steps)}
-
-    def load_state_dict(self, state: dict[str, Any], is_here: bool) -> None:
-        """Load a state. `is_here` says that the latest save is in this run's folder."""
-        self.steps = dict(state.get("steps", {}))
-        step, batches = state.get("saved_at", (-1, -1)) if is_here else (-1, -1)
-        self._position = int(step), int(batches)

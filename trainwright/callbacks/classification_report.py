@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
@@ -19,72 +20,65 @@ if TYPE_CHECKING:
     from trainwright.module import Module
     from trainwright.module_hooks import AnyTrainer
 
-STAGES = ("validation", "test")
-
-
+STAGES = {"validation": "val_report", "test": "test_report"}
+"""The stages, and the prefix of their logged values."""
 COLUMNS = ("precision", "recall", "f1-score", "support")
 ROWS = ("accuracy", "macro avg", "weighted avg")
 """The rows of the table below the classes."""
+EMPTY = torch.zeros(0, 0, dtype=torch.long)
 
 
 class ClassificationScores:
     """The scores of a confusion matrix, equal to scikit-learn's `classification_report` to the last digit.
 
+    A score without samples to divide by is 0.
+
     Args:
         confusion: how often a sample of class i was predicted as class j, as integers of shape (classes, classes).
         class_names: the names of the classes, or None for their numbers.
-        zero_division: the score of a class without predictions (precision), without samples (recall), or without both (F1).
     """
 
-    def __init__(self, confusion: Tensor, class_names: Sequence[str] | None = None, zero_division: float = 0.0) -> None:
+    def __init__(self, confusion: Tensor, class_names: Sequence[str] | None = None) -> None:
         self.confusion = confusion
-        self.class_names = [str(each) for each in (class_names or range(len(confusion)))]
+        self.class_names = [str(name) for name in (class_names or range(len(confusion)))]
         hits, predicted, actual = confusion.diagonal().double(), confusion.sum(0).double(), confusion.sum(1).double()
-        self.precision = _ratio(hits, predicted, zero_division)
+        self.precision = hits / predicted.clamp(min=1)
         """Of the samples predicted as a class, the fraction that belongs to it, in float64 of shape (classes,)."""
-        self.recall = _ratio(hits, actual, zero_division)
+        self.recall = hits / actual.clamp(min=1)
         """Of the samples of a class, the fraction that was predicted as it, in float64 of shape (classes,)."""
-        self.f1 = _ratio(2 * hits, predicted + actual, zero_division)
+        self.f1 = 2 * hits / (predicted + actual).clamp(min=1)
         """The harmonic mean of precision and recall, in float64 of shape (classes,)."""
         self.support = confusion.sum(1)
         """The number of samples by class, integers of shape (classes,)."""
-        total = int(self.support.sum())
-        self.zero_division = zero_division
-        self.accuracy = float(hits.sum() / total) if total else zero_division
+        self.accuracy = float(hits.sum() / actual.sum().clamp(min=1))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the scores as scikit-learn's `output_dict` has them."""
-        table: dict[str, Any] = {}
-        for index, name in enumerate(self.class_names):
-            values = self.precision[index], self.recall[index], self.f1[index], self.support[index]
-            table[name] = {column: float(value) for column, value in zip(COLUMNS, values, strict=True)}
-        table["accuracy"] = self.accuracy
+        columns = [scores.tolist() for scores in (self.precision, self.recall, self.f1, self.support.double())]
+        rows = zip(self.class_names, zip(*columns, strict=True), strict=True)
+        table: dict[str, Any] = {name: dict(zip(COLUMNS, row, strict=True)) for name, row in rows}
         weights = self.support.double().numpy()
-        total = float(weights.sum())
-        arrays = [score.numpy() for score in (self.precision, self.recall, self.f1)]  # whose sums are scikit-learn's
+        arrays = [scores.numpy() for scores in (self.precision, self.recall, self.f1)]  # whose sums are scikit-learn's
         # A class without samples and predictions does not count, as in scikit-learn and torchmetrics.
         occurs = (self.confusion.sum(0) + self.support > 0).numpy()
-        averages = {
-            "macro avg": [float(score[occurs].mean()) if occurs.any() else self.zero_division for score in arrays],
-            "weighted avg": [float((score * weights).sum() / max(total, 1.0)) for score in arrays],
-        }
-        for name, scores in averages.items():
-            table[name] = dict(zip(COLUMNS, [*scores, total], strict=True))
-        return table
+        total = float(weights.sum())
+        macro = [float(scores[occurs].mean()) for scores in arrays]
+        weighted = [float((scores * weights).sum() / total) for scores in arrays]
+        averages = [dict(zip(COLUMNS, [*scores, total], strict=True)) for scores in (macro, weighted)]
+        return table | dict(zip(ROWS, [self.accuracy, *averages], strict=True))
 
     def text(self, digits: int = 2) -> str:
         """Return the table as scikit-learn prints it, with this number of digits."""
         table = self.as_dict()
         width = max(len(name) for name in (*self.class_names, "weighted avg"))
-        lines = [" " * width + " " + "".join(f" {column:>9}" for column in COLUMNS), ""]
 
         def row(name: str) -> str:
             *scores, support = table[name].values()
             return f"{name:>{width}} " + "".join(f" {score:>9.{digits}f}" for score in scores) + f" {int(support):>9}"
 
-        lines += [row(name) for name in self.class_names]
-        accuracy = f" {'':>9} {'':>9} {self.accuracy:>9.{digits}f} {int(self.support.sum()):>9}"
-        lines += ["", f"{'accuracy':>{width}} {accuracy}", row("macro avg"), row("weighted avg")]
+        header = " " * width + " " + "".join(f" {column:>9}" for column in COLUMNS)
+        accuracy = f"{'accuracy':>{width}}  {'':>9} {'':>9} {self.accuracy:>9.{digits}f} {int(self.support.sum()):>9}"
+        lines = [header, "", *map(row, self.class_names), "", accuracy, row("macro avg"), row("weighted avg")]
         return "\n".join(lines) + "\n"
 
     def plot(self, ax: Any = None) -> Any:
@@ -105,22 +99,18 @@ class ClassificationScores:
         ax.set_yticks(range(count), self.class_names)
         ax.set(xlabel="predicted", ylabel="actual", title=f"accuracy {self.accuracy:.3f}")
         # Numbers in smaller cells could not be read.
-        if count <= 30:
-            for row in range(count):
-                for column in range(count):
-                    color = "white" if shades[row, column] > 0.5 else "black"
-                    ax.text(column, row, int(self.confusion[row, column]), ha="center", va="center", color=color)
+        for row, column in product(range(count), repeat=2) if count <= 30 else ():
+            color = "white" if shades[row, column] > 0.5 else "black"
+            ax.text(column, row, int(self.confusion[row, column]), ha="center", va="center", color=color)
         return ax.figure
-
-
-def _ratio(above: Tensor, below: Tensor, otherwise: float) -> Tensor:
-    return torch.where(below > 0, above / below.clamp(min=1), otherwise)
 
 
 class ClassificationReport(Callback):
     """Reports precision, recall, F1 and support of every class, over all ranks and with each sample counted once.
 
-    The step returns its predictions and targets in a dict.
+    The step returns its predictions and targets in a dict. The callback logs the accuracy and the macro and weighted averages,
+    such as `val_report/macro avg/f1-score`, which a ModelCheckpoint may monitor. Loggers that take images get the confusion
+    matrix, if matplotlib is installed.
 
     Args:
         class_names: the names of the classes in the order of their numbers, or None for the numbers.
@@ -130,20 +120,15 @@ class ClassificationReport(Callback):
             probabilities) of shape (samples, classes), of which the highest counts. Two classes need two columns.
         targets: the key of the targets: class numbers of shape (samples,).
         stages: the loops to report: "validation", "test" or both.
-        digits: digits of the printed table.
         verbose: print the table on rank 0: after every test, and after a fit the last validation's.
-        log: log accuracy and the macro and weighted averages, such as `val_report/macro avg/f1-score`, which a ModelCheckpoint
-            may monitor.
         log_classes: also log the scores of every class, such as `val_report/cat/recall`.
-        picture: give the confusion matrix to loggers that take images, where matplotlib is installed.
-        zero_division: the score of a class without predictions (precision), without samples (recall), or without both (F1).
 
     `scores["validation"]` and `scores["test"]` contain the latest ClassificationScores, on every rank. Their `plot()` draws the
     confusion matrix.
 
     Raises:
         TypeError: at the first batch, if the step returns something else.
-        ValueError: labels that are not of the classes, scores that are NaN, or a class with the name of a row of the table.
+        ValueError: labels that are not of the classes.
 
     >>> class Reported(Classifier):
     ...     def test_step(self, batch, batch_idx):
@@ -155,8 +140,6 @@ class ClassificationReport(Callback):
     32
     """
 
-    counts_rounds = False
-
     @refuses_unknown
     def __init__(
         self,
@@ -164,92 +147,63 @@ class ClassificationReport(Callback):
         num_classes: int | None = None,
         predictions: str = "preds",
         targets: str = "target",
-        stages: str | Sequence[str] = STAGES,
-        digits: int = 2,
+        stages: str | Sequence[str] = tuple(STAGES),
         verbose: bool = True,
-        log: bool = True,
         log_classes: bool = False,
-        picture: bool = True,
-        zero_division: float = 0.0,
     ) -> None:
         self.stages = (stages,) if isinstance(stages, str) else tuple(stages)
-        if unknown := [each for each in self.stages if each not in STAGES]:
+        if unknown := [stage for stage in self.stages if stage not in STAGES]:
             raise ValueError(f"stages has {unknown[0]!r}; choose from {', '.join(STAGES)}.")
-        if class_names is not None and num_classes not in (None, len(class_names)):
-            raise ValueError(f"num_classes={num_classes}, but class_names has {len(class_names)} names; leave one out.")
-        if class_names is not None and len(set(map(str, class_names))) < len(class_names):
-            raise ValueError(f"class_names={list(class_names)!r} has a name twice; give each class its own.")
-        if rows := [str(each) for each in class_names or () if str(each) in ROWS]:
-            raise ValueError(
-                f"class_names has {rows[0]!r}, the name of another row of the table; give the class another."
-            )
-        self.class_names = None if class_names is None else [str(each) for each in class_names]
-        self.num_classes = num_classes if class_names is None else len(class_names)
-        self.predictions, self.targets, self.digits = predictions, targets, digits
-        self.verbose, self.log_values, self.log_classes, self.picture = verbose, log, log_classes, picture
-        self.zero_division = zero_division
+        self.class_names = None if class_names is None else [str(name) for name in class_names]
+        if self.class_names is not None:
+            if num_classes not in (None, len(self.class_names)):
+                raise ValueError(
+                    f"num_classes={num_classes}, but class_names has {len(self.class_names)} names; leave one out."
+                )
+            num_classes = len(self.class_names)
+        self.num_classes, self.predictions, self.targets = num_classes, predictions, targets
+        self.verbose, self.log_classes = verbose, log_classes
         self.scores: dict[str, ClassificationScores] = {}
-        self._confusion: Tensor | None = None
+        self._confusion = EMPTY
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "predict":
             self.scores.pop("test" if stage == "test" else "validation", None)
-
-    def on_validation_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self._confusion = None
-
-    on_test_epoch_start = on_validation_epoch_start
+        self._confusion = EMPTY  # an evaluation that failed may have left some
 
     def on_validation_batch_end(
-        self,
-        trainer: AnyTrainer,
-        module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if "validation" in self.stages and not trainer.is_dummy_batch:
             self._count("validation_step", outputs)
 
     def on_test_batch_end(
-        self,
-        trainer: AnyTrainer,
-        module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if "test" in self.stages and not trainer.is_dummy_batch:
             self._count("test_step", outputs)
 
     def on_validation_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
-        if "validation" in self.stages and not trainer.sanity_checking:
-            self._report(trainer, "validation", "val_report")
+        if "validation" in self.stages:
+            self._report(trainer, "validation")
 
     def on_test_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         if "test" in self.stages:
-            self._report(trainer, "test", "test_report")
-            self._show(trainer, "test")
+            self._report(trainer, "test")
+            self._print(trainer, "test")
 
     def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
         if "validation" in self.scores:
-            self._show(trainer, "validation")
+            self._print(trainer, "validation")
+
+    def _print(self, trainer: TrainerProtocol, stage: str) -> None:
+        if self.verbose:
+            scores = self.scores.get(stage)
+            trainer.print(f"{stage}: no samples" if scores is None else f"{stage}:\n{scores.text()}")
 
     def _count(self, step: str, outputs: Any) -> None:
         """Add a batch to the confusion matrix, on the device."""
-        predicted, actual = (_labels_of(step, outputs, key) for key in (self.predictions, self.targets))
-        highest = 0
-        self._check_kinds(step, predicted, actual)
-        if predicted.dim() == actual.dim() + 1:
-            if predicted.isnan().any():
-                raise ValueError(
-                    f"ClassificationReport: {step} returned scores ({self.predictions!r}) that are NaN, so no class is the "
-                    "highest; has the training diverged?"
-                )
-            highest, predicted = predicted.shape[-1], predicted.argmax(-1)
-        predicted, actual = predicted.flatten().long(), actual.flatten().long()
+        predicted, actual = self._labels(step, outputs)
         if predicted.shape != actual.shape:
             raise ValueError(
                 f"ClassificationReport: {step} returned {len(predicted)} predictions ({self.predictions!r}) and {len(actual)} "
@@ -258,59 +212,69 @@ class ClassificationReport(Callback):
         if not len(actual):
             return
         # NOTE: waits for the device at every batch, so that the error names a class out of range.
-        lowest, seen = (int(each) for each in torch.stack([actual, predicted]).aminmax())
-        count = self.num_classes or max(highest, seen + 1)
-        if lowest < 0 or seen >= count:
+        lowest, highest = (int(label) for label in torch.stack([actual, predicted]).aminmax())
+        count = self.num_classes or max(len(self._confusion), highest + 1)
+        if lowest < 0 or highest >= count:
             raise ValueError(
-                f"ClassificationReport: {step} returned class {lowest if lowest < 0 else seen}, but the classes are 0 to "
+                f"ClassificationReport: {step} returned class {lowest if lowest < 0 else highest}, but the classes are 0 to "
                 f"{count - 1}; leave out ignored samples, or pass num_classes=."
             )
-        matrix = torch.bincount(actual * count + predicted, minlength=count * count).view(count, count)
-        self._confusion = matrix if self._confusion is None else _sum(self._confusion, matrix)
+        batch = torch.bincount(actual * count + predicted, minlength=count * count).view(count, count)
+        self._confusion = batch + _padded(self._confusion.to(batch.device), count)
 
-    def _check_kinds(self, step: str, predicted: Tensor, actual: Tensor) -> None:
-        """Refuse tensors of other kinds and shapes than scores or class numbers (TypeError)."""
-        are_scores = predicted.dim() == actual.dim() + 1
-        if are_scores:
-            is_accepted = predicted.dim() == 2 and predicted.shape[1] > 1 and not predicted.is_complex()
-        else:
-            is_accepted = _holds_numbers(predicted)
-        if is_accepted and _holds_numbers(actual):
-            return
-        kinds = [
-            f"{str(each.dtype).removeprefix('torch.')} of shape {tuple(each.shape)}" for each in (predicted, actual)
-        ]
-        raise TypeError(
-            f"ClassificationReport: {step} returned predictions ({self.predictions!r}) of {kinds[0]} and targets "
-            f"({self.targets!r}) of {kinds[1]}; expected class numbers (integers) of shape (samples,), and as predictions "
-            "also scores of shape (samples, classes) with two classes or more. Turn one probability or logit for each sample "
-            "into (scores > threshold).long(), one-hot targets into target.argmax(1), float targets into target.long(), and "
-            "scores of further dimensions into scores.argmax(1)."
-        )
+    def _labels(self, step: str, outputs: Any) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the predicted and the actual classes in a step's output."""
+        keys = self.predictions, self.targets
+        if not isinstance(outputs, Mapping) or not all(isinstance(outputs.get(key), Tensor) for key in keys):
+            found = list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
+            raise TypeError(
+                f"ClassificationReport needs a dict with the tensors {keys[0]!r} and {keys[1]!r} from {step}, which returned "
+                f"{found}. Return {{'preds': scores, 'target': labels}}, or name other keys by predictions= and targets=."
+            )
+        predicted, actual = (outputs[key].detach() for key in keys)
+        has_scores = predicted.dim() == 2 and predicted.shape[1] > 1 and actual.dim() == 1
+        if actual.is_floating_point() or not (
+            has_scores or (predicted.dim() == actual.dim() and not predicted.is_floating_point())
+        ):
+            kinds = [f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in (predicted, actual)]
+            raise TypeError(
+                f"ClassificationReport: {step} returned predictions ({self.predictions!r}) of {kinds[0]} and targets "
+                f"({self.targets!r}) of {kinds[1]}; expected class numbers (integers) of shape (samples,), and as predictions "
+                "also scores of shape (samples, classes) with two classes or more. Turn one probability or logit for each "
+                "sample into (scores > threshold).long(), one-hot targets into target.argmax(1), and float targets into "
+                "target.long()."
+            )
+        if has_scores:
+            if self.num_classes is None:
+                self._confusion = _padded(self._confusion, predicted.shape[1])
+            predicted = predicted.argmax(1)
+        return predicted.flatten().long(), actual.flatten().long()
 
-    def _report(self, trainer: TrainerProtocol, stage: str, prefix: str) -> None:
+    def _report(self, trainer: TrainerProtocol, stage: str) -> None:
         """Sum over the ranks, and log. Collective."""
-        confusion = self._sum_of_ranks(trainer)
-        if not len(confusion):
-            self.scores.pop(stage, None)
+        confusion, self._confusion = self._confusion.cpu(), EMPTY
+        if trainer.sanity_checking:
             return
-        scores = self.scores[stage] = ClassificationScores(confusion, self.class_names, self.zero_division)
-        if self.log_values:
-            table = scores.as_dict()
-            self.log(f"{prefix}/accuracy", table["accuracy"])
-            names = [*(scores.class_names if self.log_classes else ()), "macro avg", "weighted avg"]
-            for name in names:
-                for column in ("precision", "recall", "f1-score"):
-                    self.log(f"{prefix}/{name}/{column}", table[name][column])
-        takers = [each for each in trainer.loggers if type(each).log_images is not Logger.log_images]
-        if self.picture and takers and trainer.is_global_zero and importlib.util.find_spec("matplotlib"):
-            pixels = _pixels(scores.plot())
-            for logger in takers:
+        total = self._sum_of_ranks(trainer, confusion)
+        if not total.any():
+            return
+        scores = self.scores[stage] = ClassificationScores(total, self.class_names)
+        table, prefix = scores.as_dict(), STAGES[stage]
+        self.log(f"{prefix}/accuracy", scores.accuracy)
+        for name in [*(scores.class_names if self.log_classes else ()), "macro avg", "weighted avg"]:
+            self.log_dict({f"{prefix}/{name}/{column}": table[name][column] for column in COLUMNS[:3]})
+        loggers = [logger for logger in trainer.loggers if type(logger).log_images is not Logger.log_images]
+        if loggers and trainer.is_global_zero and importlib.util.find_spec("matplotlib"):
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+            canvas: Any = FigureCanvasAgg(scores.plot())
+            canvas.draw()
+            pixels = numpy.asarray(canvas.buffer_rgba())[..., :3].copy()
+            for logger in loggers:
                 logger.log_images({f"{prefix}/confusion": pixels}, trainer.state.logged_step)
 
-    def _sum_of_ranks(self, trainer: TrainerProtocol) -> Tensor:
-        """Return the confusion matrix of all ranks. Collective."""
-        confusion = torch.zeros(0, 0, dtype=torch.long) if self._confusion is None else self._confusion.cpu()
+    def _sum_of_ranks(self, trainer: TrainerProtocol, confusion: Tensor) -> Tensor:
+        """Return the sum of the confusion matrices of all ranks. Collective."""
         # Only cells with samples are sent: with many classes most are empty.
         cells = confusion.nonzero()
         entries = torch.cat([cells, confusion[cells[:, 0], cells[:, 1]].unsqueeze(1)], 1).tolist()
@@ -321,42 +285,8 @@ class ClassificationReport(Callback):
             total[actual, predicted] += number
         return total
 
-    def _show(self, trainer: TrainerProtocol, stage: str) -> None:
-        if self.verbose:
-            scores = self.scores.get(stage)
-            trainer.print(f"{stage}: no samples" if scores is None else f"{stage}:\n{scores.text(self.digits)}")
 
-
-def _holds_numbers(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex()
-
-
-def _labels_of(step: str, outputs: Any, key: str) -> Tensor:
-    if not isinstance(outputs, Mapping) or not isinstance(outputs.get(key), Tensor):
-        found = (
-            f"a dict with {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
-        )
-        raise TypeError(
-            f"ClassificationReport needs the tensor {key!r} in what {step} returns, which is {found}. Return {{'preds': "
-            "scores, 'target': labels}, or name other keys by predictions= and targets=."
-        )
-    value: Tensor = outputs[key].detach()
-    return value
-
-
-def _sum(left: Tensor, right: Tensor) -> Tensor:
-    """Add two square matrices, the smaller one padded with zeros."""
-    small, large = sorted((left, right), key=len)
-    total = large.clone()
-    total[: len(small), : len(small)] += small
-    return total
-
-
-def _pixels(figure: Any) -> Any:
-    """Return a figure as an array of (height, width, 3)."""
-    import numpy
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas: Any = FigureCanvasAgg(figure)
-    canvas.draw()
-    return numpy.asarray(canvas.buffer_rgba())[..., :3].copy()
+def _padded(matrix: Tensor, size: int) -> Tensor:
+    """Return a square matrix with zeros up to a size, at least its own."""
+    missing = max(size - len(matrix), 0)
+    return nn.functional.pad(matrix, (0, missing, 0, missing))

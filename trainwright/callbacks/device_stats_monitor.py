@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, require_logger
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -41,36 +41,30 @@ class DeviceStatsMonitor(Callback):
         self.cpu_stats = cpu_stats
         self._reads_cpu = False
         self._device = torch.device("cpu")
-        self._logged: dict[str, int] = {}
-        """By hook, the step of its latest row."""
+        self._step = -1
+        """The steps before the latest batch."""
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ValueError(
-                "DeviceStatsMonitor writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave the "
-                "callback out."
-            )
-        self._device = trainer.strategy.device  # the module is not placed yet
+        require_logger(self, trainer)
+        self._step, self._device = -1, trainer.strategy.device  # the module is not placed yet
         self._reads_cpu = self._device.type == "cpu" if self.cpu_stats is None else self.cpu_stats
         if self._reads_cpu and importlib.util.find_spec("psutil") is None:
             raise ModuleNotFoundError("DeviceStatsMonitor reads the processor's load with psutil: pip install psutil.")
 
-    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self._logged = {"on_train_batch_end": trainer.state.batches_that_stepped}
-
     def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
-        self._log(trainer, "on_train_batch_start", trainer.state.batches_that_stepped + 1)
+        before, self._step = self._step, trainer.state.batches_that_stepped
+        if self._step != before:  # the batches of a window have one step
+            self._log(trainer, "on_train_batch_start", self._step + 1)
 
     def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._log(trainer, "on_train_batch_end", trainer.state.batches_that_stepped)
+        if trainer.state.batches_that_stepped != self._step:
+            self._log(trainer, "on_train_batch_end", trainer.state.batches_that_stepped)
 
     def _log(self, trainer: TrainerProtocol, hook: str, step: int) -> None:
-        every = trainer.log_every_n_steps
-        if not trainer.is_global_zero or not every or step % every or step == self._logged.get(hook):
-            return  # the batches of a window have one step
-        self._logged[hook] = step
+        if not trainer.is_global_zero or not trainer.log_every_n_steps or step % trainer.log_every_n_steps:
+            return
         values = {f"DeviceStatsMonitor.{hook}/{name}": value for name, value in self._statistics().items()}
         for logger in trainer.loggers if values else ():
             logger.log_metrics(values, step - 1)  # as the values that this step logs

@@ -101,9 +101,11 @@ class EarlyStopping(Callback):
         self.best_score: Tensor = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64)
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-        # A stop may be delayed (min_epochs, an open window) while the metric improves: the request stays.
-        self._stopping_wait_count = 0
-        self._stopping_score: float | None = None
+        self._saved_limits = self._limits
+
+    @property
+    def _limits(self) -> list[Any]:
+        return [self.patience, self.check_finite, self.stopping_threshold, self.divergence_threshold]
 
     @property
     def state_key(self) -> str:
@@ -117,8 +119,7 @@ class EarlyStopping(Callback):
             "patience": self.patience,
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
-            "stopping_wait_count": self._stopping_wait_count,
-            "stopping_score": self._stopping_score,
+            "limits": self._limits,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,8 +127,7 @@ class EarlyStopping(Callback):
         self.best_score = torch.tensor(float(state["best_score"]), dtype=torch.float64)
         self.stopping_reason = EarlyStoppingReason(state["stopping_reason"])
         self.stopping_reason_message = state["stopping_reason_message"]
-        self._stopping_wait_count = int(state.get("stopping_wait_count", self.wait_count))
-        self._stopping_score = state.get("stopping_score")
+        self._saved_limits = state.get("limits", [state["patience"], *self._limits[1:]])
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._is_fitting, self._is_due = stage == "fit", False
@@ -135,21 +135,16 @@ class EarlyStopping(Callback):
             self._reset()
 
     def on_resume_start(self, trainer: AnyTrainer, module: Module) -> None:
-        """Stop a run again that had been stopped, unless the current settings would not stop it."""
-        if not self._still_stops():
+        """Stop a run again that had been stopped, unless its limits have changed."""
+        if self._saved_limits != self._limits:
             self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
-            return
-        trainer.should_stop = True
-        if trainer.is_global_zero:
-            say(str(self.stopping_reason_message))
+        elif self.has_requested_stop(trainer, module):
+            trainer.should_stop = True
+            if trainer.is_global_zero:
+                say(str(self.stopping_reason_message))
 
     def has_requested_stop(self, trainer: AnyTrainer, module: Module) -> bool:
         return self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED
-
-    def _still_stops(self) -> bool:
-        if self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
-            return self._stopping_wait_count >= self.patience
-        return self.stopping_reason in self._crossed(math.nan if self._stopping_score is None else self._stopping_score)
 
     def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         if not self._is_fitting or trainer.sanity_checking or self.check_on_train_epoch_end:
@@ -180,8 +175,6 @@ class EarlyStopping(Callback):
             is_first, trainer.should_stop = not trainer.should_stop, True  # min_epochs may delay the stop
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason, self.stopping_reason_message = reason, message
-            self._stopping_wait_count = max(self._stopping_wait_count, self.wait_count)
-            self._stopping_score = score
         if self.verbose and message and (trainer.is_global_zero or not self.log_rank_zero_only):
             say(f"rank {trainer.global_rank}: {message}" if trainer.world_size > 1 else message)
         elif is_first and trainer.is_global_zero:
@@ -196,28 +189,18 @@ class EarlyStopping(Callback):
             warn(f"EarlyStopping monitors {self.monitor!r}, which was not logged; the check is skipped.", stacklevel=2)
         return None
 
-    def _crossed(self, score: float) -> dict[EarlyStoppingReason, str]:
-        """Return the limits that a score has crossed, with their messages. The first one counts."""
-        crossed = {}
-        if self.check_finite and not math.isfinite(score):
-            crossed[EarlyStoppingReason.NON_FINITE_METRIC] = (
-                f"{self.monitor} = {score} is not finite (best {float(self.best_score):.6g}); stopping."
-            )
-        if self.stopping_threshold is not None and self._is_better(score, self.stopping_threshold):
-            crossed[EarlyStoppingReason.STOPPING_THRESHOLD] = (
-                f"{self.monitor} = {score:.6g} has reached the threshold {self.stopping_threshold}; stopping."
-            )
-        if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, score):
-            crossed[EarlyStoppingReason.DIVERGENCE_THRESHOLD] = (
-                f"{self.monitor} = {score:.6g} is worse than the limit {self.divergence_threshold}; stopping."
-            )
-        return crossed
-
     def _count(self, score: float) -> tuple[EarlyStoppingReason, str]:
         """Count a score. Return whether and why it stops the run, and the message."""
-        for reason, message in self._crossed(score).items():
-            return reason, message
         best = float(self.best_score)
+        if self.check_finite and not math.isfinite(score):
+            message = f"{self.monitor} = {score} is not finite (best {best:.6g}); stopping."
+            return EarlyStoppingReason.NON_FINITE_METRIC, message
+        if self.stopping_threshold is not None and self._is_better(score, self.stopping_threshold):
+            message = f"{self.monitor} = {score:.6g} has reached the threshold {self.stopping_threshold}; stopping."
+            return EarlyStoppingReason.STOPPING_THRESHOLD, message
+        if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, score):
+            message = f"{self.monitor} = {score:.6g} is worse than the limit {self.divergence_threshold}; stopping."
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, message
         if self._is_better(score, best, self.min_delta):
             self.best_score, self.wait_count = torch.tensor(score, dtype=torch.float64), 0
             gain = f" by {abs(best - score):.6g}" if math.isfinite(best) else ""

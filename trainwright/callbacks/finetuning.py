@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 from torch.optim.swa_utils import SWALR
 
 from trainwright.arguments import refuses_unknown
@@ -80,13 +80,13 @@ class BaseFinetuning(Callback):
         """Unfreeze the layers that train from this epoch on. Called at the start of every epoch, for every optimizer."""
         raise NotImplementedError("Override finetune_function, such as with self.unfreeze_and_add_param_group(...).")
 
-    # -- called by subclasses --------------------------------------------------------------------------------------------
-
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
         """Return the modules that hold parameters or have no children, each once, of a module or nested iterables."""
         if isinstance(modules, nn.Module):
-            found = [each for each in modules.modules() if not list(each.children()) or each._parameters]
+            found = [
+                each for each in modules.modules() if not list(each.children()) or list(each.parameters(recurse=False))
+            ]
         else:
             found = [leaf for each in modules for leaf in BaseFinetuning.flatten_modules(each)]
         return list(dict.fromkeys(found))
@@ -127,9 +127,9 @@ class BaseFinetuning(Callback):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that an optimizer does not have yet, and warn of the others."""
-        present = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         given = list(params)
-        new = [each for each in given if id(each) not in present]
+        new = [parameter for parameter in given if parameter not in present]
         if len(new) < len(given):
             warn(
                 f"{len(given) - len(new)} of the {len(given)} parameters to unfreeze are in the optimizer already, and keep "
@@ -155,22 +155,18 @@ class BaseFinetuning(Callback):
             initial_denom_lr: divides the first group's rate if lr is None.
             train_bn: False leaves batch norms' parameters as they are.
         """
-        trained = {id(each) for each in BaseFinetuning.filter_params(modules)}
+        trained = {*BaseFinetuning.filter_params(modules)}
         BaseFinetuning.make_trainable(modules)
         if not train_bn:
-            norms = (each for each in BaseFinetuning.flatten_modules(modules) if isinstance(each, _BatchNorm))
-            for parameter in (each for norm in norms for each in norm.parameters(recurse=False)):
-                parameter.requires_grad = id(parameter) in trained
+            norms = [layer for layer in BaseFinetuning.flatten_modules(modules) if isinstance(layer, _BatchNorm)]
+            for parameter in {*BaseFinetuning.filter_params(norms)} - trained:
+                parameter.requires_grad = False
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
-        present = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         wanted = BaseFinetuning.filter_params(modules, train_bn=train_bn)
-        unfrozen = [
-            each for each in wanted if not {id(each)} <= trained & present
-        ]  # batch norms may have trained all along
+        unfrozen = [each for each in wanted if each not in trained & present]  # batch norms may have trained all along
         if new := BaseFinetuning.filter_on_optimizer(optimizer, unfrozen):
             optimizer.add_param_group({"params": new, "lr": rate})
-
-    # -- hooks -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         groups = {str(index): added for index, added in self._groups.items()}
@@ -244,7 +240,7 @@ class BaseFinetuning(Callback):
 def _parts_of(scheduler: Any) -> Iterator[Any]:
     """Yield a scheduler and the schedulers that it chains."""
     yield scheduler
-    for value in getattr(scheduler, "__dict__", {}).values():  # a scheduler of your own may have none
+    for value in vars(scheduler).values():
         for part in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(part, LRScheduler):
                 yield from _parts_of(part)
@@ -252,22 +248,21 @@ def _parts_of(scheduler: Any) -> Iterator[Any]:
 
 def _lists_by_group(scheduler: Any) -> Iterator[tuple[list[Any], Any]]:
     """Yield the lists of a scheduler with an entry for every group, and the entry of a new group, or None for its rate."""
-    if isinstance(rates := getattr(scheduler, "base_lrs", None), list):
-        yield rates, None
-    if isinstance(functions := getattr(scheduler, "lr_lambdas", None), list):
-        yield functions, functions[-1]
+    if hasattr(scheduler, "base_lrs"):
+        yield scheduler.base_lrs, None
+    if hasattr(scheduler, "lr_lambdas"):
+        yield scheduler.lr_lambdas, scheduler.lr_lambdas[-1]
 
 
 def _refuse_planned(callback: str, scheduler: Any) -> None:
     """Refuse a scheduler that says for every group of the beginning where its rate goes (ValueError)."""
     for part in _parts_of(scheduler):
-        has_floors = isinstance(part, ReduceLROnPlateau) and getattr(part, "default_min_lr", 0) is None
-        if isinstance(part, PLANNED) or has_floors:
-            name = "ReduceLROnPlateau with a list as min_lr" if has_floors else type(part).__name__
+        if isinstance(part, PLANNED):
             raise ValueError(
-                f"{callback} adds parameter groups during training, and {name} has settings for each group of the beginning "
-                "alone. Use another scheduler, such as LambdaLR or CosineAnnealingLR; or put all parameters into groups in "
-                "configure_optimizers, let finetune_function only call make_trainable, and set adds_param_groups = False."
+                f"{callback} adds parameter groups during training, and {type(part).__name__} has settings for each group of "
+                "the beginning. Use another scheduler, such as LambdaLR or CosineAnnealingLR; or put all parameters into "
+                "groups in configure_optimizers, let finetune_function only call make_trainable, and set adds_param_groups = "
+                "False."
             )
 
 

@@ -38,10 +38,8 @@ class GradientAccumulationScheduler(Callback):
             )
         for epoch, batches in scheduling.items():
             for name, value, least in (("epoch", epoch, 0), ("number of batches", batches, 1)):
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise TypeError(f"scheduling has {value!r} as {name}; expected an integer of at least {least}.")
-                if value < least:
-                    raise ValueError(f"scheduling has {value} as {name}; expected an integer of at least {least}.")
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise ValueError(f"scheduling has {value!r} as {name}; expected an integer of at least {least}.")
         self.scheduling = {0: 1, **scheduling}
         self._before: int | None = None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, require_logger
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -34,7 +34,7 @@ class LearningRateMonitor(Callback):
     also in trainer.callback_metrics, for a checkpoint's name or a monitor.
 
     Raises:
-        ValueError: the interval is unknown, or in fit there is no logger, or for groups of an optimizer with the same name.
+        ValueError: the interval is unknown, in fit there is no logger, or two groups of an optimizer have one name.
 
     >>> monitor = tw.LearningRateMonitor(logging_interval="epoch")
     >>> trainer = tw.Trainer(callbacks=monitor, max_epochs=2, enable_model_summary=False)
@@ -44,7 +44,6 @@ class LearningRateMonitor(Callback):
     """
 
     reads_outputs = False
-    counts_rounds = True
 
     @refuses_unknown
     def __init__(
@@ -86,15 +85,8 @@ class LearningRateMonitor(Callback):
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ValueError(
-                "LearningRateMonitor writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave "
-                "the callback out."
-            )
+        require_logger(self, trainer)
         self._begin()
-
-    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self.lrs |= {name: [] for _, names, _ in self._named(trainer) for name in names if name not in self.lrs}
 
     def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         is_new = trainer.state.batch == 0 and trainer.current_epoch != self._epoch_begun  # otherwise its row is written
@@ -131,7 +123,7 @@ class LearningRateMonitor(Callback):
             if self.logging_interval is None and own_interval not in (None, interval):
                 continue
             for group, name in zip(optimizer.param_groups, names, strict=True):
-                self.lrs.setdefault(name, [])  # a group that was added during the run
+                self.lrs.setdefault(name, [])
                 values[name] = float(group["lr"])
                 if self.log_momentum:
                     momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
@@ -164,8 +156,5 @@ def _group_names(optimizer: Optimizer, name: str) -> list[str]:
         return [f"{name}/{groups[0]['name']}" if groups[0].get("name") else name]
     names = [f"{name}/{group.get('name') or f'pg{number}'}" for number, group in enumerate(groups, start=1)]
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"LearningRateMonitor: two parameter groups of one {type(optimizer).__name__} have the same name "
-            f"({', '.join(names)}); give them different names."
-        )
+        raise ValueError(f"two groups of one optimizer have the same name ({', '.join(names)}); change one of them.")
     return names

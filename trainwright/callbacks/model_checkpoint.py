@@ -5,7 +5,6 @@ It decides with checkpoint_policy.py, and writes and replaces with checkpoint_fi
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -19,35 +18,35 @@ from torch import Tensor
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Checkpoint
 from trainwright.callbacks.checkpoint_files import (
-    FailedRun,
     PendingSave,
     choose_paths,
     default_folder,
-    follow_move,
     free_link,
     is_taken,
     kept_again,
     link_newest,
     loaded,
+    moved,
     path_of_stop,
     remove_replaced,
+    save_failed_run,
     tell_loggers,
 )
 from trainwright.callbacks.checkpoint_policy import (
     KEY_SETTINGS,
     Kept,
-    LatestSave,
     MonitoredScore,
-    Naming,
     Ranking,
     Save,
     check_choices,
     check_template,
     checked_intervals,
     chosen_mode,
+    filled,
     name_values,
     scalar,
 )
+from trainwright.checkpoint.discovery import same_path
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
@@ -118,7 +117,7 @@ class ModelCheckpoint(Checkpoint):
     FILE_EXTENSION = ".ckpt"
 
     priority = -20  # its checkpoints contain the states of the other callbacks
-    reads_outputs, counts_rounds = False, True
+    reads_outputs = False
 
     @refuses_unknown
     def __init__(
@@ -164,9 +163,11 @@ class ModelCheckpoint(Checkpoint):
         """Where the resume source was written, its final path and its score, if it was saved before it was renamed."""
         self._loaded: dict[str, Any] | None = None
         self._has_validated = self._is_validated = self._awaits_score = self._is_deferred = self._is_due = False
-        self._step, self._latest = -1, LatestSave()
-        self._failed: FailedRun | None = None
-        """The callback that saves the run if it fails, set with save_on_exception once the run has begun."""
+        self._step = -1
+        self._saved_position = (-1, -1)
+        """The optimizer steps and the batches of the run at the latest save."""
+        self._steps: dict[str, int] = {}
+        """The optimizer step of the checkpoint at every stored path."""
         self._sync_point: Any = None
         self._pending: PendingSave | None = None
         """The save that may not have committed yet, or has not been concluded."""
@@ -210,7 +211,8 @@ class ModelCheckpoint(Checkpoint):
             "awaits_score": self._awaits_score,
             "replaced": kept["replaced"],
             "is_validated": self._is_validated,
-            **self._latest.state_dict(),
+            "saved_at": list(self._saved_position),
+            "steps": dict(self._steps),
             "current_score": kept["current_score"],
             "link": kept["link"],
         }
@@ -223,13 +225,15 @@ class ModelCheckpoint(Checkpoint):
         self._keep(kept)
         self._is_deferred, self._awaits_score = bool(state.get("is_put_off")), bool(state.get("awaits_score"))
         self._is_validated = bool(state.get("is_validated"))
-        self._latest.load_state_dict(state, is_here=bool(kept["last"]))
+        self._steps = dict(state.get("steps", {}))
+        step, batches = state.get("saved_at", (-1, -1)) if kept["last"] else (-1, -1)  # else it is in another folder
+        self._saved_position = int(step), int(batches)
         last, written_to = state["last_model_path"], kept["written_to"]
         self._unrenamed = (written_to, last, state["best_k_models"].get(last)) if written_to != last else ("", "", None)
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to this process's run.
-        return {**super().__getstate__(), "_sync_point": None, "_pending": None, "_failed": None}
+        return {**super().__getstate__(), "_sync_point": None, "_pending": None}
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._is_fitting = stage == "fit" and not trainer.fast_dev_run
@@ -253,12 +257,11 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._saved_at = time.monotonic()
-        if self.save_on_exception and self._is_fitting:
-            self._failed = FailedRun("save_on_exception", trainer, module)
-        load = partial(ModelCheckpoint.load_state_dict, self)
-        follow_move(self._loaded, self.state_key, self.dirpath or "", load, trainer)
+        source, folder = trainer.resume_source or "", self.dirpath or ""
+        if self._loaded is not None and same_path(source.rpartition("/")[0], folder):
+            ModelCheckpoint.load_state_dict(self, moved(self._loaded, folder))
         self._step = trainer.global_step
-        self._keep(kept_again(self._kept, self._unrenamed, self._latest.steps, trainer))
+        self._keep(kept_again(self._kept, self._unrenamed, self._steps, trainer))
         if self.train_time_interval is not None and self._is_fitting:
             self._sync_point = trainer.engine.connection.sync_point(self.state_key)
 
@@ -313,20 +316,21 @@ class ModelCheckpoint(Checkpoint):
     def on_train_epoch_stop(self, trainer: AnyTrainer, module: Module) -> None:
         self._is_validated = False
         is_due = self._is_deferred or self._is_chosen(trainer)
-        if self._is_fitting and (is_due or (self.save_last and not self._latest.is_current(trainer))):
+        if self._is_fitting and (is_due or (self.save_last and not self._is_saved(trainer))):
             # Not at the next save point, since a run that resumes from here trains on without on_train_epoch_end.
             self._save(trainer, is_left=True)
 
     def _is_chosen(self, trainer: TrainerProtocol) -> bool:
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
+    def _is_saved(self, trainer: TrainerProtocol) -> bool:
+        """Return whether the current state is saved, or will be once the pending save is done."""
+        return self._saved_position == (trainer.global_step, trainer.state.total_batches)
+
     def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._conclude(trainer)
-        if self.save_last and trainer.state.total_batches and not self._latest.is_current(trainer):
+        if self.save_last and trainer.state.total_batches and not self._is_saved(trainer):
             self.save_stop(trainer, "end", self.save_weights_only)
-
-    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
-        self._sync_point = self._failed = None
 
     def _save(self, trainer: TrainerProtocol, is_left: bool = False) -> None:
         """Save if rank 0 finds it worthwhile. Collective.
@@ -345,7 +349,9 @@ class ModelCheckpoint(Checkpoint):
         before = self._kept
         # The saved state includes this save: a resumed run finds its own checkpoint among the kept ones.
         self._keep(self._ranking.kept_after(before, save, self.dirpath or ""))
-        self._latest.record(trainer, (save.path, save.written_to), self._kept["scores"])
+        self._saved_position = trainer.global_step, trainer.state.total_batches
+        self._steps = {path: step for path, step in self._steps.items() if path in self._kept["scores"]}
+        self._steps |= dict.fromkeys((save.path, save.written_to), trainer.global_step)
         is_begun = self._write(trainer, before, self.save_weights_only, blocking=not self.async_save)
         if is_begun:
             where = f"epoch {trainer.current_epoch}, step {trainer.global_step}"
@@ -358,7 +364,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _refuses_weights(self, trainer: TrainerProtocol) -> bool:
         """Return whether the weights are not finite on some rank, and warn once until they are again. Collective."""
-        fault, last = trainer.engine.finiteness.fault(), self._kept["last"]
+        fault, last = trainer.engine.find_fault(), self._kept["last"]
         if fault and not self._has_warned_of_weights:
             stays = f"{last} stays as the newest one" if last else "No checkpoint exists to resume from"
             rank_zero_warn(
@@ -390,7 +396,7 @@ class ModelCheckpoint(Checkpoint):
     def _plan(self, trainer: TrainerProtocol, is_left: bool) -> Save | None:
         """Return the save to make, or None for no save. A missing metric is a ValueError. On rank 0."""
         score, scores = self._score.read(trainer, self._has_validated), self._kept["scores"]
-        if is_left and self._latest.is_current(trainer) and repr(score) == repr(self._kept["current_score"]):
+        if is_left and self._is_saved(trainer) and repr(score) == repr(self._kept["current_score"]):
             return None  # by their text, since NaN, an unknown score, is not equal to itself
         is_best = self._ranking.accepts(score, scores)
         is_stopgap = not is_best and self.save_top_k != 0 and not scores
@@ -415,8 +421,8 @@ class ModelCheckpoint(Checkpoint):
     def _link(self, trainer: TrainerProtocol, is_left: bool, *saved: str) -> str:
         """Return the path of the link to a checkpoint, or "" without save_last. On rank 0."""
         template = self.CHECKPOINT_NAME_LAST
-        name_link = partial(self._naming.path, template, name_values(trainer, self.monitor, template, is_left))
-        return free_link(name_link, saved) if self.save_last else ""
+        values = name_values(trainer, self.monitor, template, is_left)
+        return free_link(partial(self.format_checkpoint_name, values, template), saved) if self.save_last else ""
 
     def save_stop(self, trainer: AnyTrainer, name: str = "stop", weights_only: bool = False) -> str:
         """Save a run that ends here as `stop-step=..`, whatever its metric and the intervals. Collective.
@@ -453,9 +459,9 @@ class ModelCheckpoint(Checkpoint):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude_alone(trainer)
-        if self._failed is not None:
+        if self.save_on_exception and self._is_fitting and self._step >= 0:  # its training has begun
             stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
-            self._failed.save(stem, self.FILE_EXTENSION, self.save_weights_only)
+            save_failed_run("save_on_exception", trainer, stem, self.FILE_EXTENSION, self.save_weights_only)
 
     def file_exists(self, filepath: str, trainer: TrainerProtocol) -> bool:
         """Return whether a checkpoint, or anything else, is at this path. Called on rank 0."""
@@ -465,13 +471,7 @@ class ModelCheckpoint(Checkpoint):
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
         """Return the path of a template, by default this callback's. A missing metric is a ValueError."""
-        return self._naming.path(filename or self.filename, metrics, ver)
-
-    @property
-    def _naming(self) -> Naming:
-        return Naming(
-            self.dirpath or "", self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR, self.FILE_EXTENSION
-        )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({json.dumps(self.monitor)}, mode={self.mode!r}, save_top_k={self.save_top_k})"
+        equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
+        version = "" if ver is None else f"-v{ver}"
+        name = f"{filled(filename or self.filename, metrics, equals)}{version}{self.FILE_EXTENSION}"
+        return f"{self.dirpath}/{name}" if self.dirpath else name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -61,56 +61,59 @@ class ModelSummary(Callback):
         def run(*args: Any, **kwargs: Any) -> Any:
             return trainer.strategy.run(module, "forward", args, kwargs)
 
-        self._print(trainer, summary_of(module, self.max_depth, run))
+        self._print(trainer, LayerSummary(module, self.max_depth, run))
 
-    def _print(self, trainer: TrainerProtocol, summary: Summary) -> None:
+    def _print(self, trainer: TrainerProtocol, summary: LayerSummary) -> None:
         """Print on rank 0."""
         trainer.print(summary)
-
-
-class Summary(NamedTuple):
-    """The contents of a summary."""
-
-    header: list[str]
-    rows: list[list[str]]
-    totals: list[str]
-    """The lines below the table."""
-
-    def __str__(self) -> str:
-        return "\n".join([*(_table([self.header, *self.rows]) if self.rows else []), *self.totals])
 
 
 ALIGNED = ["<", "<", ">", "<", "<", "<"]
 """How the columns are aligned."""
 
 
-def summarize(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | None = None) -> str:
-    """Return the table as text. `run` calls the module's forward, by default the module itself."""
-    return str(summary_of(module, max_depth, run))
+class LayerSummary:
+    """The children of a module, as Lightning's `utilities.model_summary.ModelSummary`. Its text is the table.
 
+    Args:
+        model: the module.
+        max_depth: levels of children: -1 for all, 0 for the totals only.
+        run: calls the module's forward, by default the module itself.
+    """
 
-def summary_of(module: nn.Module, max_depth: int = 1, run: Callable[..., Any] | None = None) -> Summary:
-    """Return the summary. `run` calls the module's forward, by default the module itself."""
-    children = children_to(module, max_depth)
-    sizes, note = _measure(module, children, run or module)
-    header = ["Name", "Type", "Parameters", "Mode"] + (["In", "Out"] if sizes else [])
-    rows = [
-        [
-            name,
-            type(child).__name__,
-            f"{count_parameters(child.parameters()):,}",
-            "train" if child.training else "eval",
-            *(sizes.get(name, ("", "")) if sizes else ()),
+    def __init__(self, model: nn.Module, max_depth: int = 1, run: Callable[..., Any] | None = None) -> None:
+        children, parameters = children_to(model, max_depth), list(model.parameters())
+        self.layer_names = list(children)
+        self.layer_types = [type(child).__name__ for child in children.values()]
+        self.param_nums = [count_parameters(child.parameters()) for child in children.values()]
+        self.total_parameters = count_parameters(parameters)
+        self.trainable_parameters = count_parameters(each for each in parameters if each.requires_grad)
+        sizes, note = _measure(model, children, run or model)
+        self.header = ["Name", "Type", "Parameters", "Mode", *(["In", "Out"] if sizes else [])]
+        modes = ["train" if child.training else "eval" for child in children.values()]
+        columns = zip(self.layer_names, self.layer_types, self.param_nums, modes, strict=True)
+        self.rows = [
+            [name, kind, f"{count:,}", mode, *(sizes.get(name, ("", "")) if sizes else ())]
+            for name, kind, count, mode in columns
         ]
-        for name, child in children.items()
-    ]
-    parameters = list(module.parameters())
-    trainable = count_parameters(parameter for parameter in parameters if parameter.requires_grad)
-    size = sum(_numel(each) * each.element_size() for each in parameters if not is_lazy(each))
-    totals = [f"{count_parameters(parameters):,} parameters, {trainable:,} of them trained, {size / 2**20:.3f} MiB"]
-    if any(map(is_lazy, parameters)):
-        totals.append("(those of lazy children are not counted: they have no shape yet)")
-    return Summary(header, rows, [*totals, note] if note else totals)
+        size = sum(_numel(each) * each.element_size() for each in parameters if not is_lazy(each))
+        counts = f"{self.total_parameters:,} parameters, {self.trainable_parameters:,} of them trained"
+        self.totals = [f"{counts}, {size / 2**20:.3f} MiB"]
+        """The lines below the table."""
+        if any(map(is_lazy, parameters)):
+            self.totals.append("(those of lazy children are not counted: they have no shape yet)")
+        self.totals += [note] if note else []
+
+    def __str__(self) -> str:
+        rows = [self.header, *self.rows] if self.rows else []
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                f"{cell:{align}{width}}" for cell, align, width in zip(row, ALIGNED, widths, strict=False)
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, *self.totals])
 
 
 def children_to(module: nn.Module, max_depth: int) -> dict[str, nn.Module]:
@@ -128,14 +131,6 @@ def count_parameters(parameters: Any) -> int:
 def _numel(parameter: Any) -> int:
     # ZeRO-3 replaces a sharded parameter by an empty tensor.
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(row, ALIGNED, widths, strict=False)).rstrip()
-        for row in rows
-    ]
 
 
 def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable[..., Any]) -> tuple[Sizes, str]:
@@ -170,33 +165,27 @@ def _measure(module: nn.Module, children: Mapping[str, nn.Module], run: Callable
 
 @contextmanager
 def _without_trace(module: nn.Module) -> Iterator[None]:
-    """Put the module into evaluation mode for a forward, and restore everything that it may change."""
+    """Put the module into evaluation mode for a forward, and restore its modes and buffers."""
     owners = list(module.modules())
-    modes = [(owner, owner.training) for owner in owners]
-    # A forward with hooks must not be compiled.
-    compiled = [(owner, owner._compiled_call_impl) for owner in owners if owner._compiled_call_impl is not None]
+    modes = [owner.training for owner in owners]
     buffers = [
-        (owner, name, buffer, None if buffer is None else buffer.detach().clone())
+        (owner, name, buffer, buffer.detach().clone())
         for owner in owners
-        for name, buffer in owner._buffers.items()
+        for name, buffer in owner.named_buffers(recurse=False)
     ]
     module.eval()
-    for owner, _ in compiled:
-        owner._compiled_call_impl = None
     try:
-        with torch.no_grad(), isolate_rng():
+        # A forward with hooks must not be compiled.
+        with torch.no_grad(), isolate_rng(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for owner, was_training in modes:
-            owner.training = was_training
-        for owner, call in compiled:
-            owner._compiled_call_impl = call
+        for owner, mode in zip(owners, modes, strict=True):
+            owner.training = mode
         with torch.no_grad():
             # A forward may have changed a buffer's values, or have assigned another tensor.
             for owner, name, buffer, value in buffers:
-                if buffer is not None and value is not None and not torch.equal(buffer, value):
-                    buffer.copy_(value)
-                owner._buffers[name] = buffer
+                buffer.copy_(value)
+                setattr(owner, name, buffer)
 
 
 def _size(value: Any) -> str:
@@ -209,51 +198,6 @@ def _size(value: Any) -> str:
         sizes = [_size(each) for each in value]
         return sizes[0] if len(sizes) == 1 else f"({', '.join(sizes)})"
     return "?"
-
-
-class LayerSummary:
-    """The children of a module, as Lightning's `utilities.model_summary.ModelSummary`.
-
-    Args:
-        model: the module.
-        max_depth: levels of children: -1 for all, 0 for the totals only.
-    """
-
-    def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
-        self._model, self._max_depth = model, max_depth
-        self._children = children_to(model, max_depth)
-
-    @property
-    def layer_names(self) -> list[str]:
-        """Return the children's names."""
-        return list(self._children)
-
-    @property
-    def layer_types(self) -> list[str]:
-        """Return the children's classes."""
-        return [type(each).__name__ for each in self._children.values()]
-
-    @property
-    def param_nums(self) -> list[int]:
-        """Return the children's numbers of parameters."""
-        return [count_parameters(each.parameters()) for each in self._children.values()]
-
-    @property
-    def total_parameters(self) -> int:
-        """Return the module's number of parameters."""
-        return count_parameters(self._model.parameters())
-
-    @property
-    def trainable_parameters(self) -> int:
-        """Return the number of trained parameters."""
-        return count_parameters(each for each in self._model.parameters() if each.requires_grad)
-
-    def __str__(self) -> str:
-        return summarize(self._model, self._max_depth)
-
-
-UNLIMITED = 10_000
-"""The columns of a file, so that a table has the width that it needs."""
 
 
 class RichModelSummary(ModelSummary):
@@ -273,21 +217,17 @@ class RichModelSummary(ModelSummary):
         require_rich("RichModelSummary")
         super().__init__(max_depth)
 
-    def _print(self, trainer: TrainerProtocol, summary: Summary) -> None:
+    def _print(self, trainer: TrainerProtocol, summary: LayerSummary) -> None:
         if not trainer.is_global_zero:
             return
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+        from rich import console, table, text
 
-        table = Table(header_style="bold")
+        grid = table.Table(header_style="bold")
         for title, align in zip(summary.header, ALIGNED, strict=False):
-            table.add_column(title, justify="right" if align == ">" else "left", overflow="fold")
+            grid.add_column(title, justify="right" if align == ">" else "left", overflow="fold")
         for row in summary.rows:
-            table.add_row(*map(Text, row))  # not markup, even in brackets
-        console = Console()
-        if not console.is_terminal and not console.is_jupyter:
-            console = Console(width=UNLIMITED)
+            grid.add_row(*map(text.Text, row))  # not markup, even in brackets
+        printer = console.Console()
         if summary.rows:
-            console.print(table)
-        console.print(*summary.totals, sep="\n", markup=False, highlight=False, soft_wrap=True)
+            printer.print(grid)
+        printer.print(*summary.totals, sep="\n", markup=False, highlight=False, soft_wrap=True)

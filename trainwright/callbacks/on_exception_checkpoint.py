@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Checkpoint
-from trainwright.callbacks.checkpoint_files import FailedRun
+from trainwright.callbacks.checkpoint_files import save_failed_run
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
@@ -52,23 +52,21 @@ class OnExceptionCheckpoint(Checkpoint):
             raise ValueError("filename='' is empty; pass a name, such as 'on_exception'.")
         self.dirpath, self.filename = absolute(dirpath).rstrip("/"), filename
         self._saved = ""
-        self._failed: FailedRun | None = None
+        self._has_begun = False
 
     @property
     def ckpt_path(self) -> str:
         """Return the path of the latest checkpoint, or before the first one the path that it will get."""
         return self._saved or f"{self.dirpath}/{self.filename}{self.FILE_EXTENSION}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_failed": None}
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
+        self._has_begun = False
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self._failed = None if trainer.fast_dev_run else FailedRun("OnExceptionCheckpoint", trainer, module)
+        self._has_begun = not trainer.fast_dev_run
 
     def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
-        if self._failed is not None:
+        if self._has_begun:
             stem = f"{self.dirpath}/{self.filename}"
-            self._saved = self._failed.save(stem, self.FILE_EXTENSION, replaces=True) or self._saved
-
-    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
-        self._failed = None
+            saved = save_failed_run("OnExceptionCheckpoint", trainer, stem, self.FILE_EXTENSION, replaces=True)
+            self._saved = saved or self._saved

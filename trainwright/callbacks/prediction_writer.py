@@ -23,7 +23,7 @@ from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.filesystem import note_new, resolve
 from trainwright.data.transfer import to_device
-from trainwright.distributed import collectives
+from trainwright.distributed.vendor import count_issued
 from trainwright.errors import a_type_of
 from trainwright.paths import absolute
 
@@ -85,7 +85,7 @@ class BasePredictionWriter(Callback):
         """Called after every batch on its rank. If it communicates, also on a rank without batches, with a dummy batch.
 
         `batch_indices` are the dataset indices of the samples, or None if the loader has none: an iterable dataset, a list
-        of batches, several loaders combined, a step that takes dataloader_iter.
+        of batches, several loaders combined.
         """
         raise NotImplementedError(f"{type(self).__name__} has no write_on_batch_end, but write_interval needs it.")
 
@@ -103,21 +103,15 @@ class BasePredictionWriter(Callback):
         self._predictions, self._indices = [[] for _ in range(loaders)], [[] for _ in range(loaders)]
 
     def on_predict_batch_end(
-        self,
-        trainer: AnyTrainer,
-        module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         # A dummy batch is written only if writing communicates: other ranks would wait.
         indices, is_own = trainer.batch_indices, not trainer.is_dummy_batch
         if self.write_interval != "epoch" and (is_own or self._communicates):
-            before = collectives.count_issued() if batch_idx == 0 else None
+            before = count_issued() if batch_idx == 0 else None
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
             if before is not None and is_own:
-                self._communicates = collectives.count_issued() != before
+                self._communicates = count_issued() != before
         if self.write_interval != "batch" and is_own:
             self._predictions[dataloader_idx].append(to_device(outputs, HOST))
             self._indices[dataloader_idx].append(indices)
@@ -135,7 +129,7 @@ class Stream:
     nest: Any = None
     """How the tensors of a prediction are nested, as plain data."""
     form: Any = None
-    """The shape of a row and the dtype of every tensor that waits."""
+    """The shape of a row and the dtype of every tensor."""
     waiting: dict[str, list[Tensor]] = field(default_factory=dict)
     waiting_bytes: int = 0
     files: list[str] = field(default_factory=list)
@@ -202,14 +196,15 @@ class TensorPredictionWriter(BasePredictionWriter):
     ) -> None:
         stream = self._streams[dataloader_idx]
         nest, tensors = encode(prediction, "predict_step's output")
-        if stream.nest is None:
-            stream.nest = nest
-        if nest != stream.nest or not tensors:
-            raise TypeError(
-                f"predict_step returned {a_type_of(prediction)} that is nested differently than before, or holds more "
-                "than tensors; a TensorPredictionWriter takes one tensor, or the same nest of tensors, for each batch."
-            )
         rows = {f"rows/{name}": tensor.detach().cpu() for name, tensor in tensors.items()}
+        form = {name: (each.shape[1:], each.dtype) for name, each in rows.items()}
+        if stream.form is None:
+            stream.nest, stream.form = nest, form
+        if (nest, form) != (stream.nest, stream.form) or not tensors:
+            raise TypeError(
+                f"predict_step returned {a_type_of(prediction)} with another nest, row shape or dtype than before, or with "
+                "more than tensors. Return the same nest of tensors for each batch, and pad rows of different lengths."
+            )
         first = next(iter(rows.values()))
         samples = len(batch_indices) if batch_indices is not None else len(first) if first.dim() else 0
         for each in rows.values():
@@ -218,10 +213,6 @@ class TensorPredictionWriter(BasePredictionWriter):
                     f"predict_step returned a tensor of shape {tuple(each.shape)} for a batch of {samples} samples; a "
                     "TensorPredictionWriter takes tensors with a row for each sample."
                 )
-        form = {name: (each.shape[1:], each.dtype) for name, each in rows.items()}
-        if form != stream.form:  # a file holds one tensor of every name
-            self._write(trainer, stream)
-            stream.form = form
         rows[KEYS] = self._keys(trainer, batch_indices, batch_idx, samples)
         for name, each in rows.items():
             stream.waiting.setdefault(name, []).append(each)
@@ -230,11 +221,8 @@ class TensorPredictionWriter(BasePredictionWriter):
             self._write(trainer, stream)
 
     def _keys(self, trainer: TrainerProtocol, indices: list[Any] | None, batch_idx: int, samples: int) -> Tensor:
-        try:
-            if indices is not None:
-                return torch.tensor([int(index) for index in indices], dtype=torch.int64)
-        except (TypeError, ValueError):  # a sampler of names, say
-            pass
+        if indices is not None:
+            return torch.tensor(indices, dtype=torch.int64)
         number = batch_idx * trainer.world_size + trainer.global_rank
         return torch.arange(samples, dtype=torch.int64) + (number << ROWS_BITS)
 
@@ -259,11 +247,6 @@ class TensorPredictionWriter(BasePredictionWriter):
         loaders = []
         for streams in zip(*written, strict=True):
             nests = [nest for nest, _ in streams if nest is not None]
-            if any(nest != nests[0] for nest in nests):
-                raise TypeError(
-                    "predict_step returned differently nested predictions on the ranks, which cannot be read as one; return "
-                    "the same nest of tensors on each."
-                )
             names = [name for _, names in streams for name in names]
             loaders.append({"nest": nests[0] if nests else None, "files": names})
         if trainer.is_global_zero and not trainer.fast_dev_run:
@@ -281,7 +264,6 @@ def load_predictions(dirpath: str | os.PathLike[str]) -> Any:
 
     Raises:
         FileNotFoundError: there are no predictions, or their run has not ended.
-        ValueError: the samples' rows have different shapes, so they cannot form one tensor.
 
     >>> trainer = tw.Trainer(callbacks=tw.TensorPredictionWriter("scores"))
     >>> trainer.predict(module, test_loader, return_predictions=False)
@@ -310,14 +292,6 @@ def _read(dirpath: str, nest: Any, names: list[str]) -> Any:
                 parts.setdefault(key, []).append(rows)
     if not parts:
         return None
-    shapes = sorted(
-        {tuple(each.shape[1:]) for key in parts for each in parts[key] if each.shape[1:] != parts[key][0].shape[1:]}
-    )
-    if shapes:
-        raise ValueError(
-            f"{dirpath} has samples with predictions of different shapes ({shapes[0]} among them), which cannot form one "
-            f"tensor; pad them in predict_step, or read the files that {MANIFEST} lists one by one."
-        )
     # Stable, so that the same prediction of a repeated sample always stays.
     keys, order = torch.sort(torch.cat(parts.pop(KEYS)), stable=True)
     is_new = torch.ones_like(keys, dtype=torch.bool)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import prune
 from torch.optim import Optimizer
 
@@ -69,7 +68,6 @@ class ModelPruning(Callback):
     0.25
     """
 
-    counts_rounds = True
     reads_outputs = False
     PARAMETER_NAMES = ("weight", "bias")
 
@@ -95,22 +93,12 @@ class ModelPruning(Callback):
                 "make_pruning_permanent=False, resample_parameters=True and prune_on_train_epoch_end=False are not accepted; "
                 "apply torch.nn.utils.prune.custom_from_mask to the callback's `masks` after the fit, or write a callback."
             )
-        for setting in (apply_pruning, use_lottery_ticket_hypothesis):
-            if not isinstance(setting, bool) and not callable(setting):
-                raise TypeError(f"{setting!r} is not accepted; pass True, False or a function of the epoch.")
-        if verbose not in (0, 1, 2):
-            raise ValueError(f"verbose={verbose!r} is not accepted; choose from 0, 1 and 2.")
         if not callable(amount):
             _check_amount(amount)
         self._method = _checked_method(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
         self._is_global, self._dim, self._norm = use_global_unstructured, pruning_dim, pruning_norm
-        pairs = None if parameters_to_prune is None else list(parameters_to_prune)
-        if pairs is not None and (not pairs or not all(isinstance(pair, (tuple, list)) for pair in pairs)):
-            raise TypeError(
-                f"parameters_to_prune={pairs!r:.80} is not accepted; pass pairs of a module and a parameter name, such as "
-                "[(model.layer, 'weight')], or None for all parameters."
-            )
-        self._pairs, self._names = pairs, tuple(parameter_names or self.PARAMETER_NAMES)
+        self._pairs = None if parameters_to_prune is None else list(parameters_to_prune)
+        self._names = tuple(parameter_names or self.PARAMETER_NAMES)
         self._amount, self._applies, self._rewinds = amount, apply_pruning, use_lottery_ticket_hypothesis
         self._verbose = verbose
         self._root: nn.Module | None = None
@@ -169,12 +157,6 @@ class ModelPruning(Callback):
 
     def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._targets = self._find(module)
-        for name, saved in {**self._pruned, **self._initial}.items():
-            if name not in self._targets or self._targets[name].shape != saved.shape:
-                raise ValueError(
-                    f"The checkpoint's ModelPruning has {name!r} of shape {list(saved.shape)}, and this run prunes no "
-                    "parameter of that name and shape. Resume with the same module and parameters_to_prune."
-                )
         self._pruned = {name: pruned.to(self._targets[name].device) for name, pruned in self._pruned.items()}
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
@@ -210,28 +192,22 @@ class ModelPruning(Callback):
 
     def _find(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters to prune by their names, each parameter once."""
-        paths, found = _paths(module), dict[int, tuple[str, nn.Parameter]]()
+        paths, found = _paths(module), dict[nn.Parameter, str]()
         for owner, attribute in self._pairs or [(owner, name) for name in self._names for owner in module.modules()]:
-            own = dict(owner.named_parameters(recurse=False))
-            parameter, name = own.get(attribute), f"{paths.get(id(owner), '')}.{attribute}".lstrip(".")
-            if parameter is None and hasattr(owner, attribute) and prune.is_pruned(owner):
-                raise ValueError(f"{name!r} is pruned by torch already; call torch.nn.utils.prune.remove before.")
+            parameter = dict(owner.named_parameters(recurse=False)).get(attribute)
             if self._pairs and (parameter is None or id(owner) not in paths):
                 raise ValueError(
                     f"parameters_to_prune contains {attribute!r} of {a_type_of(owner)}, which {type(module).__name__} does not "
                     "have as a parameter. Pass pairs of its modules and their parameter names."
                 )
-            if parameter is None or (not self._pairs and self._method in STRUCTURED and parameter.ndim < 2):
-                continue
-            if is_lazy(parameter):
-                raise ValueError(f"{name!r} is lazy, so it has no elements; call the module on a batch before the fit.")
-            found.setdefault(id(parameter), (name, parameter))
+            if parameter is not None and (self._pairs or self._method in UNSTRUCTURED or parameter.ndim > 1):
+                found.setdefault(parameter, f"{paths[id(owner)]}.{attribute}".lstrip("."))
         if not found:
             raise ValueError(
                 f"{type(module).__name__} has no parameter to prune with the names {', '.join(self._names)}. Pass "
                 "parameter_names, or parameters_to_prune with pairs of a module and a name."
             )
-        return dict(found.values())
+        return {name: parameter for parameter, name in found.items()}
 
     def _prune_once(self, trainer: TrainerProtocol, module: Module) -> None:
         """Prune, if that was not done after the latest batch. Collective: call on every rank."""
@@ -248,35 +224,35 @@ class ModelPruning(Callback):
         self._awaits_rewind = bool(reply["rewinds"])
         self._mask()
         trainer.strategy.refresh_weights([module])
+        counts = {name: (int(pruned.sum()), pruned.numel()) for name, pruned in self._pruned.items()}
         if self._verbose:
-            count, total = [sum(int(size(each)) for each in self._pruned.values()) for size in (torch.sum, torch.numel)]
+            count, total = map(sum, zip(*counts.values(), strict=True))
             share = f"{count:,} of {total:,} elements are pruned ({count / total:.1%})"
             trainer.print(f"ModelPruning: {share} in epoch {trainer.current_epoch}")
-        for name, pruned in self._pruned.items() if self._verbose == 2 else ():
-            trainer.print(f"  {name}: {int(pruned.sum()):,} of {pruned.numel():,} ({float(pruned.float().mean()):.1%})")
+        for name, (count, total) in counts.items() if self._verbose == 2 else ():
+            trainer.print(f"  {name}: {count:,} of {total:,} ({count / total:.1%})")
 
     @torch.no_grad()
     def _choose(self, chosen: dict[str, Any], epoch: int) -> None:
         """Set the new masks of pruned elements, and whether the weights rewind, if any are pruned. Called on rank 0."""
-        applies, rewinds, amount = [
-            setting(epoch) if callable(setting) else setting for setting in (self._applies, self._rewinds, self._amount)
-        ]
+        applies, rewinds, amount = (_at(epoch, value) for value in (self._applies, self._rewinds, self._amount))
         _check_amount(amount)
         if not applies or not amount:
             return
-        weights = [each.detach() for each in self._targets.values()]
-        kept = [torch.ones_like(each, dtype=torch.bool) for each in weights]
-        kept = [~self._pruned[name] if self._pruned else one for name, one in zip(self._targets, kept, strict=True)]
+        weights = [parameter.detach() for parameter in self._targets.values()]
+        kept = [~mask for mask in self._pruned.values()] or [
+            torch.ones_like(each, dtype=torch.bool) for each in weights
+        ]
         with isolate_rng():
             seed_generators(seed := derive_seed(self._seed or 0, self._pruned_at))
             torch.manual_seed(seed)  # also of accelerators
             if self._is_global:
-                flat = [torch.cat([one.flatten() for one in tensors]) for tensors in (weights, kept)]
-                parts = self._kept_after(amount, *flat).split([one.numel() for one in kept])  # type: ignore[no-untyped-call]
-                kept = [part.view_as(one) for part, one in zip(parts, kept, strict=True)]
+                flat = [torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (weights, kept)]
+                parts = self._kept_after(amount, *flat).split([mask.numel() for mask in kept])  # type: ignore[no-untyped-call]
+                kept = [part.view_as(mask) for part, mask in zip(parts, kept, strict=True)]
             else:
-                kept = [self._kept_after(amount, *pair) for pair in zip(weights, kept, strict=True)]
-        chosen |= {"pruned": {name: ~one for name, one in zip(self._targets, kept, strict=True)}, "rewinds": rewinds}
+                kept = list(map(partial(self._kept_after, amount), weights, kept))
+        chosen |= {"pruned": {name: ~mask for name, mask in zip(self._targets, kept, strict=True)}, "rewinds": rewinds}
 
     def _kept_after(self, amount: Amount, weights: Tensor, kept: Tensor) -> Tensor:
         """Return a mask of the elements that are left of `kept` after another pruning."""
@@ -320,6 +296,10 @@ def _paths(module: nn.Module) -> dict[int, str]:
     return {id(each): clean_name(name) for name, each in module.named_modules()}
 
 
+def _at(epoch: int, setting: Any) -> Any:
+    return setting(epoch) if callable(setting) else setting
+
+
 def _check_amount(amount: Any) -> None:
     is_number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
     if not is_number or amount < 0 or (isinstance(amount, float) and not amount <= 1.0):
@@ -330,8 +310,8 @@ def _check_amount(amount: Any) -> None:
 
 def _checked_method(pruning_fn: Any, is_global: bool, dim: Any, norm: Any) -> str:
     """Return the name of a pruning method, if it fits the other settings."""
-    name = pruning_fn if isinstance(pruning_fn, str) else getattr(pruning_fn, "__name__", "")
-    if name not in METHODS or (callable(pruning_fn) and pruning_fn is not getattr(prune, name)):
+    name = getattr(pruning_fn, "__name__", str(pruning_fn))
+    if name not in METHODS:
         raise ValueError(
             f"pruning_fn={pruning_fn!r} is not accepted; choose from {', '.join(METHODS)}.{did_you_mean(name, METHODS)} For "
             "your own function or class, write a callback that calls it in on_train_epoch_end."
@@ -345,6 +325,6 @@ def _checked_method(pruning_fn: Any, is_global: bool, dim: Any, norm: Any) -> st
         raise ValueError(f"{name} needs pruning_dim=, the dimension to prune along, such as 0; {dim!r} was given.")
     if name == "ln_structured" and norm is None:
         raise ValueError("ln_structured needs pruning_norm=, such as 2; None was given.")
-    if name in UNSTRUCTURED and (dim, norm) != (None, None):
-        raise ValueError(f"pruning_dim={dim!r} and pruning_norm={norm!r} do not fit {name}; omit both.")
+    if name in UNSTRUCTURED and dim is not None:
+        raise ValueError(f"pruning_dim={dim!r} does not fit {name}; omit it.")
     return str(name)

@@ -1,8 +1,7 @@
-"""RichDisplay: bars of rich at the bottom of a terminal, with printed and logged lines above them. It imports rich."""
+"""RichDisplay: bars of rich at the bottom of a terminal, with printed lines above them. It imports rich."""
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -27,60 +26,30 @@ WIDE = 80
 """The columns of a terminal that has room for the speed."""
 
 
-class ShownCursor(Console):
-    """A console that never hides the cursor: a process that is killed could not show it again."""
+class StyledColumn(ProgressColumn):
+    """A column of a text that is computed from the task."""
 
-    def show_cursor(self, show: bool = True) -> bool:
-        return False
-
-
-class CountColumn(ProgressColumn):
-    """Batches done and in all."""
-
-    def __init__(self, style: str | Style) -> None:
-        super().__init__(Column(no_wrap=True))
-        self._style = style
+    def __init__(self, text: Callable[[Task], str], style: str | Style, column: Column) -> None:
+        super().__init__(column)
+        self._text, self._style = text, style
 
     def render(self, task: Task) -> Text:
-        return Text(f"{int(task.completed)}/{'?' if task.total is None else int(task.total)}", style=self._style)
+        return Text(self._text(task), style=self._style)
 
 
-class SpeedColumn(ProgressColumn):
-    """Batches per second."""
-
-    def __init__(self, style: str | Style) -> None:
-        super().__init__(Column(no_wrap=True))
-        self._style = style
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        if not speed and task.elapsed:  # rich knows it from the second update on
-            speed = (task.completed - task.fields.get("begun", 0)) / task.elapsed
-        return Text(f"{speed or 0.0:.2f}it/s", style=self._style)
+def _count(task: Task) -> str:
+    return f"{int(task.completed)}/{'?' if task.total is None else int(task.total)}"
 
 
-class TimeColumn(ProgressColumn):
-    """The time since the start, and the time left."""
-
-    max_refresh = 0.5
-
-    def __init__(self, style: str | Style) -> None:
-        super().__init__(Column(no_wrap=True))
-        self._style, self._elapsed, self._remaining = style, TimeElapsedColumn(), TimeRemainingColumn()
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{self._elapsed.render(task)}<{self._remaining.render(task)}", style=self._style)
+def _speed(task: Task) -> str:
+    speed = task.finished_speed or task.speed
+    if not speed and task.elapsed:  # rich knows it from the second update on
+        speed = (task.completed - task.fields.get("begun", 0)) / task.elapsed
+    return f"{speed or 0.0:.2f}it/s"
 
 
-class MetricsColumn(ProgressColumn):
-    """The metrics, in several lines if one has no room for them."""
-
-    def __init__(self, style: str | Style) -> None:
-        super().__init__(Column(overflow="fold"))
-        self._style = style
-
-    def render(self, task: Task) -> Text:
-        return Text(task.fields.get("metrics", ""), style=self._style)
+def _times(task: Task) -> str:
+    return f"{TimeElapsedColumn().render(task)}<{TimeRemainingColumn().render(task)}"
 
 
 def default_columns(styles: dict[str, Any], width: int) -> list[ProgressColumn]:
@@ -94,26 +63,24 @@ def default_columns(styles: dict[str, Any], width: int) -> list[ProgressColumn]:
             pulse_style=styles["progress_bar_pulse"],
             table_column=Column(no_wrap=True),
         ),
-        CountColumn(styles["batch_progress"]),
-        TimeColumn(styles["time"]),
+        StyledColumn(_count, styles["batch_progress"], Column(no_wrap=True)),
+        StyledColumn(_times, styles["time"], Column(no_wrap=True)),
+        StyledColumn(_speed, styles["processing_speed"], Column(no_wrap=True)),
     ]
-    return [*columns, SpeedColumn(styles["processing_speed"])] if width >= WIDE else columns
+    return columns if width >= WIDE else columns[:-1]
 
 
 class RichDisplay:
     """The bars on the screen, from the first that is added until the last is closed."""
 
     def __init__(
-        self,
-        console: Console,
-        columns: list[ProgressColumn],
-        style: str | Style,
-        text: Callable[[dict[str, Any]], str],
+        self, console: Console, columns: list[ProgressColumn], style: str | Style, text: Callable[[dict[str, Any]], str]
     ) -> None:
         is_terminal = console.is_terminal
         self._progress = Progress(
             *columns,
-            MetricsColumn(style),
+            # In several lines if one has no room for them.
+            StyledColumn(lambda task: task.fields["metrics"], style, Column(overflow="fold")),
             console=console,
             auto_refresh=False,  # the callback decides when an update is due, and a process that forks has no thread
             redirect_stdout=is_terminal and sys.stdout.isatty(),  # otherwise prints go to a file
@@ -121,7 +88,6 @@ class RichDisplay:
         )
         self._text = text
         self._bars: list[RichBar] = []
-        self._logging = TerminalLogging()
 
     @property
     def is_open(self) -> bool:
@@ -133,9 +99,7 @@ class RichDisplay:
         bar = RichBar(self, self._progress, self._text, leave)
         self._bars.append(bar)
         if len(self._bars) == 1:
-            streams = sys.stdout, sys.stderr
             self._progress.start()
-            self._logging.redirect(dict(zip(streams, (sys.stdout, sys.stderr), strict=True)))
         bar.restart(title, total, count)
         return bar
 
@@ -145,7 +109,6 @@ class RichDisplay:
         if self._bars:
             self._progress.refresh()
             return
-        self._logging.restore()
         self._progress.live.transient = not self._progress.tasks  # an empty display would leave an empty line
         self._progress.refresh()
         self._progress.stop()
@@ -188,26 +151,3 @@ class RichBar:
         if not self._leave:
             self._remove()
         self._display.end(self)
-
-
-class TerminalLogging:
-    """Lets the handlers of logging that write to the terminal write above the bars."""
-
-    def __init__(self) -> None:
-        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
-
-    def redirect(self, streams: dict[Any, Any]) -> None:
-        """Redirect handlers of the old streams to the new streams."""
-        loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-        for handler in {each for logger in loggers for each in getattr(logger, "handlers", ())}:
-            if isinstance(handler, logging.StreamHandler):
-                replaced = next((new for old, new in streams.items() if old is handler.stream), None)
-                if replaced is not None and replaced is not handler.stream:
-                    self._handlers.append((handler, handler.stream))
-                    handler.setStream(replaced)
-
-    def restore(self) -> None:
-        """Give the handlers their streams back."""
-        for handler, stream in self._handlers:
-            handler.setStream(stream)
-        self._handlers.clear()

@@ -7,9 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.live_progress_bar import LiveProgressBar
-from trainwright.callbacks.progress_bar import plain, rounded
-from trainwright.errors import a_type_of
+from trainwright.callbacks.progress_bar import LiveProgressBar, plain, rounded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +44,7 @@ class RichProgressBarTheme:
 class RichProgressBar(LiveProgressBar):
     """Shows batches, rate, time left and the metrics logged with prog_bar=True, drawn by rich.
 
-    Prints, warnings and logs to the terminal are shown above the bars. Without a terminal or a notebook it
+    Prints and warnings are shown above the bars. Without a terminal or a notebook it
     writes the plain lines of TQDMProgressBar. Override `configure_columns` to show other columns.
 
     Args:
@@ -59,7 +57,7 @@ class RichProgressBar(LiveProgressBar):
 
     Raises:
         ImportError: rich is not installed.
-        ValueError: rich does not know a style, or Python a format.
+        ValueError: rich does not know a style.
 
     >>> theme = tw.callbacks.RichProgressBarTheme(progress_bar="magenta", metrics_format=".4f")
     >>> bar = tw.RichProgressBar(theme=theme, leave=True)
@@ -78,11 +76,18 @@ class RichProgressBar(LiveProgressBar):
         line_seconds: float = 30.0,
     ) -> None:
         require_rich("RichProgressBar")
+        from rich import console, errors
+
         super().__init__(refresh_rate, leave, refresh_seconds, line_seconds)
         self.theme = RichProgressBarTheme() if theme is None else theme
-        _check(self.theme)
+        for name, style in self.theme.styles().items():
+            try:
+                console.Console().get_style(style)
+            except errors.MissingStyle:
+                raise ValueError(
+                    f"{name}={style!r} of the theme is not a style, such as 'bold green' or '#6206E0'."
+                ) from None
         self._console_kwargs = {"stderr": True, **(console_kwargs or {})}
-        make_console(self._console_kwargs)  # a wrong argument is refused here
         self._console: Console | None = None
         self._display: RichDisplay | None = None
 
@@ -97,7 +102,9 @@ class RichProgressBar(LiveProgressBar):
         return default_columns(self.theme.styles(), self._console.width)
 
     def _can_be_live(self) -> bool:
-        console = self._console = make_console(self._console_kwargs)
+        from rich.console import Console
+
+        console = self._console = Console(**self._console_kwargs)
         # rich takes FORCE_COLOR for a terminal, but a log with colors still has no cursor to move.
         is_terminal = getattr(console.file, "isatty", bool)() or self._console_kwargs.get("force_terminal")
         return console.is_jupyter or bool(is_terminal and console.is_interactive)
@@ -116,14 +123,10 @@ class RichProgressBar(LiveProgressBar):
 
     def _text(self, metrics: dict[str, Any]) -> str:
         """Return the metrics as they are shown."""
-        theme = self.theme
-        if theme.metrics_format:
-            items = plain(metrics).items()
-            shown = {
-                name: format(each, theme.metrics_format) if isinstance(each, float) else each for name, each in items
-            }
-        else:
-            shown = rounded(metrics, digits=3)
+        theme, form = self.theme, self.theme.metrics_format
+        shown = rounded(metrics, digits=3)
+        if form:
+            shown = {n: format(each, form) if isinstance(each, float) else each for n, each in plain(metrics).items()}
         return theme.metrics_text_delimiter.join(f"{name}={value}" for name, value in shown.items())
 
 
@@ -133,35 +136,3 @@ def require_rich(user: str) -> None:
         import rich  # noqa: F401
     except ImportError as error:
         raise ImportError(f'{user} needs rich, which is not installed: pip install "trainwright[rich]".') from error
-
-
-def make_console(arguments: dict[str, Any]) -> Console:
-    """Return a console of rich that leaves the cursor as it is: a process that is killed could not show it again."""
-    from trainwright.callbacks.rich_display import ShownCursor
-
-    return ShownCursor(**arguments)
-
-
-def _check(theme: Any) -> None:
-    from rich.errors import StyleSyntaxError
-    from rich.style import Style
-
-    if not isinstance(theme, RichProgressBarTheme):
-        raise TypeError(
-            f"theme={theme!r} is {a_type_of(theme)}; expected a RichProgressBarTheme, such as "
-            'RichProgressBarTheme(progress_bar="green").'
-        )
-    for name, style in theme.styles().items():
-        try:
-            if not isinstance(style, Style):
-                Style.parse(style)
-        except (StyleSyntaxError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"{name}={style!r} of the theme is not a style; pass one of rich's, such as 'bold green' or '#6206E0'."
-            ) from error
-    try:
-        format(1.0, theme.metrics_format)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"metrics_format={theme.metrics_format!r} of the theme is not a format of a number; pass one such as '.3f'."
-        ) from error

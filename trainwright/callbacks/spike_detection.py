@@ -12,8 +12,8 @@ import torch
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
-from trainwright.checkpoint.filesystem import resolve, temporary_path
-from trainwright.errors import TrainwrightError, a_type_of
+from trainwright.checkpoint.filesystem import resolve
+from trainwright.errors import TrainwrightError
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ class SpikeDetection(Callback):
         return {"losses": list(self._losses), "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._losses, self._seen = deque(state["losses"], maxlen=self.window), int(state["seen"])
+        self._losses = deque(state["losses"], maxlen=self.window)
+        self._seen = int(state["seen"])
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage == "fit":
@@ -129,28 +130,15 @@ class SpikeDetection(Callback):
         """Add the batch to the file. Return a sentence for the error if that failed, since the spike matters more."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return ""
-        folder = trainer.log_dir or trainer.default_root_dir
-        path = self.exclude_batches_path or f"{folder}/skip_batches.json"
+        path = self.exclude_batches_path or f"{trainer.log_dir or trainer.default_root_dir}/skip_batches.json"
         try:
-            _add(path, batch_idx)
-        except (OSError, ValueError) as error:
+            files, inside = resolve(path)
+            noted: list[int] = []
+            if files.exists(inside):
+                with files.open(inside) as stream:
+                    noted = json.loads(stream.read())
+            files.make_directories(os.path.dirname(inside))
+            files.put(inside, json.dumps(sorted({*noted, batch_idx})).encode())
+        except (OSError, ValueError, TypeError) as error:
             return f" It was not noted in {path} ({error}); pass another exclude_batches_path."
         return ""
-
-
-def _add(path: str, batch_idx: int) -> None:
-    """Add an index to the list in a JSON file, which is complete at all times. A file without a list is a ValueError."""
-    files, inside = resolve(path)
-    noted: Any = []
-    if files.exists(inside):
-        with files.open(inside) as stream:
-            noted = json.loads(stream.read() or b"[]")
-        if not isinstance(noted, list):
-            raise ValueError(f"it holds {a_type_of(noted)}, not a list")
-    if batch_idx in noted:
-        return
-    files.make_directories(os.path.dirname(inside))
-    new = temporary_path(inside) if files.has_rename else inside
-    files.put(new, json.dumps([*noted, batch_idx]).encode())
-    if files.has_rename:
-        files.rename(new, inside)

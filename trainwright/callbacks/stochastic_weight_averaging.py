@@ -117,7 +117,6 @@ class StochasticWeightAveraging(Averaging):
         return max(start - 1, 0)
 
     def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
-        super().on_fit_start(trainer, module)
         name = type(self).__name__
         if not module.automatic_optimization:
             raise ValueError(
@@ -195,11 +194,10 @@ def _renew(
         for layer in layers.values():
             layer.reset_running_stats()
             layer.momentum = None  # the mean of all batches
-        is_made = run_epoch()
+        run_epoch()
     finally:
         for name, layer in layers.items():
             layer.momentum = before[name][1]
-    unused = []
     for name, layer in layers.items():
         *means, count = _statistics(layer)
         total = reduce(count.float(), "sum")
@@ -208,16 +206,9 @@ def _renew(
             # Weighted by the batches of every rank, which may differ by one.
             value.copy_(reduce(wide * count, "sum") / total)
         count.copy_(total)
-        if not total:
-            unused.append(name)
+        if not total:  # training_step does not use the layer, or the loader can be read only once
             for value, kept in zip(_statistics(layer), before[name][0], strict=True):
                 value.copy_(kept)
-    if unused and is_made:
-        rank_zero_warn(
-            f"batch norm {', '.join(map(repr, unused))} keeps its statistics, since the pass over the training data for new "
-            "ones did not use it: training_step does not, or the loader can be read only once.",
-            stacklevel=2,
-        )
 
 
 def _statistics(layer: _BatchNorm) -> list[Tensor]:

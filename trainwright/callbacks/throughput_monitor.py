@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, require_logger
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -48,8 +48,8 @@ class ThroughputMonitor(Callback):
         window_size: rows over which a rate is taken.
         available_flops: the device's peak in FLOP/s, or None for the peak of known GPUs in 16-bit precision. Without a peak
             there is no mfu.
-        flops_per_batch: FLOP of a training step. None takes the module's `flops_per_batch` (a number or a method), or counts
-            once, in the first step, with torch's FLOP counter. 0 skips FLOP.
+        flops_per_batch: FLOP of a training step, such as `torch.utils.flop_counter.FlopCounterMode` counts, by default the
+            module's `flops_per_batch` (a number or a method), if it has one.
 
     Raises:
         TypeError: a function cannot be called.
@@ -87,20 +87,16 @@ class ThroughputMonitor(Callback):
         self._ended_at: float | None = None
         """When the previous batch ended, or None after anything but a batch."""
         self._began_at = 0.0
-        self._counter: Any = None
         self._sizes: tuple[int, int] | None = None
         """The samples and the items of the batch, or None until they are known."""
-        self._latest_row = 0
+        self._step = 0
+        """The steps before the latest batch."""
         self._flops: float | None = self.flops_per_batch
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage != "fit":
             return
-        if not trainer.loggers and not trainer.fast_dev_run:
-            raise ValueError(
-                "ThroughputMonitor writes to the trainer's loggers, but logger=False; give the Trainer a logger, or leave the "
-                "callback out."
-            )
+        require_logger(self, trainer)
         self._begin()
 
     def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
@@ -108,28 +104,14 @@ class ThroughputMonitor(Callback):
             given = getattr(module, "flops_per_batch", None)
             self._flops = given() if callable(given) else given
 
-    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self._latest_row = trainer.state.batches_that_stepped
-
-    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
-        self._stop_counting()
-
-    def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
-        self._stop_counting()
-
     def state_dict(self) -> dict[str, Any]:
         self._ended_at = None  # a checkpoint is written
         return {}
 
     def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self._stop_counting(is_whole=False)
         self._ended_at = None
 
-    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self._stop_counting(is_whole=False)  # another callback has ended the epoch in front of its first batch
-
-    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
-        self._ended_at = None
+    on_validation_end = on_train_epoch_start
 
     def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
         self._began_at = time.perf_counter()
@@ -138,31 +120,21 @@ class ThroughputMonitor(Callback):
             self._busy += self._began_at - self._ended_at
         # None if training_step takes its batches itself, after this hook.
         self._sizes = None if batch is None or trainer.is_dummy_batch else self._sizes_of(batch)
-        if self._flops is None and self._counter is None:
-            from torch.utils.flop_counter import FlopCounterMode
-
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()
+        self._step = trainer.state.batches_that_stepped
 
     def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        was_counting = self._counter is not None
-        self._stop_counting()
         if not trainer.is_dummy_batch:
             samples, length = self._sizes or self._sizes_of(batch)
             self._samples += samples
             self._length += length
         self._batches += 1
         step, every = trainer.state.batches_that_stepped, trainer.log_every_n_steps
-        is_due = every > 0 and step % every == 0 and step != self._latest_row  # the batches of a window have one step
-        self._latest_row = step
+        is_due = every > 0 and step % every == 0 and step != self._step  # the batches of a window have one step
         if is_due and module.device.type != "cpu":
             torch.accelerator.synchronize(module.device)
         self._ended_at = time.perf_counter()
         self._busy += self._ended_at - self._began_at
-        if was_counting:  # slower than the others
-            self._busy = self._waited = 0.0
-            self._batches = self._samples = self._length = 0
-        elif is_due:
+        if is_due:
             self._moments.append(Moment(self._busy, self._waited, self._batches, self._samples, self._length))
             values = self._rates(trainer.world_size, module.device) if len(self._moments) > 1 else {}
             for logger in trainer.loggers if values and trainer.is_global_zero else ():
@@ -189,14 +161,6 @@ class ThroughputMonitor(Callback):
             values["train/device/mfu"] = own["flops_per_sec"] / peak
         values["train/data_wait"] = (last.waited - first.waited) / seconds
         return values
-
-    def _stop_counting(self, is_whole: bool = True) -> None:
-        """Stop, and keep the count if it is of a whole batch."""
-        counter, self._counter = self._counter, None
-        if counter is not None:
-            counter.__exit__(None, None, None)
-        if counter is not None and is_whole:
-            self._flops = float(counter.get_total_flops())
 
 
 def _peak(device: torch.device) -> float | None:

@@ -41,14 +41,10 @@ class Timer(Callback):
     """
 
     reads_outputs = False
-    counts_rounds = True
 
     @refuses_unknown
     def __init__(
-        self,
-        duration: str | timedelta | dict[str, float] | None = None,
-        interval: str = "step",
-        verbose: bool = True,
+        self, duration: str | timedelta | dict[str, float] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(f"interval={interval!r} is unknown; choose from step, epoch.")
@@ -61,11 +57,11 @@ class Timer(Callback):
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when a stage started, by time.monotonic(), or None if it has not."""
-        return _of(stage, self._start)
+        return self._start[stage]
 
     def end_time(self, stage: str = "train") -> float | None:
         """Return when a stage ended, by time.monotonic(), or None if it has not."""
-        return _of(stage, self._end)
+        return self._end[stage]
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds that a stage has taken so far, in training also before a resume."""
@@ -157,9 +153,3 @@ class Timer(Callback):
         if self._verbose and trainer.is_global_zero:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             say(f"training has reached its time limit after {elapsed}; stopping.")
-
-
-def _of(stage: str, times: dict[str, float | None]) -> float | None:
-    if stage not in STAGES:
-        raise ValueError(f"stage={stage!r} is unknown; choose from {', '.join(STAGES)}.")
-    return times[stage]

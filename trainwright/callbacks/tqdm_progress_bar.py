@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import suppress
 from typing import Any
 
 from tqdm import std
 from tqdm.auto import tqdm
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.live_progress_bar import LiveProgressBar, LoopDisplay, refuse_negative
-from trainwright.callbacks.progress_bar import rounded
+from trainwright.callbacks.progress_bar import LiveProgressBar, LoopDisplay, refuse_negative, rounded
 
-BAR_WIDTH = 10
-"""The columns that the metrics leave to the bar."""
-NARROW = f"{{l_bar}}{{bar:{BAR_WIDTH}}}| {{n_fmt}}/{{total_fmt}} [{{remaining}}, {{rate_fmt}}{{postfix}}]"
-"""The format of a line whose metrics would leave less."""
+LOOPS = {
+    "train": ("init_train_tqdm", "train_progress_bar"),
+    "sanity": ("init_sanity_tqdm", "val_progress_bar"),
+    "validation": ("init_validation_tqdm", "val_progress_bar"),
+    "test": ("init_test_tqdm", "test_progress_bar"),
+    "predict": ("init_predict_tqdm", "predict_progress_bar"),
+}
+"""The method that makes the bar of a loop, and the attribute that has it."""
 
 
 class TQDMProgressBar(LiveProgressBar):
@@ -43,7 +44,7 @@ class TQDMProgressBar(LiveProgressBar):
     """
 
     BAR_FORMAT: str | None = None
-    """The format of the bars, as tqdm takes it, or None for tqdm's default, which keeps the width of a long line's bar."""
+    """The format of the bars, as tqdm takes it, or None for tqdm's default."""
 
     @refuses_unknown
     def __init__(
@@ -60,56 +61,23 @@ class TQDMProgressBar(LiveProgressBar):
         self.process_position = process_position
         self._options: dict[str, Any] = {}
         """The arguments of the next bar."""
-        self._tqdms: dict[str, std.tqdm[Any]] = {}
-        """The latest bar of every loop, by the first word of its property."""
-        self._unshown: dict[str, dict[str, Any]] = {}
-        """The arguments of the bars that are not shown."""
-
-    @property
-    def train_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the training, or raise TypeError before it has begun. In a sanity check it shows nothing."""
-        return self._tqdm_of("train")
-
-    @property
-    def val_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the latest validation or sanity check, or raise TypeError before the first."""
-        return self._tqdm_of("val")
-
-    @property
-    def test_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the latest test, or raise TypeError before the first."""
-        return self._tqdm_of("test")
-
-    @property
-    def predict_progress_bar(self) -> std.tqdm[Any]:
-        """Return the bar of the latest prediction, or raise TypeError before the first."""
-        return self._tqdm_of("predict")
-
-    def _tqdm_of(self, loop: str) -> std.tqdm[Any]:
-        if loop not in self._tqdms and loop in self._unshown:
-            self._tqdms[loop] = UnshownTqdm(**self._unshown[loop])
-        if loop not in self._tqdms:
-            raise TypeError(
-                f"{type(self).__name__}.{loop}_progress_bar was read before it exists; read it in a hook of its loop, from "
-                f"on_{'validation' if loop == 'val' else loop}_start on, after super() was called there."
-            )
-        return self._tqdms[loop]
+        self.train_progress_bar: std.tqdm[Any] = UnshownTqdm()
+        """The bar of the training. It shows nothing before it has begun, as do the others."""
+        self.val_progress_bar: std.tqdm[Any] = UnshownTqdm()
+        """The bar of the latest validation or sanity check."""
+        self.test_progress_bar: std.tqdm[Any] = UnshownTqdm()
+        """The bar of the latest test."""
+        self.predict_progress_bar: std.tqdm[Any] = UnshownTqdm()
+        """The bar of the latest prediction."""
 
     def _begin(
         self, progress: LoopDisplay, title: str, total: int | None, count: int = 0, *, leave: bool, below: int = 0
     ) -> None:
         super()._begin(progress, title, total, count, leave=leave, below=below)
         if progress.bar is None:
-            self._tqdms.pop(self._loop, None)
-            self._unshown[self._loop] = {"desc": title, "total": total, "initial": count}
+            setattr(self, LOOPS[self._stage][1], UnshownTqdm(desc=title, total=total, initial=count))
         if self._stage == "sanity":
-            self._tqdms.pop("train", None)
-            self._unshown["train"] = {"desc": self.train_description}
-
-    @property
-    def _loop(self) -> str:
-        """Return the first word of the property that has the bar."""
-        return "val" if self._stage in ("sanity", "validation") else self._stage
+            self.train_progress_bar = UnshownTqdm(desc=self.train_description)
 
     def init_train_tqdm(self) -> tqdm[Any]:
         """Return the bar of the training."""
@@ -141,29 +109,19 @@ class TQDMProgressBar(LiveProgressBar):
             "initial": count,
             "leave": leave,
             "position": 2 * self.process_position + below,
-            **_size(sys.stderr),
+            "dynamic_ncols": True,
             "mininterval": 0.0,  # the callback decides when an update is due
             "miniters": 1,
             "unit": "it",
             "bar_format": self.BAR_FORMAT,
         }
-        make = {
-            "train": self.init_train_tqdm,
-            "sanity": self.init_sanity_tqdm,
-            "validation": self.init_validation_tqdm,
-            "test": self.init_test_tqdm,
-            "predict": self.init_predict_tqdm,
-        }[self._stage]
-        bar = make()
-        if not isinstance(bar, std.tqdm):
-            raise TypeError(
-                f"{type(self).__name__}.{make.__name__} returned {bar!r}; return a tqdm, disable=True for none."
-            )
-        self._tqdms[self._loop] = bar
+        maker, attribute = LOOPS[self._stage]
+        bar: std.tqdm[Any] = getattr(self, maker)()
+        setattr(self, attribute, bar)
         return TQDMBar(bar, title, total, count)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_tqdms": {}, "_unshown": {}}
+        return {**super().__getstate__(), **{attribute: UnshownTqdm() for _, attribute in LOOPS.values()}}
 
 
 class UnshownTqdm(std.tqdm):  # type: ignore[type-arg]  # the class takes no parameter at run time
@@ -179,10 +137,8 @@ class UnshownTqdm(std.tqdm):  # type: ignore[type-arg]  # the class takes no par
 class TQDMBar:
     """A bar of tqdm, perhaps a subclass's."""
 
-    def __init__(self, bar: tqdm[Any], title: str, total: int | None, count: int) -> None:
+    def __init__(self, bar: std.tqdm[Any], title: str, total: int | None, count: int) -> None:
         self._bar: Any = bar
-        self._has_format = getattr(bar, "bar_format", None) is not None
-        """Whether its format is a subclass's, and stays as it is."""
         if getattr(bar, "desc", None) != title:
             self.restart(title, total, count)
 
@@ -194,13 +150,7 @@ class TQDMBar:
         bar.n = bar.initial = bar.last_print_n = count
 
     def show(self, metrics: dict[str, Any]) -> None:
-        """Show the metrics next to the bar, which keeps a minimum width: a line that is too long is cut off."""
         self._bar.set_postfix(rounded(metrics, digits=3), refresh=False)
-        if sys.stderr.isatty() and not self._has_format:  # a notebook has its own
-            self._bar.bar_format = None
-            parts = str(self._bar).split("|")
-            if len(parts) > 2 and len(parts[1]) < BAR_WIDTH:
-                self._bar.bar_format = NARROW
 
     def move_to(self, batches: int) -> None:
         self._bar.update(batches - self._bar.n)
@@ -217,11 +167,3 @@ def _in_notebook() -> bool:
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
     return getattr(shell, "kernel", None) is not None
-
-
-def _size(stream: Any) -> dict[str, Any]:
-    """Return the size of the bars: the terminal's, or 80 columns if it reports none."""
-    with suppress(AttributeError, OSError, ValueError):
-        if 0 in os.get_terminal_size(stream.fileno()):  # a pseudo-terminal without a size
-            return {"ncols": 80, "nrows": 24}
-    return {"dynamic_ncols": True}

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from trainwright.checkpoint.store import CheckpointWriter
     from trainwright.distributed.connection import Connection
     from trainwright.distributed.ranks import Ranks
-    from trainwright.engine.finiteness import Finiteness
     from trainwright.engine.optimizers import SchedulerConfig
     from trainwright.loggers.base import Logger
     from trainwright.profilers import Profiler
@@ -114,12 +113,11 @@ class SavingEngine(Protocol):
     def writer(self) -> CheckpointWriter:
         """The writer of checkpoints, with the save in flight."""
 
-    @property
-    def finiteness(self) -> Finiteness:
-        """The check that the weights are finite."""
-
     def reduce(self, tensor: Tensor, op: str = "mean") -> Tensor:
         """Return the elementwise mean, sum, min or max over the ranks. Collective."""
+
+    def find_fault(self) -> str:
+        """Return a text that names weights that are not finite, or "" if all are. Collective."""
 
     def finish_save(self) -> None:
         """Wait for the save in flight and raise its error. Collective."""
@@ -275,10 +273,6 @@ class TrainerProtocol(Protocol):
     @property
     def train_dataloader(self) -> Any:
         """The training loaders, as they were given."""
-
-    @property
-    def ckpt_path(self) -> str | None:
-        """The checkpoint that the latest call was given."""
 
     @property
     def resume_source(self) -> str | None:

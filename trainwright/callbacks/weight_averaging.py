@@ -178,14 +178,6 @@ class EMAWeightAveraging(WeightAveraging):
     ) -> None:
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay={decay!r} is not accepted; pass a number from 0 (the latest weights) to 1.")
-        starts = {
-            "update_every_n_steps": update_every_n_steps,
-            "update_starting_at_step": update_starting_at_step,
-            "update_starting_at_epoch": update_starting_at_epoch,
-        }
-        for name, value in starts.items():
-            if value is not None and value < 0:
-                raise ValueError(f"{name}={value!r} is negative; pass an integer of at least 0.")
         if update_every_n_steps == 0 and update_starting_at_epoch is None:
             raise ValueError(
                 "update_every_n_steps=0 makes no update. Pass 1 or more, or update_starting_at_epoch to update after epochs."
@@ -195,6 +187,9 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
+        for name in ("update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} is negative; pass an integer of at least 0.")
 
     def _fold(self) -> Fold:
         fold: Fold = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]

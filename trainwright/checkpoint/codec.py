@@ -17,7 +17,7 @@ import json
 import math
 import pathlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,7 @@ _NUMPY_SCALARS = frozenset(
     ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 )
 _JSON_INTEGERS = 1 << 63
+_UNCHANGED = (type(None), bool, str)
 
 
 def encode(value: Any, name: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
@@ -96,7 +97,7 @@ class _Encoder:
             raise TypeError(f"{path[:200]} is nested deeper than {MAX_DEPTH} levels, or contains itself.")
         # The exact type: a subclass (a named tuple, an IntEnum) would come back as the class that it derives from.
         kind = type(value)
-        if value is None or kind is bool or kind is str:
+        if kind in _UNCHANGED:
             return value
         if kind is int:
             # In hex, because Python neither writes nor reads decimal numbers of more than 4,300 digits.
@@ -222,9 +223,13 @@ class _Decoder:
         if tag in _DICTS:
             return _DICTS[tag](_expect(self.decode(content, depth + 1), dict))
         if tag == "$dict":
-            pairs = [_expect(pair, list, 2) for pair in _expect(content, list)]
-            return {self.decode(key, depth + 1): self.decode(item, depth + 1) for key, item in pairs}
+            return dict(self._pairs(_expect(content, list), depth + 1))
         raise CheckpointError(f"the checkpoint's plain data has a type {tag!r} that this version does not know.")
+
+    def _pairs(self, pairs: list[Any], depth: int) -> Iterator[tuple[Any, Any]]:
+        for pair in pairs:
+            key, item = _expect(pair, list, 2)
+            yield self.decode(key, depth), self.decode(item, depth)
 
     def _numpy(self, name: Any, value: Any) -> Any:
         import numpy

@@ -33,12 +33,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import MappingKey, tree_map, tree_map_with_path
 
 from trainwright.checkpoint.codec import encode_stored
 from trainwright.checkpoint.manifest import rank_section
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.tensors import Piece, TensorEntry, assign_writers, tied_groups
+from trainwright.checkpoint.vendor import MappingKey, tree_map, tree_map_with_path
 from trainwright.devices.abilities import has_pinned_memory
 from trainwright.devices.hardware import HOST
 from trainwright.devices.locked_memory import LockedMemory
@@ -109,9 +109,8 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 
 
 def fitting_extra_states(module: nn.Module, states: Mapping[str, Any], path: str, strict: bool) -> dict[str, Any]:
-    """Return the extra states of a checkpoint that a module accepts. CheckpointError if strict and not all match."""
+    """Return the extra states of a checkpoint that `set_extra_state` accepts. CheckpointError if strict and not all match."""
     takers = {clean_name(name) for name in _extra_state_takers(module)}
-    takers |= {name for name in extra_states(module) if not is_extra_state(name)}
     problems = [
         f"extra state {title}: {', '.join(sorted(names)[:5])}"
         for title, names in (("not in it", takers - states.keys()), ("only in it", states.keys() - takers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -60,66 +60,72 @@ def export_safetensors(
     Raises:
         CheckpointError: the checkpoint is damaged, the file exists or cannot be written, or there is nothing to write.
     """
-    files, target = _target(out)
+    place = _target(out)
     checkpoint = open_checkpoint(path)
     entries = checkpoint.tensors(section)
-    taken = {name: entry for name, entry in entries.items() if name.startswith(strip_prefix)}
-    if not taken:
-        some = ", ".join(list(entries)[:3]) or "none"
-        raise CheckpointError(
-            f"{path} has no {section} tensor whose name begins with {strip_prefix!r}; its names are for example {some}. Pass "
-            "another prefix."
-        )
-    distinct, shared = _untied(taken)  # a safetensors file stores a tensor under one name only
-    new_names = {name: prefix + name.removeprefix(strip_prefix) for name in taken}
-    shared = {new_names[name]: new_names[other] for name, other in shared.items()}
-    kinds = {
-        name: dtype if dtype and entry.dtype.is_floating_point else entry.dtype for name, entry in distinct.items()
+    described = {
+        name: ((entry.pieces or name, entry.shape, entry.dtype), entry.dtype, entry.shape)
+        for name, entry in entries.items()
     }
-    ordered = sorted(distinct, key=lambda name: -kinds[name].itemsize)  # so every tensor is aligned, as in the library
-    if METADATA_KEY in new_names.values():
-        raise CheckpointError(f"a tensor is called {METADATA_KEY!r}, which safetensors reserves. Pass a --prefix.")
-    layout = [(new_names[name], kinds[name], distinct[name].shape) for name in ordered]
-    with _new_file(files, target) as stream:
-        stream.write(render_header(out, layout, shared))
-        for name in ordered:
-            for chunk in _chunks(checkpoint, section, name, distinct[name]):
-                stream.write(host_bytes(chunk.to(kinds[name])))
+
+    def chunks(name: str) -> Iterator[torch.Tensor]:
+        return _chunks(checkpoint, section, name, entries[name])
+
+    exported = _write(place, path, described, chunks, strip_prefix, prefix, dtype)
     state = checkpoint.run_state() if section == "model" else {}
-    extra = [name for states in state.get("extra", {}).values() for name in states]
-    return Exported([new_names[name] for name in distinct], shared, sorted(entries.keys() - taken.keys()), extra)
+    return exported._replace(extra_states=[name for states in state.get("extra", {}).values() for name in states])
 
 
 def export_tensors(
     state: Mapping[str, Any], out: str, *, strip_prefix: str = "", prefix: str = "", dtype: torch.dtype | None = None
 ) -> None:
     """Write the tensors of a state_dict in the same format as `export_safetensors`."""
-    files, target = _target(out)
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    taken = {name: tensor for name, tensor in tensors.items() if name.startswith(strip_prefix)}
-    if not taken:
-        some = ", ".join(list(state)[:3]) or "none"
-        raise CheckpointError(
-            f"no tensor's name begins with {strip_prefix!r}; the names are for example {some}. Pass another prefix."
-        )
-    distinct: dict[str, torch.Tensor] = {}
-    shared: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, tensor in taken.items():
+    tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    described = {}
+    for name, tensor in tensors.items():
         # Empty tensors all have the address 0, and are not tied.
-        layout = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        memory = layout if tensor.numel() else name
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        described[name] = (memory if tensor.numel() else name, tensor.dtype, tuple(tensor.shape))
+    _write(_target(out), "the state_dict", described, lambda name: iter([tensors[name]]), strip_prefix, prefix, dtype)
+
+
+def _write(
+    place: tuple[LocalFiles, str],
+    origin: str,
+    described: Mapping[str, tuple[Hashable, torch.dtype, tuple[int, ...]]],
+    chunks: Callable[[str], Iterator[torch.Tensor]],
+    strip_prefix: str,
+    prefix: str,
+    dtype: torch.dtype | None,
+) -> Exported:
+    """Write the tensors with the requested prefix. `described` has their identities, equal for tied ones, dtypes and shapes."""
+    taken = {name: content for name, content in described.items() if name.startswith(strip_prefix)}
+    if not taken:
+        some = ", ".join(list(described)[:3]) or "none"
+        raise CheckpointError(
+            f"{origin} has no tensor whose name begins with {strip_prefix!r}; its names are for example {some}. Pass another "
+            "prefix."
+        )
+    first: dict[Hashable, str] = {}
+    shared: dict[str, str] = {}  # a safetensors file stores a tensor under one name only
+    layout: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = {}
+    for name, (identity, kind, shape) in taken.items():
         new = prefix + name.removeprefix(strip_prefix)
-        if memory in first:
-            shared[new] = first[memory]
+        if identity in first:
+            shared[new] = first[identity]
         else:
-            first[memory], distinct[new] = new, tensor.detach()
-    kinds = {name: dtype if dtype and tensor.is_floating_point() else tensor.dtype for name, tensor in distinct.items()}
-    ordered = sorted(distinct, key=lambda name: -kinds[name].itemsize)
-    with _new_file(files, target) as stream:
-        stream.write(render_header(out, [(name, kinds[name], distinct[name].shape) for name in ordered], shared))
-        for name in ordered:
-            stream.write(host_bytes(distinct[name].to(kinds[name])))
+            first[identity] = new
+            layout[new] = (name, dtype if dtype and kind.is_floating_point else kind, shape)
+    if METADATA_KEY in (*layout, *shared):
+        raise CheckpointError(f"a tensor is called {METADATA_KEY!r}, which safetensors reserves. Pass a --prefix.")
+    ordered = sorted(layout, key=lambda new: -layout[new][1].itemsize)  # so every tensor is aligned, as in the library
+    with _new_file(*place) as stream:
+        stream.write(render_header(place[1], [(new, *layout[new][1:]) for new in ordered], shared))
+        for new in ordered:
+            name, kind, _ = layout[new]
+            for chunk in chunks(name):
+                stream.write(host_bytes(chunk.to(kind)))
+    return Exported(list(layout), shared, sorted(described.keys() - taken.keys()), [])
 
 
 def _target(out: str) -> tuple[LocalFiles, str]:
@@ -132,21 +138,6 @@ def _target(out: str) -> tuple[LocalFiles, str]:
     _refuse_existing(files, target)
     note_new(target)
     return files, target
-
-
-def _untied(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors under their first names only, and their other names with the first names."""
-    distinct: dict[str, TensorEntry] = {}
-    shared: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, entry in entries.items():
-        stored = (entry.pieces or name, entry.shape, entry.dtype)
-        if stored in first:
-            shared[name] = first[stored]
-        else:
-            first[stored] = name
-            distinct[name] = entry
-    return distinct, shared
 
 
 def _chunks(checkpoint: StoredCheckpoint, section: str, name: str, entry: TensorEntry) -> Iterator[torch.Tensor]:

@@ -90,18 +90,22 @@ def check_model(
         for name, shape in here.items()
         if shape not in ("(lazy)", there.get(name, shape))
     ]
-    problems = [
-        f"{title}: {', '.join(names[:5])}{f' ... ({len(names)} in all)' if len(names) > 5 else ''}"
-        for title, names in (("not in it", missing), ("only in it", unexpected), ("other shape", unlike))
-        if names
-    ]
-    if problems:
+    problems = {"not in it": missing, "only in it": unexpected, "other shape": unlike}
+    if any(problems.values()):
         partly = f", or {loosened} to load the matching part" if not unlike else ""
         raise CheckpointError(
-            f"{path}: it is of another model ({'; '.join(problems)}). Build the model that was saved, or choose "
+            f"{path}: it is of another model ({_described(problems)}). Build the model that was saved, or choose "
             f"another checkpoint{partly}."
         )
     return [piece for piece in pieces if piece.name in stored]
+
+
+def _described(problems: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(
+        f"{title}: {', '.join(names[:5])}{f' ... ({len(names)} in all)' if len(names) > 5 else ''}"
+        for title, names in problems.items()
+        if names
+    )
 
 
 def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:

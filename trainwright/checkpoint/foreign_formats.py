@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
@@ -169,12 +167,6 @@ def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
 
 
 def _from_torch_file(path: str, source: Any) -> Weights:
-    if zipfile.is_zipfile(source):
-        with zipfile.ZipFile(source) as archive:
-            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                raise CheckpointError(f"{path} is a TorchScript archive, a program; expected {ACCEPTED}.")
-    if not isinstance(source, str):
-        source.seek(0)
     try:
         # weights_only rejects every object that could run code while it is unpickled.
         content = torch.load(source, map_location="cpu", weights_only=True)
@@ -243,11 +235,7 @@ def _checked(path: str, content: Any) -> dict[str, Any]:
 
 def _clean(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors under their names in an uncompiled module."""
-    cleaned = OrderedDict((clean_name(name), value) for name, value in tensors.items())
-    metadata = getattr(tensors, "_metadata", None)
-    if isinstance(metadata, Mapping):  # the versions of the modules, which a load reads
-        setattr(cleaned, "_metadata", {clean_name(name): value for name, value in metadata.items()})  # noqa: B010
-    return cleaned
+    return {clean_name(name): value for name, value in tensors.items()}
 
 
 def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """The lock of a checkpoint folder. Without it two runs in one folder would remove each other's checkpoints.
 
 It is a POSIX record lock on the file `.lock` in the folder, whose text names the holder. The kernel releases the lock when
-the process ends in any way. Forked loader workers do not inherit it, and it works over NFS. On a file system without locks
-the file's existence is the lock, valid while the named process lives. A remote folder (any fsspec URL that is not a local
-path) has no lock, because object stores have no suitable atomic operation.
+the process ends in any way. Forked loader workers do not inherit it, and it works over NFS. A file system without locks and
+a remote folder (any fsspec URL that is not a local path) have none, because object stores have no suitable atomic operation.
 
 NOTE: a process that closes any descriptor of a file loses its POSIX locks on the file. So this process opens the file once.
 """
@@ -18,19 +17,16 @@ import os
 import socket
 import threading
 import time
-import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.errors import CheckpointError
-from trainwright.paths import is_process_alive, machine, open_no_link, process_start_time
+from trainwright.paths import machine, process_start_time
 
 LOCK_NAME = ".lock"
 ATTEMPTS = 20
-CLAIM_SECONDS = 0.2
-"""How long a claim must last on a file system without locks: longer than another process takes between look and claim."""
 NAMED_SECONDS = 0.5
 """How long a process waits for the holder to write its name."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -126,7 +122,7 @@ def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int,
 def _acquire(path: str, folder: str) -> tuple[int, str]:
     """Return the descriptor of the locked file, and a previous holder that ended without releasing it. Never wait."""
     while True:
-        descriptor = open_no_link(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,7 +131,6 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
                     raise _refusal(folder, path, _read_soon(descriptor)) from None
                 if error.errno not in _NO_LOCKS:
                     raise
-                return _acquire_by_name(path, folder, descriptor)
             with contextlib.suppress(FileNotFoundError):
                 if _key(os.stat(path)) == _key(os.fstat(descriptor)):  # otherwise the holder has just removed the file
                     previous = _read(descriptor)
@@ -145,28 +140,6 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-def _acquire_by_name(path: str, folder: str, descriptor: int) -> tuple[int, str]:
-    """Acquire the lock on a file system without locks: replace the file, and check that the new file stays."""
-    holder = _read(descriptor)
-    if holder and (holder.get("machine") != machine() or is_process_alive(int(holder["pid"]), str(holder["start"]))):
-        raise _refusal(folder, path, holder)
-    temporary = f"{path}-{uuid.uuid4().hex[:12]}"
-    claim = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        _write(claim)
-        os.rename(temporary, path)
-        time.sleep(CLAIM_SECONDS)  # if several processes saw no holder, the last to rename wins
-        if _key(os.stat(path)) != _key(os.fstat(claim)):
-            raise _refusal(folder, path, {})
-    except BaseException:
-        os.close(claim)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    os.close(descriptor)
-    return claim, _describe(holder) if holder else ""
 
 
 def _refusal(folder: str, path: str, holder: dict[str, Any]) -> CheckpointError:

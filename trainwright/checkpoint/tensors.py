@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainwright.checkpoint.vendor import tree_leaves, tree_map_only
 from trainwright.errors import CheckpointError
 
 __all__ = ["DTYPE_NAMES", "TensorEntry"]
@@ -124,11 +124,6 @@ def _identity(piece: Piece) -> Hashable:
 
 def assign_writers(pieces: Sequence[Piece], rank: int, world_size: int) -> list[Piece]:
     """Return the pieces that this rank writes, balanced by bytes. Every rank computes the same assignment."""
-    strays = [piece for piece in pieces if piece.writer is not None and not 0 <= piece.writer < world_size]
-    if strays:
-        raise ValueError(
-            f"the piece of {strays[0].name!r} has writer={strays[0].writer}; expected None or 0 to {world_size - 1}."
-        )
     if world_size == 1:
         return list(pieces)
     # Greedy by size onto the least loaded rank. Names break ties, so that the order of a rank's pieces does not matter.

@@ -118,7 +118,7 @@ class TrainwrightArgumentParser(ArgumentParser):
     def note_config(self, value: str) -> None:
         """Record a config whose reading begins."""
         title = value if os.path.isfile(value) else self._titles.get(value, "the text of --config")
-        source = ConfigSource(self, value, title)
+        source = ConfigSource(self.subcommands, value, title)
         self._sources.append(source)
         self._unfinished.append(source)
 
@@ -202,7 +202,13 @@ class TrainwrightArgumentParser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the program with exit code 2 and a message with the place of the error."""
         arguments = list(self.args if hasattr(self, "args") else ())
-        super().error(explain(message, self._sources, bool(self._unfinished), arguments, self), ex)
+        super().error(explain(message, self._sources, bool(self._unfinished), arguments, self.argument_names()), ex)
+
+    def argument_names(self) -> list[str]:
+        """Return the names of all arguments, those of a subcommand with its name before them."""
+        names = [str(name) for name in self.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 - a Namespace
+        below = self.subcommands.items()
+        return names + [f"{command}.{name}" for command, parser in below for name in parser.argument_names()]
 
 
 def as_class(kind: Any) -> type[Any]:

@@ -30,7 +30,7 @@ from trainwright.cli.saved_config import SaveConfigCallback, newest_checkpoint, 
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import seed_everything
 from trainwright.errors import CheckpointError
-from trainwright.module import Module, is_overridden, replace_hook
+from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_only, rank_zero_warn
 from trainwright.strategies import STRATEGIES
 from trainwright.trainer.trainer import Trainer
@@ -355,7 +355,7 @@ class TrainwrightCLI:
                 "or pass auto_configure_optimizers=False to the CLI.",
                 stacklevel=3,
             )
-        replace_hook(self.model, "configure_optimizers", partial(_optimizers_of, self.model, type(self), *specs))
+        vars(self.model)["configure_optimizers"] = partial(_optimizers_of, self.model, type(self), *specs)
 
     def _run(self, name: str) -> None:
         taken = self._arguments_of(name)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from torch import nn
@@ -26,9 +26,6 @@ from trainwright.precision import Precision
 from trainwright.profilers import Profiler
 from trainwright.strategies import Strategy
 
-if TYPE_CHECKING:
-    from trainwright.cli.argument_parser import TrainwrightArgumentParser
-
 BASES = (nn.Module, DataModule, Callback, Logger, Strategy, Precision, Profiler, Optimizer, LRScheduler)
 """The classes whose subclasses a config may name without their module."""
 UNKNOWN = re.compile(r"(?:(?:Group|Subcommand) '([\w.]+)' does not accept o|O)ption '([\w.]+)'")
@@ -40,7 +37,8 @@ UNKNOWN_OF_CLASS = re.compile(r"class_path '[\w.]*?(\w+)':\s+(no argument '(\w+)
 class ConfigSource(NamedTuple):
     """A config that a parser has read."""
 
-    parser: TrainwrightArgumentParser
+    commands: Collection[str]
+    """The subcommands of its parser."""
     value: str
     """Its path, or its text."""
     title: str
@@ -71,11 +69,11 @@ def explain(
     sources: Sequence[ConfigSource],
     is_reading: bool,
     arguments: Sequence[str],
-    parser: TrainwrightArgumentParser,
+    names: Sequence[str],
 ) -> str:
     """Return a clearer message than jsonargparse's, with the line in the config.
 
-    `is_reading` means that the error has ended the reading of the latest config.
+    `is_reading` means that the error has ended the reading of the latest config. `names` are those of all arguments.
     """
     title = sources[-1].title if is_reading else ""
     if message.startswith("Problems parsing config: "):
@@ -83,12 +81,12 @@ def explain(
     if message.startswith("Unexpected config"):
         return f"{title} has no settings; write names and values, such as trainer: {{max_epochs: 5}}."
     if option := re.match(r"[Uu]nrecognized arguments: --([\w.]+)", message):
-        close = difflib.get_close_matches(option[1], _names(parser), n=1)
+        close = difflib.get_close_matches(option[1], names, n=1)
         return f"{message}. Did you mean --{close[0]}?" if close else message
     named = re.search(r"[Kk]ey ['\"]([\w.]+)['\"]", message)
     key = named[1] if named else ""
     unknown = UNKNOWN.search(message)
-    keys, text = _unknown_key(unknown, parser) if unknown else _explain_value(message, key)
+    keys, text = _unknown_key(unknown, names) if unknown else _explain_value(message, key)
     options = (word.partition("=")[0].removeprefix("--").rstrip("+") for word in arguments if word.startswith("--"))
     # If all configs are read, a wrong value belongs to an option or to the last config.
     is_option = not is_reading and bool(key) and any(f"{option}.".startswith(f"{key}.") for option in options)
@@ -99,15 +97,15 @@ def _place(keys: Sequence[str], sources: Sequence[ConfigSource], arguments: Sequ
     """Return the config and line of nested keys, as the beginning of a message, or ""."""
     for source in reversed(sources):
         # In the config of the whole program a command's settings are below its name.
-        within = [word for word in arguments if word in source.parser.subcommands][:1]
+        within = [word for word in arguments if word in source.commands][:1]
         if line := source.line([*within, *keys]) or source.line(keys) or source.line(keys[1:]):
             return f"{source.title}, line {line}: "
     return ""
 
 
-def _unknown_key(unknown: re.Match[str], parser: TrainwrightArgumentParser) -> tuple[list[str], str]:
+def _unknown_key(unknown: re.Match[str], names: Sequence[str]) -> tuple[list[str], str]:
     """Return the nested keys up to the unknown one, and a text with the accepted names."""
-    names, path = _names(parser), [*(unknown[1].split(".") if unknown[1] else ()), *unknown[2].split(".")]
+    path = [*(unknown[1].split(".") if unknown[1] else ()), *unknown[2].split(".")]
     for at, name in enumerate(path):
         prefix = "".join(f"{part}." for part in path[:at])
         inside = [known.removeprefix(prefix).partition(".")[0] for known in names if known.startswith(prefix)]
@@ -137,11 +135,6 @@ def _explain_value(message: str, key: str) -> tuple[list[str], str]:
         problem = "is not a class that it accepts." if short[1] in known else f"is not an imported class. {hint}"
         return keys, f"{key}: {short[1]!r} {problem}"
     return keys, message
-
-
-def _names(parser: Any) -> list[str]:
-    names = [str(name) for name in parser.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 - a Namespace
-    return names + [f"{command}.{name}" for command, below in parser.subcommands.items() for name in _names(below)]
 
 
 def constructor_error(error: Exception) -> tuple[Exception, bool]:

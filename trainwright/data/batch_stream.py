@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -47,12 +48,13 @@ class BatchStream(StreamShard):
         rank: int,
         world_size: int,
         mode: Mode,
+        cycles: bool,
         seed_rank: int,
         generator: torch.Generator | None,
         draws: bool,
         states: SourceStates | None,
     ) -> None:
-        super().__init__(source, rank=rank, world_size=world_size, mode=mode)
+        super().__init__(source, rank=rank, world_size=world_size, mode=mode, cycles=cycles)
         self.seed_rank, self.states = seed_rank, states
         self._plan: Sequence[tuple[int, int]] = ()
         self._generator, self._draws = generator, draws
@@ -114,7 +116,7 @@ class BatchStream(StreamShard):
         if self.states is not None:
             return self._read_from_state(self.states, pass_number, start)
         self._print_reread(pass_number, start, "has no state_dict()")
-        return islice(self._opened(pass_number, lambda: iter(self.source)), start, None)
+        return islice(self._opened(pass_number, lambda *_: iter(self.source)), start, None)
 
     @property
     def _kind(self) -> str:
@@ -124,7 +126,7 @@ class BatchStream(StreamShard):
 
     def _read_once(self, source: Iterator[Any], pass_number: int) -> Iterator[Any]:
         is_empty = True
-        for batch in self._opened(pass_number, lambda: source):
+        for batch in self._opened(pass_number, lambda *_: source):
             is_empty = False
             yield batch
         if is_empty:
@@ -143,24 +145,23 @@ class BatchStream(StreamShard):
         if self.rank == self.seed_rank == 0:
             say(f"trainwright: {text}")
 
-    def _opened(self, pass_number: int, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Return the batches that `begin` reads (a pass or its rest) under the pass's seed."""
+    def _opened(self, pass_number: int, begin: Callable[..., Iterator[Any]]) -> Iterator[Any]:
+        """Return the batches that `begin` reads (a pass or its rest) with the pass's generators and its plan of states."""
         seed = derive_seed(self.pass_seed(pass_number), self.epoch)
         if self._generator is not None:
             self._generator.manual_seed(seed)
         if isinstance(self.source, DataLoader) and isinstance(self.source.dataset, SeededIterable):
             self.source.dataset.set_pass(derive_seed(seed, self.seed_rank), self.epoch)
-        isolated = IsolatedGenerators(seed) if self._draws else None
+        isolated, plan = IsolatedGenerators(seed) if self._draws else None, []
         if self.states is not None:
             base, _, begun = next(beginning for beginning in reversed(self._begun) if beginning[1] == pass_number)
             ranks = self.world_size  # this rank counts rounds, and the source counts batches of all ranks
             plan = [(every * ranks, begun + (batch - base) * ranks) for every, batch in self._plan]
-            self.states.read_with(isolated, plan)
         if isolated is None:
-            batches = begin()
+            batches = begin(isolated, plan)
         else:
             with isolated.active():
-                batches = read_isolated(begin(), repeat(isolated))
+                batches = read_isolated(begin(isolated, plan), repeat(isolated))
         compare, self._compare = self._compare, None
         return batches if compare is None else chain(map(compare, islice(batches, 1)), batches)
 
@@ -194,7 +195,7 @@ class BatchStream(StreamShard):
         """Yield the batches of a pass from `start` on, resuming the source from a state in this pass if there is one."""
         state, why = self._from if pass_number == self.start_pass else None, self._why_reread
         if state is not None:
-            batches = states.recording(self._opened(pass_number, lambda: states.open_within(state, self.epoch)))
+            batches = states.recording(self._opened(pass_number, partial(states.open_within, state, self.epoch)))
             try:
                 first = next(batches, END)
                 is_rejected = states.is_other(state, first)
@@ -208,7 +209,7 @@ class BatchStream(StreamShard):
             states.distrust()
             states.begin_pass(pass_number, state.get("begun", {}))
         self._print_reread(pass_number, start, why)
-        batches = self._opened(pass_number, lambda: states.open_pass(pass_number, self.epoch))
+        batches = self._opened(pass_number, partial(states.open_pass, pass_number, self.epoch))
         yield from islice(states.recording(batches), start, None)
 
     def cut_round(self, items: list[Any], number: int) -> Any:

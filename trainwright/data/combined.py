@@ -45,8 +45,10 @@ class ShardedCombination(StatefulLoader):
                     "max_size_cycle restarts shorter loaders; pass a list, a DataLoader, or an object whose __iter__ starts "
                     "from the beginning, or choose another mode."
                 )
+        cycles = self.combination == "max_size_cycle"
         self.parts = [
-            ShardedLoader(leaf, rank=rank, world_size=world_size, mode=mode, **options) for leaf in loader.flattened
+            ShardedLoader(leaf, rank=rank, world_size=world_size, mode=mode, cycles=cycles, **options)
+            for leaf in loader.flattened
         ]
         """This rank's shard of each loader, in the order of `loader.flattened`."""
         self.shards = [part.shard for part in self.parts]
@@ -65,14 +67,11 @@ class ShardedCombination(StatefulLoader):
                 "separately."
             )
         lengths = [part.shard.source_length if part.exact_length is not None else None for part in self.parts]
-        if self.combination == "max_size_cycle" and 0 in lengths and any(lengths):
+        if cycles and 0 in lengths and any(lengths):
             raise ValueError(
                 "a loader of this collection is empty, so max_size_cycle cannot restart it. Give it data, remove it, or "
                 "choose mode='max_size'."
             )
-        if self.combination == "max_size_cycle":
-            for shard in self.shards:
-                shard.cycle()
         if self.exact_length is None:
             self.read_ahead()  # only reading the next round shows the combination's end
 
@@ -94,31 +93,31 @@ class ShardedCombination(StatefulLoader):
             part.load_state_dict({"places": places[index : index + 1], "sources": sources[index : index + 1]})
             part.set_epoch(self._seed_of(index), epoch, start)
         end = None if is_sequential else self.exact_length
+        cuts = self._plan(end) if end is not None and self.world_size > 1 and self.mode == "train" else {}
         for part in self.parts:  # so that no worker reads further
-            part.shard.stop_before(end if part.shard.cycles or part.exact_length != end else None)
-        if end is not None and self.world_size > 1 and self.mode == "train":
-            self._plan(end)
+            ends_here = not part.shard.cycles and part.exact_length == end
+            part.shard.plan_rounds(None if ends_here else end, cuts.get(part.stream, {}))
 
-    def _plan(self, end: int) -> None:
-        """Split the rounds before batch `end` that are not full, so that one loss weight is right for all loaders."""
+    def _plan(self, end: int) -> dict[IndexStream | None, dict[int, list[int]]]:
+        """Return how to split the rounds before batch `end` that are not full, so that one loss weight is right for all."""
         streams = [part.stream for part in self.parts if part.stream is not None and part.is_sharded]
-        if len(streams) < len(self.parts):
-            return
         short = [stream.short_rounds(end) for stream in streams]
+        if len(streams) < len(self.parts) or None in short:
+            return {}
+        planned: dict[IndexStream | None, dict[int, list[int]]] = {stream: {} for stream in streams}
         for number in sorted({number for rounds in short for number in rounds or ()}):
-            sizes: dict[IndexStream, int] = {}
-            for part, stream, rounds in zip(self.parts, streams, short, strict=True):
-                if rounds is None:
-                    return
-                if stream.cycles or number < (part.exact_length or 0):
-                    sizes[stream] = rounds.get(number, stream.item_size * self.world_size)
-            most = [stream.item_size for stream in sizes]
-            cuts = in_proportion(list(sizes.values()), self.world_size, most)
+            sizes = {
+                stream: (rounds or {}).get(number, stream.item_size * self.world_size)
+                for part, stream, rounds in zip(self.parts, streams, short, strict=True)
+                if stream.cycles or number < (part.exact_length or 0)
+            }
+            cuts = in_proportion(list(sizes.values()), self.world_size, [stream.item_size for stream in sizes])
+            split = dict(zip(sizes, cuts, strict=True))
             if not are_proportional(list(cuts)):
-                split = dict(zip(sizes, cuts, strict=True))
                 self._warn_of_proportions([split.get(stream, []) for stream in streams])
-            for stream, cut in zip(sizes, cuts, strict=True):
-                stream.cuts[number] = cut
+            for stream, cut in split.items():
+                planned[stream][number] = cut
+        return planned
 
     def read_ahead(self) -> None:
         for part in self.parts:
@@ -135,7 +134,7 @@ class ShardedCombination(StatefulLoader):
             had = begun[index + 1] - begun[index]
             size, order = shard.item_size, shard.order
             # A complete pass, so that a run that resumes here does not begin this loader again.
-            return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order, "digest": 0}
+            return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order}
         if index < len(begun) and begun[index] <= batch:  # otherwise the loader was only read ahead
             return shard.position(batch - begun[index])
         return shard.position(shard.start_batch)

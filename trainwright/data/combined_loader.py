@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sized
 from itertools import count, islice
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -15,10 +15,6 @@ from trainwright.errors import a_type_of
 
 Combination = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 COMBINATIONS = ("min_size", "max_size", "max_size_cycle", "sequential")
-LIMITS = (
-    "a CombinedLoader has no limits. Pass limit_train_batches= or limit_val_batches= to the Trainer, or loaders of a shorter "
-    "dataset, such as torch's Subset."
-)
 LOOKED_AT = 100
 """Items of a list to search for a loader, because a list of batches may be long."""
 
@@ -58,15 +54,6 @@ class CombinedLoader:
         """The iterables in a flat list."""
         self.names = [name or None for name, _ in named] if isinstance(iterables, Mapping) else [None] * len(named)
         """The keys that lead to the iterables in `flattened`, joined by "/", or None if the collection is not a dict."""
-
-    @property
-    def limits(self) -> NoReturn:
-        """Lightning's limits by loader. They are arguments of the Trainer here (AttributeError)."""
-        raise AttributeError(LIMITS)
-
-    @limits.setter
-    def limits(self, limits: Any) -> NoReturn:
-        raise AttributeError(LIMITS)
 
     def rebuilt(self, batches: list[Any]) -> Any:
         """Return the batches, one per iterable in `flattened`, in the structure of the collection."""

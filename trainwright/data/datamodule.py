@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.checkpoint.foreign_formats import read_weights
-from trainwright.data.combined_loader import CombinedLoader, leaves
 from trainwright.data.transfer import to_device
 from trainwright.errors import a_type_of
 from trainwright.hyperparameters import HyperParameters, build, classonly, read_hyper_parameters
@@ -144,7 +143,7 @@ class DataModule(HyperParameters):
         Args:
             checkpoint_path: a checkpoint of a Trainer, or a Lightning `.ckpt` file.
             map_location: ignored, because hyper-parameters are on the host.
-            hparams_file: a JSON, YAML or CSV file whose hyper-parameters replace the checkpoint's.
+            hparams_file: a JSON or YAML file whose hyper-parameters replace the checkpoint's.
             weights_only: ignored, because only plain data and tensors are ever read.
             kwargs: arguments of the constructor, which override saved values. Other names are dropped with a warning.
 
@@ -157,16 +156,6 @@ class DataModule(HyperParameters):
         weights = read_weights(checkpoint_path)
         forms = weights.datamodule_hyper_parameter_forms
         return build(cls, weights.datamodule_hyper_parameters, kwargs, weights.datamodule_hparams_name, forms)
-
-    def __str__(self) -> str:
-        """Return the loaders and their sizes, or the reason why a loader cannot be made yet."""
-        lines = [f"{type(self).__name__}:"]
-        for stage in STAGES:
-            name = f"{stage}_dataloader"
-            # from_datasets sets the method on the instance.
-            is_defined = name in vars(self) or getattr(type(self), name) is not getattr(DataModule, name)
-            lines.append(f"  {stage:8}{_described(getattr(self, name)) if is_defined else 'none'}")
-        return "\n".join(lines)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy, without the trainer."""
@@ -198,22 +187,3 @@ def _check_datasets(datasets: Any, argument: str) -> None:
                 f"{argument} has {a_type_of(dataset)}. Pass a dataset (a torch Dataset, or anything with __getitem__ and "
                 "__len__), or a list or dict of datasets."
             )
-
-
-def _described(make: Any) -> str:
-    try:
-        loaders = make()
-        if isinstance(loaders, CombinedLoader):
-            loaders = loaders.iterables
-        named = list(leaves(loaders)) if isinstance(loaders, (Mapping, list, tuple)) else [("", loaders)]
-    except Exception as error:  # in the user's code, most often because setup() has not been called
-        return f"not ready ({type(error).__name__}: {error})"
-    return ", ".join(f"{name}: {_size(loader)}" if name else _size(loader) for name, loader in named) or "none"
-
-
-def _size(loader: Any) -> str:
-    try:
-        batches = f"{len(loader)} batches"
-    except (TypeError, NotImplementedError):
-        batches = "unknown length"
-    return f"{batches} ({type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__})"

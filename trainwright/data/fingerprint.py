@@ -1,14 +1,11 @@
-"""Fingerprints and digests, by which a resumed run recognizes a batch and the order of the items before it."""
+"""Fingerprints, by which a resumed run recognizes a batch, and ranks compare their first batches."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import zlib
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -60,57 +57,3 @@ def _values(batch: Any) -> Iterator[Any]:
         yield from _values(torch.as_tensor(batch.copy()))
     else:
         yield type(batch).__name__
-
-
-class OrderDigest:
-    """A running checksum over an epoch's items, which shows whether a resumed pass draws the items that were consumed."""
-
-    def __init__(self) -> None:
-        self._passes: dict[int, array[int]] = {}
-        """The digests after the items of a pass, four bytes per item. Passes with items that have no digest are missing."""
-        self._start = (0, 0, 0)
-        """The pass and the item where the epoch begins, and the digest there (0 if unknown)."""
-        self._is_to_check = False
-
-    def begin(self, passes: int, items: int, digest: int) -> None:
-        """Begin an epoch, or its rest, at an item of a pass, with the digest of the items before it."""
-        self._passes.clear()
-        self._start, self._is_to_check = (passes, items, digest), bool(digest and items)
-
-    def begin_pass(self, passes: int) -> None:
-        self._passes[passes] = array("I")
-
-    def add(self, passes: int, items: Sequence[Any]) -> bool:
-        """Add a pass's next items, which are lists of indices; return True, once, if the items before the start differ."""
-        digests = self._passes.get(passes)
-        if digests is None:
-            return False
-        latest = digests[-1] if digests else 0
-        for item in items:
-            content = _content(item)
-            if content is None:
-                del self._passes[passes]
-                return False
-            digests.append(latest := zlib.crc32(content, latest))
-        start_pass, start, wanted = self._start
-        if not self._is_to_check or passes != start_pass or len(digests) < start:
-            return False
-        self._is_to_check = False
-        return digests[start - 1] != wanted
-
-    def at(self, passes: int, items: int) -> int:
-        """Return the digest after this many items of a pass, or 0 if it is unknown or there are no items."""
-        if 0 < items <= len(digests := self._passes.get(passes, ())):
-            return digests[items - 1]
-        return self._start[2] if (passes, items) == self._start[:2] else 0
-
-
-def _content(item: Any) -> bytes | None:
-    """Return a list of indices as bytes, the same in every process, or None if it is not plain data."""
-    if isinstance(item, Iterator):
-        return None  # it can be read only once
-    with suppress(TypeError, ValueError, OverflowError):
-        return array("q", list(item)).tobytes()
-    with suppress(TypeError, ValueError):
-        return json.dumps(list(item)).encode()
-    return None

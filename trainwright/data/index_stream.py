@@ -16,15 +16,12 @@ from itertools import chain, islice
 from typing import Any
 
 from numpy import ndarray
-from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from trainwright.data.fingerprint import OrderDigest
 from trainwright.data.seeding import IsolatedGenerators, SamplerGenerators, derive_seed
 from trainwright.data.stream_shard import Mode as Mode
 from trainwright.data.stream_shard import StreamPosition, StreamShard, even_sizes
 from trainwright.data.workers import SeededBatch, SeededIndex
-from trainwright.rank_zero import rank_zero_warn
 
 CHUNK = 256
 """Batches of torch's samplers drawn at once, because swapping RNG states costs about as much as drawing 100 batches."""
@@ -46,14 +43,14 @@ class IndexStream(StreamShard):
         rank: int,
         world_size: int,
         mode: Mode,
+        cycles: bool,
         seed_rank: int,
         same_on_ranks: bool,
         gives_seeds: bool,
     ) -> None:
-        super().__init__(source, rank=rank, world_size=world_size, mode=mode)
+        super().__init__(source, rank=rank, world_size=world_size, mode=mode, cycles=cycles)
         self.batched, self.gives_seeds = batched, gives_seeds
         self.seed_rank, self._same_on_ranks = seed_rank, same_on_ranks
-        self._digest = OrderDigest()
         self._trimmed = 0
         """Samples that are missing from the first batch, because they were consumed."""
         self._resumed_at: StreamPosition | None = None
@@ -71,10 +68,6 @@ class IndexStream(StreamShard):
         super().set_epoch(seed, epoch, start_batch, position)
         if self._trimmed and self.is_split:
             self.cuts[start_batch] = []  # the first round is short, so it is split by samples
-        wanted = 0
-        if position is not None and position["size"] == self.item_size and not self.is_of_another_order(position):
-            wanted = position.get("digest", 0)
-        self._digest.begin(self.start_pass, self.start_item, wanted)
 
     def __iter__(self) -> Iterator[Any]:
         items = self.items()
@@ -100,9 +93,9 @@ class IndexStream(StreamShard):
     def first_indices(self, most: int) -> list[Any]:
         """Return the first items of a copy of the user's sampler, or nothing for an iterator and for torch's plain orders."""
         sampler = copy.copy(self.source.sampler if self.is_split else self.source)
-        # A sampler may shuffle a list in an attribute, or a list of lists.
         for name, value in list(getattr(sampler, "__dict__", {}).items()):
-            vars(sampler)[name] = _copied(value)
+            if isinstance(value, (list, dict, ndarray)):  # a sampler may shuffle it
+                vars(sampler)[name] = copy.copy(value)
         parts = (sampler, *getattr(sampler, "__dict__", {}).values())
         if any(isinstance(part, Iterator) for part in parts) or type(sampler) in (SequentialSampler, RandomSampler):
             return []
@@ -162,7 +155,6 @@ class IndexStream(StreamShard):
                 first = list(islice(stock, 1))
             yield from chain(first, stock)
             return
-        self._digest.begin_pass(pass_number)
         # Skipped batches are drawn in one chunk. Then a user's sampler draws one batch at a time, because it may follow the
         # training (hard examples, a curriculum). torch's samplers do not.
         skipped = self.start_item if pass_number == self.start_pass else 0
@@ -173,20 +165,9 @@ class IndexStream(StreamShard):
             with isolated.active(), attributes.active():
                 items = iter(self.source) if items is None else items
                 chunk = list(islice(items, size))
-            if self._digest.add(pass_number, chunk if self.batched else [[index] for index in chunk]):
-                rank_zero_warn(
-                    f"the checkpoint was saved within an epoch of a {self.order} that now draws a different order. In the "
-                    "rest of this epoch samples may come twice or not at all. Draw the order in its __iter__, from a "
-                    "generator in an attribute of the sampler or from torch's global generator, which are seeded for every "
-                    "epoch. Or resume from a checkpoint at an epoch's end.",
-                    stacklevel=2,
-                )
             yield from chunk
             if len(chunk) < size:
                 return
-
-    def digest(self, passes: int, items: int) -> int:
-        return self._digest.at(passes, items)
 
     def batch_seed(self, number: int) -> int:
         """Return the seed for the augmentation of one of this rank's batches."""
@@ -259,12 +240,3 @@ def in_dataset_order(source: Any, dataset: Any) -> tuple[Any, Any]:
     if sampler is not source:
         in_order = BatchSampler(in_order, source.batch_size, source.drop_last)
     return in_order, None if is_plain else sampler
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of an array, or of a list or dict and the lists in it. Other values are returned unchanged."""
-    if isinstance(value, list):
-        return [list(item) if type(item) is list else item for item in value]
-    if isinstance(value, dict):
-        return {key: list(item) if type(item) is list else item for key, item in value.items()}
-    return value.clone() if isinstance(value, Tensor) else copy.copy(value) if isinstance(value, ndarray) else value

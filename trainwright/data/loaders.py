@@ -18,8 +18,6 @@ from operator import getitem
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
-from torch.autograd import profiler
-from torch.autograd.profiler import record_function
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe, RandomSampler
 
 from trainwright.data.batch_stream import BatchStream
@@ -29,17 +27,14 @@ from trainwright.data.seeding import IsolatedGenerators, derive_seed, read_isola
 from trainwright.data.source_state import SourceState, SourceStates
 from trainwright.data.stateful_iterable import END, StatefulCollate, StatefulIterable, StatefulWorkerStart, is_stateful
 from trainwright.data.stream_shard import Mode, StreamPosition
-from trainwright.data.worker_process import forked_until_running
-from trainwright.data.workers import (
-    SeededDataset,
-    SeededIterable,
-    WorkerStart,
-    holding_signals,
+from trainwright.data.vendor import (
+    end_workers,
+    forget_iterator,
+    has_torchs_iterator,
     is_split_after_shuffle,
-    note_begun,
-    refuse_deep_folder,
-    set_epoch_of_parts,
+    record_iterators,
 )
+from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart, set_epoch_of_parts
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 
@@ -57,6 +52,7 @@ class ShardedLoader(StatefulLoader):
         in_order: disable shuffling. A user's sampler keeps its order, with a warning.
         pin_memory: return batches in pinned memory.
         batch_parts: the number of ranks that share every batch of the loader.
+        cycles: begin another pass whenever the loader ends.
 
     Raises:
         TypeError: the loader is not iterable, or cannot be sharded.
@@ -74,6 +70,7 @@ class ShardedLoader(StatefulLoader):
         in_order: bool = False,
         pin_memory: bool = False,
         batch_parts: int = 1,
+        cycles: bool = False,
     ) -> None:
         if not isinstance(loader, Iterable):
             raise TypeError(
@@ -88,7 +85,7 @@ class ShardedLoader(StatefulLoader):
             _check_shardable(loader, world_size)
         if batch_parts > 1:
             _check_parts(loader, batch_parts)
-        self.batch_parts = batch_parts
+        self.batch_parts, self._cycles = batch_parts, cycles
         self.start_batch = 0
         self._announced_epoch = -1
         self.stream: IndexStream | None = None
@@ -114,7 +111,7 @@ class ShardedLoader(StatefulLoader):
         clone = copy.copy(loader)
         # Through __dict__, because a DataLoader rejects a new sampler, and a subclass may define properties.
         attributes = clone.__dict__
-        attributes["_iterator"] = None  # a used persistent loader would keep its old index stream
+        forget_iterator(clone)  # a used persistent loader would keep its old index stream
         # The workers' base seed comes from here. Drawn from torch's global generator, it would leave a run that resumes
         # within an epoch one draw ahead of the uninterrupted run.
         attributes["generator"] = self._base_seeds = torch.Generator()
@@ -130,7 +127,6 @@ class ShardedLoader(StatefulLoader):
         if not isinstance(loader.dataset, IterDataPipe):
             self._replace_dataset(clone)
         if loader.num_workers > 0:
-            refuse_deep_folder()
             if getattr(loader, "in_order", True) is False:
                 attributes["in_order"] = True  # a position counts batches, so their order must be known
                 rank_zero_warn(
@@ -138,9 +134,7 @@ class ShardedLoader(StatefulLoader):
                     "run can resume within an epoch and predictions are in the order of the dataset.",
                     stacklevel=2,
                 )
-            # Patched to record the iterator. A strong reference would be a cycle that keeps workers alive until its
-            # collection.
-            attributes["_get_iterator"] = partial(_begun, weakref.ref(clone), self._with_workers)
+            record_iterators(clone, self._with_workers)
         return clone
 
     def _replace_dataset(self, clone: DataLoader[Any]) -> None:
@@ -165,10 +159,9 @@ class ShardedLoader(StatefulLoader):
 
     def close(self) -> None:
         """End the workers that still run. Python's cycle collector would take 5 s per iterator."""
-        for iterator in self._with_workers:
-            iterator._shutdown_workers()
+        end_workers(self._with_workers)
         if isinstance(self._source, DataLoader) and self._source is not self.loader:
-            self._source.__dict__["_iterator"] = None
+            forget_iterator(self._source)
 
     def _with_indices(self, clone: Any, loader: DataLoader[Any], in_order: bool) -> IndexStream:
         batched = loader.batch_sampler is not None
@@ -207,8 +200,9 @@ class ShardedLoader(StatefulLoader):
         )
 
     @property
-    def _ranks(self) -> dict[str, int]:
-        return {"rank": self.rank, "world_size": self.world_size} if self.is_sharded else {"rank": 0, "world_size": 1}
+    def _ranks(self) -> dict[str, Any]:
+        ranks = {"rank": self.rank, "world_size": self.world_size} if self.is_sharded else {"rank": 0, "world_size": 1}
+        return {**ranks, "cycles": self._cycles}
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
         self.start_batch = start_batch
@@ -285,17 +279,6 @@ class Batches(Protocol):
         """Return the batches in a whole epoch, or None if they are not certain."""
 
     def __iter__(self) -> Iterator[Any]: ...
-
-
-def _begun(loader: Callable[[], DataLoader[Any] | None], begun: weakref.WeakSet[Any]) -> Any:
-    """Begin an iteration of a loader with workers, and record its iterator."""
-    clone = loader()
-    assert clone is not None
-    with holding_signals(), forked_until_running(clone):
-        iterator = type(clone)._get_iterator(clone)
-    begun.add(iterator)
-    note_begun(iterator)
-    return iterator
 
 
 def with_last(
@@ -378,21 +361,12 @@ def _check_shardable(loader: Iterable[Any], world_size: int) -> None:
 def _check_parts(loader: Iterable[Any], parts: int) -> None:
     """Reject a loader whose batches cannot be divided into this many equal parts (ValueError)."""
     sampler = getattr(loader, "batch_sampler", None)
-    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-    if sampler is None:
+    size: Any = getattr(sampler, "batch_size", None)
+    if type(sampler) is not BatchSampler or size % parts:
         raise ValueError(
-            f"split_batches=True divides a batch over {parts} ranks, but this {type(loader).__name__} has batch_size=None: "
-            "its dataset makes the batches. Pass a batch_size, or split_batches=False with smaller batches."
-        )
-    if isinstance(size, int) and size % parts:
-        raise ValueError(
-            f"split_batches=True divides a batch over {parts} ranks, but batch_size={size} is not divisible by {parts}. Pass "
-            f"batch_size={-(-size // parts) * parts}, or split_batches=False with the batch size of one rank."
-        )
-    if type(sampler) is not BatchSampler:
-        raise ValueError(
-            f"split_batches=True cannot divide the batches of {a_type_of(sampler)}. Make smaller batches, and pass "
-            "split_batches=False."
+            f"split_batches=True divides a batch over {parts} ranks, and this {type(loader).__name__} has the batch sampler "
+            f"{type(sampler).__name__} with batch_size={size}. Pass a batch_size that is divisible by {parts}, or "
+            "split_batches=False with the batch size of one rank."
         )
 
 
@@ -404,24 +378,19 @@ def _warn_of_order(chooser: Any, is_kept: bool) -> None:
     )
 
 
-REGION = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
-"""The name that torch's profiler shows for the fetch of a batch, which its users know."""
-
-
 def _batch_size(loader: DataLoader[Any]) -> int | None:
     return loader.batch_size if loader.batch_sampler is not None else None
 
 
 def is_fetched_here(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
     """Return whether `fetched` yields the same batches as iterating this loader over a map-style dataset."""
-    # torch's iterator takes 5 to 10 us per batch for features that such a loader does not use: a profiler's region,
-    # workers, pinning.
+    # torch's iterator takes 5 to 10 us per batch for features that such a loader does not use, such as workers and pinning.
     return (
         isinstance(loader, DataLoader)
         and loader.num_workers == 0
         and not loader.pin_memory
         and not loader.timeout
-        and type(loader)._get_iterator is DataLoader._get_iterator
+        and has_torchs_iterator(loader)
         and not isinstance(loader.dataset, (IterDataPipe, MapDataPipe))
     )
 
@@ -430,15 +399,13 @@ def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
     """Return an iterator over the batches. The sampler's iteration begins now."""
     collate: Callable[[Any], Any] = loader.collate_fn
     dataset: Any = loader.dataset
-    read = getattr(dataset, "__getitems__", None) if loader._auto_collation else partial(getitem, dataset)
+    batches = loader.batch_sampler
+    read = partial(getitem, dataset) if batches is None else getattr(dataset, "__getitems__", None)
 
-    def fetch(wanted: Any, region: record_function | None = None) -> Any:
-        if region is None and profiler._is_profiler_enabled:
-            with record_function(REGION) as region:
-                return fetch(wanted, region)
+    def fetch(wanted: Any) -> Any:
         if read:
             return collate(read(wanted))
         # Not list(map(...)), which would mistake a StopIteration of the dataset for the end of the batch and lose samples.
         return collate([dataset[index] for index in wanted])
 
-    return map(fetch, loader._index_sampler)
+    return map(fetch, loader.sampler if batches is None else batches)

@@ -122,15 +122,15 @@ class SourceStates:
         if self._is_persistent and end is None and (is_rotated or begun or items):
             self._end_workers()
 
-    def read_with(self, generators: IsolatedGenerators | None, plan: Sequence[tuple[int, int]]) -> None:
-        """Read the next pass with these generators (None if workers read it), and take the state after the planned items.
+    def open_pass(
+        self, passes: int, epoch: int, generators: IsolatedGenerators | None, plan: Sequence[tuple[int, int]]
+    ) -> Iterator[Any]:
+        """Return an iterator over a pass from its beginning, which takes the state after the planned items.
 
-        The plan has pairs of an interval and one such item of the pass.
+        It reads with these generators, or with the workers' if they are None. The plan has pairs of an interval and one such
+        item of the pass.
         """
         self._generators, self._plan = generators, plan
-
-    def open_pass(self, passes: int, epoch: int) -> Iterator[Any]:
-        """Return an iterator over a pass from its beginning."""
         follows = self._end is not None
         if passes and passes != self._passes:
             ending = self.ending()
@@ -145,8 +145,11 @@ class SourceStates:
             return cast("Iterator[Any]", iter(self._source))
         return self._reader.begin_after(readers[0]["source"], epoch) if readers else self._reader.begin_fresh(epoch)
 
-    def open_within(self, state: SourceState, epoch: int) -> Iterator[Any]:
-        """Return an iterator over the rest of a pass from a state on."""
+    def open_within(
+        self, state: SourceState, epoch: int, generators: IsolatedGenerators | None, plan: Sequence[tuple[int, int]]
+    ) -> Iterator[Any]:
+        """Return an iterator over the rest of a pass from a state on. See `open_pass`."""
+        self._generators, self._plan = generators, plan
         self._begin_reading(state["passes"], state["items"], dict(state["readers"]))
         self._states.append(state)
         if state.get("ended"):
@@ -236,10 +239,8 @@ class SourceStates:
         """Return the state at a position, or the latest known state before it."""
         passes, items = position["passes"], position["items"]
         ending = self.ending() if passes > self._passes or items >= self._read else None
-        if ending is not None and passes > self._passes:
-            return {**ending, "passes": passes, "items": 0}
-        if ending is not None and items >= self._read:  # a round with fewer batches than ranks counts as a full round
-            return {**ending, "items": items}
+        if ending is not None:  # a round with fewer batches than ranks counts as a full round
+            return {**ending, "passes": max(passes, self._passes), "items": 0 if passes > self._passes else items}
         if not self._is_trusted:  # re-reading from the start of the pass is always right
             return self._beginning()
         is_here = self._is_open and self._read == items and not self._num_workers and not self._has_ended

@@ -18,7 +18,7 @@ over the present ranks, so every item comes once at any world size. Its batch nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, Literal, TypedDict
 
@@ -41,20 +41,21 @@ class StreamPosition(TypedDict):
     """Samples in an item, or 0 if the number varies."""
     order: str
     """A description of the sampler, or empty if unknown. Missing in older checkpoints."""
-    digest: int
-    """A digest of the consumed items of the pass (fingerprint.py), or 0 if unknown. Missing in older checkpoints."""
 
 
 class StreamShard:
-    """One rank's shard. A subclass defines how to draw a pass over the source and how to split a last round."""
+    """One rank's shard. A subclass defines how to draw a pass over the source and how to split a last round.
 
-    def __init__(self, source: Any, *, rank: int, world_size: int, mode: Mode) -> None:
+    If it `cycles`, another pass begins whenever the source ends.
+    """
+
+    def __init__(self, source: Any, *, rank: int, world_size: int, mode: Mode, cycles: bool) -> None:
         self.source = source
         self.rank, self.world_size, self.mode = rank, world_size, mode
         self.evaluates = mode != "train"
         """Whether the shard belongs to an evaluation, which has no rounds."""
         self.seed = self.epoch = self.start_batch = 0
-        self.cycles = False
+        self.cycles = cycles
         self._most: int | None = None
         self.uneven: dict[int, list[int]] = {}
         """Samples per rank of the uneven rounds drawn so far, by batch number."""
@@ -98,13 +99,10 @@ class StreamShard:
                 stacklevel=2,
             )
 
-    def cycle(self) -> None:
-        """Begin another pass whenever the source ends."""
-        self.cycles = True
-
-    def stop_before(self, batch: int | None) -> None:
-        """End the epoch before this batch number, or at the end of the data if it is None."""
-        self._most = batch
+    def plan_rounds(self, end: int | None, cuts: Mapping[int, list[int]]) -> None:
+        """End the epoch before batch number `end`, or at the end of the data if it is None. Split rounds as in `cuts`."""
+        self._most = end
+        self.cuts.update(cuts)
 
     def plan_states(self, batches: Sequence[tuple[int, int]]) -> None:
         """Take the source's state after these batches of this rank: pairs of an interval and one such batch."""
@@ -149,12 +147,7 @@ class StreamShard:
             "items": items,
             "size": self.item_size,
             "order": self.order,
-            "digest": self.digest(passes, items),
         }
-
-    def digest(self, passes: int, items: int) -> int:
-        """Return the digest of the first items of a pass, or 0 if it is unknown."""
-        return 0
 
     @property
     def _base(self) -> int:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkProcess
-from multiprocessing.queues import Queue
 from typing import Any
 
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
+
+from trainwright.distributed.signals import STOP_SIGNALS
 
 logger = logging.getLogger("trainwright")
 
@@ -77,23 +79,23 @@ class WorkerProcess:
         return getattr(self._process, name)
 
 
-class WorkerQueue(Queue):  # type: ignore[type-arg]
-    """A queue that sends the error if a batch cannot be pickled. Otherwise the loader would wait for the batch forever."""
-
-    def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
-        number, content = item  # the content may be an exception of the dataset
-        text = content.exc_msg if isinstance(content, ExceptionWrapper) else f"a batch cannot be pickled: {error}"
-        failure: Any = ExceptionWrapper((RuntimeError, RuntimeError(text), None), "in a loader worker")  # type: ignore[no-untyped-call]
-        self.put((number, failure))
-
-
 class WorkerContext(ForkContext):
-    """The start method fork with WorkerProcesses, and with queues that report batches that cannot be pickled."""
+    """The start method fork with WorkerProcesses."""
 
     Process = WorkerProcess  # type: ignore[assignment]
 
-    def Queue(self, maxsize: int = 0) -> WorkerQueue:
-        return WorkerQueue(maxsize, ctx=self.get_context())
+
+@contextmanager
+def holding_signals() -> Iterator[None]:
+    """Defer signals while workers start in the block, until they have their handlers."""
+    if os.name != "posix":
+        yield
+        return
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # workers inherit it until hear_signals
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager

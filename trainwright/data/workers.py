@@ -8,17 +8,12 @@ still returns the user's dataset.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import multiprocessing.util
 import os
-import re
 import signal
 import sys
-import tempfile
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -34,22 +29,10 @@ from torch.utils.data import (
 )
 
 from trainwright.data.seeding import derive_seed, seed_generators
+from trainwright.data.vendor import is_loop_done, is_split_after_shuffle
 from trainwright.distributed.signals import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
-LONGEST_FOLDER = 75
-"""Bytes in the folder's path. A socket's path has at most 107 bytes, and a worker adds "/pymp-abcdefgh/listener-abcdefgh"."""
-
-
-def refuse_deep_folder() -> None:
-    """Reject a temporary folder whose path is too long for the workers' sockets (ValueError), because torch would hang."""
-    folder = tempfile.gettempdir()
-    size = len(os.fsencode(folder))
-    if size > LONGEST_FOLDER and torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
-        raise ValueError(
-            f"num_workers: loader workers make sockets in the temporary folder {folder!r}, whose path of {size} bytes is too "
-            f"long (at most {LONGEST_FOLDER}). Set TMPDIR to a folder with a shorter path, or pass num_workers=0."
-        )
 
 
 class SeededBatch(list[Any]):
@@ -135,36 +118,21 @@ class WorkerStart:
             self.init(worker_id)
 
 
-@contextmanager
-def holding_signals() -> Iterator[None]:
-    """Defer signals while workers start in the block, until they have their handlers."""
-    if os.name != "posix":
-        yield
-        return
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # workers inherit it until hear_signals
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
 def hear_signals() -> None:
-    """Make this worker survive a signal to its process group, and end when its parent ends, in whatever way.
+    """Make this worker survive a signal to its process group, and end when its parent has ended, in whatever way.
 
     Ctrl-C, torchrun and SLURM signal every process of a group, but a run that stops on a signal still reads to the end of a
-    step. So SIGTERM ends a worker only if its parent needs no more batches, or has exited.
+    step. So SIGTERM ends a worker only if its parent needs no more batches, or has ended.
     """
     if os.name != "posix":
         return
-    # If the parent has exited, getppid returns the process that adopted this worker. torch's watch compares with that
-    # process, so it would never end a worker whose parent was killed this early.
-    process = multiprocessing.parent_process()
-    by_server = getattr(multiprocessing.current_process(), "_start_method", None) == "forkserver"
-    parent = os.getppid() if process is None or process.pid is None or by_server else process.pid
+    parent = os.getppid()
 
     def leave_if_done(number: int, frame: FrameType | None) -> None:
-        if os.getppid() != parent or _is_done(frame):
-            leave_tidily(number)
+        if os.getppid() != parent or is_loop_done(frame):
+            for other in STOP_SIGNALS:  # a second one from the launcher would interrupt the removal of temporary files
+                signal.signal(other, signal.SIG_IGN)
+            sys.exit(128 + number)
 
     for number in STOP_SIGNALS:
         signal.signal(number, leave_if_done)
@@ -172,44 +140,8 @@ def hear_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # the parent exited before prctl was called
-        leave_tidily(signal.SIGTERM)
-
-
-def _is_done(frame: FrameType | None) -> bool:
-    """Return whether the parent has ended torch's worker loop in this process; True if unknown."""
-    while frame is not None and frame.f_code.co_name != "_worker_loop":
-        frame = frame.f_back
-    event = frame.f_locals.get("done_event") if frame is not None else None
-    try:
-        return bool(event._flag.get_value())  # type: ignore[union-attr] # is_set() takes a lock that this thread may hold
-    except (AttributeError, NotImplementedError):  # another version of torch's loop, or a system without this value
-        return True
-
-
-def leave_tidily(number: int) -> None:
-    """End a worker on a signal, and remove its temporary folder, which would otherwise stay."""
-    for other in STOP_SIGNALS:  # if the parent is killed, a second signal from the launcher would interrupt this
-        signal.signal(other, signal.SIG_IGN)
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-    os._exit(128 + number)
-
-
-def note_begun(iterator: Any) -> None:
-    """Register an iterator, whose workers then end with this process. torch would wait 5 s per iterator at the exit."""
-    _begun[iterator] = os.getpid()
-    atexit.unregister(_end_workers)
-    atexit.register(_end_workers)  # last, so it runs before the handlers that torch registers for its workers
-
-
-_begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""The iterators, and the processes that began them."""
-
-
-def _end_workers() -> None:
-    for iterator, process in list(_begun.items()):
-        if process == os.getpid():  # a forked child must not end its parent's workers
-            iterator._shutdown_workers()
+    if os.getppid() != parent:  # the parent ended before prctl was called
+        sys.exit(128 + signal.SIGTERM)
 
 
 def set_epoch_of_parts(loader: Any, epoch: int) -> None:
@@ -236,11 +168,3 @@ def set_epoch_of(listener: Any, epoch: int) -> None:
     if isinstance(within, Collection):  # not a ChainDataset's generator of datasets, which only reading may consume
         for dataset in within:
             set_epoch_of(dataset, epoch)
-
-
-def is_split_after_shuffle(stream: Any) -> bool:
-    """Return whether a stream of the package datasets takes or skips items after a shuffle, which an epoch would change."""
-    names, part = "", getattr(stream, "_ex_iterable", None)
-    while part is not None:
-        names, part = names + type(part).__name__, getattr(part, "ex_iterable", None)
-    return re.search("(Take|Skip)Examples.*BufferShuffled", names) is not None

@@ -81,16 +81,6 @@ def taken_over(states: Mapping[str, Any], device: torch.device, seed: int) -> di
     return {**states, "device": {**state, "index": device.index, "others": others}}
 
 
-def lost_devices(states: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Return the numbers of devices that a checkpoint's process has drawn on, and that a process here cannot restore."""
-    state = state_in(states, device)
-    if state is None or state["type"] != device.type:
-        return []
-    present = hardware.count(device.type)
-    gone = [number for number in state["others"] if int(number) == device.index or int(number) >= present]
-    return [number for number in gone if _has_drawn(device, state["others"][number])]
-
-
 def state_in(states: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any] | None:
     """Return the device's part of a process's RNG states, from a checkpoint of any version.
 
@@ -139,9 +129,3 @@ def forked_generators() -> Iterator[None]:
     finally:
         torch.set_rng_state(host)
         set_device_state(device)
-
-
-def _has_drawn(device: torch.device, state: Tensor) -> bool:
-    generator = torch.Generator(device)
-    generator.set_state(state)
-    return not torch.equal(state, torch.Generator(device).manual_seed(generator.initial_seed()).get_state())

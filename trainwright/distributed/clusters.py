@@ -68,7 +68,8 @@ def read_slurm(variables: Variables) -> Task | None:
         for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     )
     tasks = _tasks_per_node(variables, world_size, len(hosts))
-    if rank >= world_size or node_rank >= len(hosts) or sum(tasks) != world_size or local_rank >= tasks[node_rank]:
+    is_consistent = rank < world_size and node_rank < len(hosts) == len(tasks) and sum(tasks) == world_size
+    if not is_consistent or local_rank >= tasks[node_rank]:
         raise ValueError(
             f"the environment has SLURM_PROCID={rank}, SLURM_LOCALID={local_rank}, SLURM_NODEID={node_rank}, "
             f"{size}={world_size} and {hosts_name}={variables[hosts_name]}, with {tasks} tasks on its nodes; these are "
@@ -141,9 +142,7 @@ def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
             "unset these variables to run as one process."
         )
     num_nodes = world_size // local_size
-    # Consistent with ranks dealt out node by node (by_slot), or to the nodes in turn (by_node).
-    by_slot, by_node = rank % local_size == local_rank, rank // num_nodes == local_rank
-    if world_size % local_size or not (by_slot or by_node):
+    if world_size % local_size or rank % local_size != local_rank:
         raise ValueError(
             f"the environment has {given}; MPI does not say which node this is, so all nodes have to run the same number "
             "of processes, numbered node by node. Start the same number on every node (mpirun --map-by ppr:N:node), or use "
@@ -158,8 +157,9 @@ def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
     names_of_job = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")
     job = next((variables[name] for name in names_of_job if name in variables), "")
     port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS if job else DEFAULT_PORT
-    node_rank = rank // local_size if by_slot else rank % num_nodes
-    return Task(rank, local_rank, world_size, local_size, node_rank, num_nodes, address, main_port(variables, port))
+    return Task(
+        rank, local_rank, world_size, local_size, rank // local_size, num_nodes, address, main_port(variables, port)
+    )
 
 
 def main_port(variables: Variables, otherwise: int) -> int:
@@ -177,11 +177,6 @@ def main_port(variables: Variables, otherwise: int) -> int:
 def expand_hosts(text: str) -> list[str]:
     """Return the host names of SLURM's short form: "node[01-03,7],gpu5" is node01, node02, node03, node7, gpu5."""
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", text)
-    if any(part in "[]" for part in parts):
-        raise ValueError(
-            f"the environment has the node list {text!r}, whose brackets do not match; names such as node[01-03,7] are "
-            "accepted. Start the script with srun, or unset the variables of SLURM to run as one process."
-        )
     return [host for part in parts for host in _expand_one(part)]
 
 
@@ -201,13 +196,7 @@ def _tasks_per_node(variables: Variables, world_size: int, num_nodes: int) -> li
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     text = next((variables[name] for name in names if variables.get(name)), None)
     counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text or f"{world_size // num_nodes}(x{num_nodes})")
-    tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
-    if len(tasks) != num_nodes or sum(tasks) != world_size:
-        raise ValueError(
-            f"the environment has {world_size} tasks on {num_nodes} nodes and {names[1]}={text}; the tasks of the nodes have "
-            "to add up. Start the script with srun, or unset the variables of SLURM to run as one process."
-        )
-    return tasks
+    return [int(count) for count, times in counts for _ in range(int(times or 1))]
 
 
 def _first_name(variables: Variables, names: tuple[str, ...], starter: str) -> str:

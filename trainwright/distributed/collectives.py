@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,10 +30,10 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all ranks, by rank. Shapes and dtypes must be equal. Collective: call on every rank."""
-    if _world_size() == 1:
+    if world_size() == 1:
         return [tensor]
     local = _to_group(tensor.detach())
-    gathered = [torch.empty_like(local) for _ in range(_world_size())]
+    gathered = [torch.empty_like(local) for _ in range(world_size())]
     dist.all_gather(gathered, local)
     return [piece.to(tensor.device) for piece in gathered]
 
@@ -51,7 +49,7 @@ def gather_stacked(
     Raises:
         ValueError, TypeError: on every rank, if shapes or dtypes differ otherwise.
     """
-    if _world_size() == 1:
+    if world_size() == 1:
         return tensor
     # Gloo ends the process at a gather of unequal shapes. For other backends the check would make the host wait for the device.
     if tensor.dim() <= _MAX_DIMS and (on_uneven is not None or dist.get_backend() == "gloo"):
@@ -76,21 +74,22 @@ def listed(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
 
 
-def gather_uneven(tensor: Tensor, structure: int = 0) -> list[Tensor]:
-    """Return the tensors of all ranks, by rank. The first dimension may differ. Collective: call on every rank.
-
-    `structure` is a number that has to be the same on every rank, such as a digest of the structure around the tensor.
-    """
+def gather_uneven(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks, by rank. The first dimension may differ. Collective: call on every rank."""
     if not 0 < tensor.dim() <= _MAX_DIMS:
         raise ValueError(
             f"gather_uneven got a tensor of {tensor.dim()} dimensions; 1 to {_MAX_DIMS} are accepted. "
             "Add a dimension with unsqueeze(0), or reshape it."
         )
-    if _world_size() == 1:
+    if world_size() == 1:
         return [tensor]
-    shapes = _gather_shapes(tensor, "gather", structure)
+    shapes = _gather_shapes(tensor, "gather")
     if len({shape[1:] for shape in shapes}) > 1:
-        raise _unlike_rows(shapes)
+        raise ValueError(
+            f"gather got tensors whose shapes differ beyond the first dimension ({listed(shapes)}). Pad them with "
+            "pad_across_processes(tensor, dim=1), or reshape them to the same number of dimensions. For "
+            "objects of different shapes in a list call gather_for_metrics(objects, use_gather_object=True)."
+        )
     longest = max(shape[0] for shape in shapes)
     if longest * math.prod(tensor.shape[1:]) == 0:
         return [tensor.new_empty(shape) for shape in shapes]
@@ -108,27 +107,14 @@ def gather_uneven(tensor: Tensor, structure: int = 0) -> list[Tensor]:
 
 def shapes_of(tensor: Tensor, call: str) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors of all ranks, by rank (TypeError on every rank if the dtypes differ). Collective."""
-    return [tuple(tensor.shape)] if _world_size() == 1 else _gather_shapes(tensor, call)
-
-
-def _unlike_rows(shapes: list[tuple[int, ...]]) -> ValueError:
-    remedy = "reshape them to the same number of dimensions first"
-    if len({len(shape) for shape in shapes}) == 1:
-        lengths = list(zip(*shapes, strict=True))
-        dims = [dim for dim in range(1, len(lengths)) if len(set(lengths[dim])) > 1]
-        remedy = f"pad them first with pad_across_processes(tensor, dim={dims[0]})"
-        remedy += f", and so for dimension(s) {', '.join(map(str, dims[1:]))}" if dims[1:] else ""
-    return ValueError(
-        f"gather got tensors whose shapes differ beyond the first dimension ({listed(shapes)}); {remedy}. To get objects of "
-        "different shapes in a list, call gather_for_metrics(objects, use_gather_object=True)."
-    )
+    return [tuple(tensor.shape)] if world_size() == 1 else _gather_shapes(tensor, call)
 
 
 def gather_object(obj: object) -> list[Any]:
     """Return the plain data (None, bool, numbers, str, list, dict) of all ranks. Collective: call on every rank."""
     _check_plain(obj, "obj")
     text = json.dumps(obj)
-    if _world_size() == 1:
+    if world_size() == 1:
         return [json.loads(text)]
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return [json.loads(bytes(piece.tolist())) for piece in gather_uneven(encoded)]
@@ -143,21 +129,21 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
             f"op='mean' got a {tensor.dtype} tensor; floating-point numbers are accepted. Use .double() first."
         )
     result = tensor.detach().clone()
-    if _world_size() == 1:
+    if world_size() == 1:
         return result
     result = _to_group(result)
     dist.all_reduce(result, _REDUCE_OPS[op])
     if op == "mean":
-        result /= _world_size()
+        result /= world_size()
     return result.to(tensor.device)
 
 
 def broadcast(tensor: Tensor, source: int = 0) -> Tensor:
     """Return rank `source`'s tensor as a new tensor. Shapes must be equal. Collective: call on every rank."""
-    if not 0 <= source < _world_size():
-        raise ValueError(f"source={source} is not a rank; choose from 0 to {_world_size() - 1}.")
+    if not 0 <= source < world_size():
+        raise ValueError(f"source={source} is not a rank; choose from 0 to {world_size() - 1}.")
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if _world_size() == 1:
+    if world_size() == 1:
         return result
     result = _to_group(result)
     dist.broadcast(result, source)
@@ -169,7 +155,7 @@ def _scatter_bytes(payloads: list[Tensor] | None) -> Tensor:
 
     Rank 0 passes one tensor for each other rank, and gets none. The others pass None.
     """
-    sizes = torch.zeros(_world_size(), dtype=torch.int64)
+    sizes = torch.zeros(world_size(), dtype=torch.int64)
     if payloads is not None:
         sizes[1:] = torch.tensor([len(payload) for payload in payloads])
     sizes = broadcast(sizes)
@@ -250,33 +236,6 @@ def _split(table: Table, blob: Tensor) -> dict[str, Tensor]:
     return tensors
 
 
-def count_issued(*, in_all: bool = False) -> int | None:
-    """Return how many collectives this process has called in any group, or None if a group does not count them.
-
-    `in_all` counts only groups of all ranks. That number is the same on all ranks wherever they meet.
-    """
-    if _world_size() == 1:
-        return 0
-    try:
-        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-        groups = [group for group in groups if not in_all or group.size() == _world_size()]
-        backends = [group._get_backend(device) for group in groups for device in group._device_types]
-        return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
-    except (AttributeError, RuntimeError):
-        return None
-
-
-def set_timeout(seconds: float) -> None:
-    """Set how long later collectives wait for the other ranks."""
-    if _world_size() > 1:
-        # torch 2.15 has a public call and warns at each use of the private one, the only one before it.
-        public = getattr(dist, "set_timeout", None)
-        with warnings.catch_warnings():
-            # Other backends keep the timeout that they were opened with.
-            warnings.filterwarnings("ignore", "Set timeout is now only supported")
-            (public or dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds))
-
-
 class _GatherWithGradients(torch.autograd.Function):
     """An all_gather whose backward sums the gradients of all ranks on the rank of the tensor."""
 
@@ -295,7 +254,7 @@ def group_backends() -> dict[str, str]:
     return {device_type: backend for device_type, _, backend in pairs}
 
 
-def _world_size() -> int:
+def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -310,15 +269,11 @@ def _to_group(tensor: Tensor) -> Tensor:
     return tensor.to(torch.device(first, torch.get_device_module(first).current_device())).contiguous()
 
 
-def _gather_shapes(tensor: Tensor, name: str, structure: int = 0) -> list[tuple[int, ...]]:
+def _gather_shapes(tensor: Tensor, name: str) -> list[tuple[int, ...]]:
     # The dtype is sent as a checksum of its name: a collective of different dtypes would read wrong bytes, or hang.
     numbers = [tensor.dim(), *tensor.shape] + [-1] * (_MAX_DIMS - tensor.dim())
-    packed = torch.tensor([*numbers, structure, zlib.crc32(str(tensor.dtype).encode())])
+    packed = torch.tensor([*numbers, zlib.crc32(str(tensor.dtype).encode())])
     rows = [row.tolist() for row in all_gather(packed)]
-    if others := [rank for rank, row in enumerate(rows) if row[-2] != rows[0][-2]]:
-        raise ValueError(
-            f"{name} got a structure with other tensors on rank(s) {others} than on rank 0; pass the same on every rank."
-        )
     if others := [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]:
         raise TypeError(
             f"{name} got a different dtype on rank(s) {others} than on rank 0 (here {tensor.dtype}); all must be "

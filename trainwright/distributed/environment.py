@@ -78,8 +78,8 @@ def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:
     if not (rank < world_size and local_rank < local_world_size <= world_size):
         raise ValueError(
             f"the environment has RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank}, "
-            f"LOCAL_WORLD_SIZE={local_world_size}; ranks count from 0 and stay below their world size, and the local "
-            "world is not larger than the world. Start the job with torchrun, or unset these variables for one process."
+            f"LOCAL_WORLD_SIZE={local_world_size}; ranks count from 0 and stay below their world size. Start the job with "
+            "torchrun, or unset these variables for one process."
         )
     more = {"GROUP_RANK": rank // local_world_size, "GROUP_WORLD_SIZE": -(-world_size // local_world_size)}
     more["TORCHELASTIC_RESTART_COUNT"] = 0

@@ -224,12 +224,10 @@ def summarize(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return the text, or its first words and "..." if it is longer than LONGEST."""
+    """Return the text, or its beginning and "..." if it is longer than LONGEST."""
     if len(text) <= LONGEST:
         return text
-    start = text[: LONGEST - 3]
-    words = start.rpartition(" ")[0]
-    return f"{words if len(words) > LONGEST // 2 else start[:-1]} ..."  # a path may be one word
+    return f"{text[: LONGEST - 4]} ..."
 
 
 def is_secondary_failure(error: BaseException) -> bool:

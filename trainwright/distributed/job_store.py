@@ -43,9 +43,7 @@ def open_store(environment: Environment, timeout: timedelta, is_joined: bool) ->
     global _hosted_store
     limit = min(timeout, timedelta(seconds=300))
     if is_joined and not environment.has_agent_store:
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        return cast(Store, _get_default_store()), 0
+        return cast(Store, stores().group.WORLD.get_group_store()), 0
     address, port = environment.main_address, environment.main_port
     assert address is not None
     assert port is not None
@@ -81,9 +79,5 @@ def _host_store(address: str, port: int, timeout: timedelta, num_nodes: int) -> 
     """Host the job's store in this process. It listens only on the loopback interface if the job has one node."""
     host = LOOPBACK if num_nodes == 1 else address
     listener = listen_at(host, port, else_everywhere=num_nodes > 1)
-    options = {
-        "timeout": timeout,
-        "wait_for_workers": False,
-        "master_listen_fd": listener.detach(),
-    }  # the store owns it now
+    options = {"timeout": timeout, "wait_for_workers": False, "master_listen_fd": listener.detach()}
     return cast(Store, stores().TCPStore(host, port, None, True, **options))

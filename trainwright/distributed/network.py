@@ -8,7 +8,6 @@ import socket
 import struct
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 from trainwright.errors import LaunchError
 
@@ -124,9 +123,4 @@ def _addresses_of(interface: str) -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # it may have no IPv4 address
         answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         found.append(socket.inet_ntoa(answer[20:24]))
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else []:
-        number, *_, name = line.split()
-        if name == interface:
-            found.append(str(ipaddress.ip_address(bytes.fromhex(number))))
     return found

@@ -62,8 +62,7 @@ class RankPositions:
         """Take positions from a run during the block. Enter it on every rank. An inner run replaces the outer one."""
         outer = self._locate
         # Counted on entering and on leaving: a rank that has left a run is further on than a rank within it.
-        with self._lock:
-            self._runs, self._locate = self._runs + 1, locate
+        self.locate_by(locate)
         try:
             yield
         finally:
@@ -113,7 +112,7 @@ class StoreChannel:
         self._lock = threading.Lock()
         self._calls = 0
         self._subchannels: Counter[str] = Counter()
-        self._has_given_up = False
+        self._given_up = threading.Event()
 
     def subchannel(self, name: str) -> StoreChannel:
         """Return a channel for a second thread. Make channels of one name in the same order on every rank. Nothing is sent."""
@@ -123,7 +122,7 @@ class StoreChannel:
 
     def give_up(self) -> None:
         """Make a call that waits in another thread, and every later call that would wait, raise RuntimeError."""
-        self._has_given_up = True
+        self._given_up.set()
 
     def locate_by(self, locate: Locate) -> None:
         """See `RankPositions.locate_by`."""
@@ -206,7 +205,7 @@ class StoreChannel:
             if self._store.check(missing[-1:]):
                 missing.pop()
                 continue
-            if self._has_given_up:
+            if self._given_up.is_set():
                 raise RuntimeError("this rank no longer waits for the others: its run has ended, or theirs have.")
             now = time.monotonic()
             if now > deadline:

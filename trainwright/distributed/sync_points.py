@@ -34,12 +34,7 @@ class SyncPoints:
     """
 
     def __init__(
-        self,
-        store: Store | None,
-        rank: int,
-        world_size: int,
-        *,
-        synchronize: Callable[[], None] | None = None,
+        self, store: Store | None, rank: int, world_size: int, *, synchronize: Callable[[], None] | None = None
     ) -> None:
         self.store, self.rank, self.world_size, self.synchronize = store, rank, world_size, synchronize
         self._counts: Counter[str] = Counter()

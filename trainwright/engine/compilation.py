@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -24,23 +23,13 @@ class Compiled:
     """
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
-        self.options = dict(options)
-        # The compiler makes at most 8 graphs of a code object, for all layers of a class together, and then runs eagerly.
-        # torch 2.11 has no option against that, so compiled functions get copies of the code there.
-        self._has_isolation = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-        if self._has_isolation:
-            self.options.setdefault("isolate_recompiles", True)
-        try:
-            torch.compile(_call, **self.options)
-        except (TypeError, RuntimeError) as error:
-            raise ValueError(f"compile={options!r} is refused by torch.compile: {error}") from error
-        self.called: set[nn.Module] = set()
-        """The submodules that a step has called, which run compiled."""
+        self._options = options
+        self._functions: dict[Hashable, Callable[..., Any]] = {}
+        torch.compile(_call, **options)  # raises for wrong options
         self.is_within = False
         """True while a compiled submodule runs. The submodules that it calls are part of its graph."""
         self.modules = [layer for layer in _submodules(module) if type(layer).forward is not nn.Module.forward]
         """The submodules that would run compiled if a step called them."""
-        self._functions: dict[Hashable, Callable[..., Any]] = {}
         self.gradients = GraphGradients(module) if makes_graphs(options) else None
         """Keeps gradients from one call to the next, or None if there are no graphs of the device."""
         for layer in self.modules:
@@ -48,14 +37,12 @@ class Compiled:
 
     def function_for(self, module: nn.Module) -> Callable[..., Any]:
         """Return the compiled function that calls a module, shared by modules of the same class and shapes."""
-        self.called.add(module)
         tensors = (*module.named_parameters(), *module.named_buffers())
         kind = (type(module), *((name, value.shape, value.dtype, value.requires_grad) for name, value in tensors))
         if kind not in self._functions:
-            # The compiler skips the frames of torch's layers, so they get a frame around them.
-            is_torchs = type(module).forward.__module__.startswith("torch.")
-            function = _call if is_torchs else type(module)._call_impl
-            self._functions[kind] = torch.compile(function if self._has_isolation else _copy_of_call(), **self.options)
+            # The compiler makes at most 8 graphs of a code object and then runs eagerly, so every kind gets a copy of the code.
+            code = types.FunctionType(_call.__code__.replace(), _call.__globals__, _call.__name__)
+            self._functions[kind] = torch.compile(code, **self._options)
         return self._functions[kind]
 
     def undo(self) -> None:
@@ -63,7 +50,7 @@ class Compiled:
         for layer in self.modules:
             if isinstance(layer._compiled_call_impl, _Call):  # the user may have compiled it by hand since
                 del layer._compiled_call_impl
-        self.modules, self.called = [], set()
+        self.modules = []
         self._functions.clear()
 
 
@@ -93,20 +80,16 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def _copy_of_call() -> Callable[..., Any]:
-    # The compiler counts graphs by the code object.
-    return types.FunctionType(_call.__code__.replace(), _call.__globals__, _call.__name__)
-
-
 def _submodules(module: nn.Module) -> list[nn.Module]:
     """Return all submodules that may be compiled."""
     submodules = [layer for layer in module.modules() if layer is not module]
-    opaque = [layer for layer in submodules if _is_opaque(layer)]
-    excluded = {inner for layer in opaque for inner in layer.modules()}
+    excluded = {
+        inner
+        for layer in submodules
+        if is_metric(layer)
+        or isinstance(layer, torch.jit.ScriptModule)
+        or layer._compiled_call_impl is not None
+        or is_compiled(layer)
+        for inner in layer.modules()
+    }
     return [layer for layer in submodules if layer not in excluded]
-
-
-def _is_opaque(layer: nn.Module) -> bool:
-    if is_metric(layer) or is_compiled(layer) or isinstance(layer, torch.jit.ScriptModule):
-        return True
-    return layer._compiled_call_impl is not None

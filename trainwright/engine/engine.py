@@ -22,18 +22,15 @@ from trainwright.devices.hardware import use
 from trainwright.distributed import collectives
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine_checkpoints import EngineCheckpoints
-from trainwright.engine.finiteness import Finiteness
 from trainwright.engine.job import join_job
-from trainwright.engine.named_state import model_pieces
+from trainwright.engine.named_state import ReplacedParameters, refuse_unlike_models
 from trainwright.engine.nests import broadcast, gather_tensor
-from trainwright.engine.optimizer_state import ReplacedParameters
-from trainwright.engine.replicas import refuse_groups, refuse_unlike_models, refuse_unlike_optimizers
-from trainwright.engine.script_settings import ScriptSettings
+from trainwright.engine.script_settings import ScriptSettings, refuse_unlike_optimizers
 from trainwright.precision import Precision
 from trainwright.precision.base import Closure, Sender
 from trainwright.strategies import Strategy
 from trainwright.strategies.base import Clipping, Optimization, StepResult
-from trainwright.strategies.divided_optimizers import make_whole
+from trainwright.strategies.divided_optimizers import refuse_divided
 from trainwright.strategies.module_checks import changed
 
 _holders: WeakKeyDictionary[nn.Module, ref[Strategy]] = WeakKeyDictionary()
@@ -82,30 +79,29 @@ class Engine(EngineCheckpoints):
         num_nodes: int = 1,
         can_call_workers: bool = False,
     ) -> None:
-        job = join_job(devices, strategy, precision, accelerator, timeout_seconds, num_nodes, can_call_workers)
-        environment = job.environment
-        self.environment, self.device, self.connection = environment, job.device, job.connection
-        self.num_workers = job.num_workers
+        environment, self.strategy, joined, self.device, self.connection, seconds, num_workers = join_job(
+            devices, strategy, precision, accelerator, timeout_seconds, num_nodes, can_call_workers
+        )
+        self.environment = environment
+        self.num_workers = num_workers
         """Number of processes to start for each call; 0 if this process does the work."""
         self.rank, self.world_size = environment.rank, environment.world_size
         """This process's number in the job, from 0, and the number of processes."""
         self.local_rank = environment.local_rank
         """This process's number on its node, from 0."""
-        self.ranks = Ranks(self.connection.channel, job.timeout_seconds)
+        self.ranks = Ranks(self.connection.channel, seconds)
         self.writer = CheckpointWriter(self.ranks, lambda: self.connection.has_failed)
-        self.strategy = job.strategy
-        self.strategy.connect(environment.rank, environment.world_size, self.device, job.precision)
+        self.strategy.connect(environment.rank, environment.world_size, self.device, joined)
         self.strategy.join_job(self)
-        if self.precision is not job.precision:  # the strategy has replaced it
+        if self.precision is not joined:  # the strategy has replaced it
             self.precision.check(self.device)
         self.seed = 0
         """The seed of the data's order, the same on every rank: see `take_seed`."""
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.optimization, self.script = Optimization(), ScriptSettings()
-        self.finiteness = Finiteness(self.ranks, lambda: (self.modules, model_pieces(self.strategy, self.modules)))
         self.replaced = ReplacedParameters()
-        self._trains_apart = False
+        self._trains_apart = self._is_known_finite = False
         self._trained: dict[str, nn.Parameter] = {}
         """Which parameters of each module required gradients at the strategy's last setup or refresh."""
 
@@ -115,11 +111,9 @@ class Engine(EngineCheckpoints):
         `optimization` describes the training, or is None if the module will only be evaluated.
 
         Raises:
-            TypeError: parameters() of the module does not return tensors.
             ValueError: on every rank, if the ranks have different models.
         """
         use(self.device)  # a setting of the thread, which another engine may have changed since
-        refuse_groups(module)
         refuse_unlike_models(module, self.ranks)  # before the strategy sends weights
         if optimization is not None:
             self.optimization = optimization
@@ -158,12 +152,11 @@ class Engine(EngineCheckpoints):
                 rank, if the ranks have optimizers of different kinds or options.
         """
         self.replaced.update(optimizer for optimizer in optimizers if optimizer not in self.optimizers)
-        make_whole(optimizers, self.strategy.name)
+        refuse_divided(optimizers)
         refuse_unlike_optimizers(optimizers, self.ranks)
         self.script.note_optimizers(optimizers, is_first=not self.optimizers)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
         self.precision.track(self.optimizers)
-        self.finiteness.begin()
         return self.optimizers
 
     def prepare_loader(
@@ -181,9 +174,8 @@ class Engine(EngineCheckpoints):
 
     def take_seed(self, seed: int | None = None) -> None:
         """Seed the data's order with rank 0's seed, by default its current torch seed. Collective: call on every rank."""
-        self.seed = self.ranks.broadcast(
-            (torch.initial_seed() if seed is None else seed) % 2**63, "the choice of a seed"
-        )
+        local = torch.initial_seed() if seed is None else seed
+        self.seed = self.ranks.broadcast(local % 2**63, "the choice of a seed")
 
     def run(self, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a named step of a prepared module, or its "forward", in the precision's context."""

@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.contents import MODEL, TRAINING, extra_states, with_parts
+from trainwright.checkpoint.contents import (
+    MODEL,
+    TRAINING,
+    extra_states,
+    fitting_extra_states,
+    set_extra_states,
+    with_parts,
+)
+from trainwright.checkpoint.discovery import is_checkpoint
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.filesystem import describe
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import SAVE, CheckpointWriter
 from trainwright.checkpoint.tensors import Piece
 from trainwright.data.seeding import check_generator_states, derive_seed, derived_rng_state, rng_state
-from trainwright.devices.generators import is_generator_state, lost_devices, owned, taken_over
-from trainwright.devices.hardware import count, use, using
+from trainwright.devices.generators import is_generator_state, owned, taken_over
+from trainwright.devices.hardware import use, using
 from trainwright.distributed.ranks import Ranks
-from trainwright.engine.finiteness import Finiteness
-from trainwright.engine.module_state import (
-    ModuleLoads,
-    check_lazy_shapes,
-    give_shapes,
-    lazy_tensors,
-    refuse_lazy_tensors,
+from trainwright.engine.named_state import (
+    check_optimizers,
+    computed_keys,
+    describe_optimizers,
+    load_optimizers,
+    model_pieces,
+    named_optimizers,
+    optimizer_pieces,
+    prefix_of,
+    stray_pieces,
 )
-from trainwright.engine.named_state import computed_keys, model_pieces, named_optimizers, optimizer_pieces, stray_pieces
-from trainwright.engine.optimizer_state import check_optimizers, describe_optimizers, load_optimizers
 from trainwright.engine.script_settings import ScriptSettings
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision
-from trainwright.rank_zero import rank_zero_info, warn
+from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.strategies import Strategy
+from trainwright.tensor_names import is_extra_state, named_tensors, own_name
 
 Shapes = dict[str, tuple[int, ...]]
+STATISTICS = ("running_mean", "running_var")
+"""The buffers of norms that are checked for finiteness, as trained weights are."""
+DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 class OpenCheckpoint(NamedTuple):
@@ -70,12 +85,13 @@ class EngineCheckpoints:
     ranks: Ranks
     strategy: Strategy
     writer: CheckpointWriter
-    finiteness: Finiteness
     script: ScriptSettings
     modules: list[nn.Module]
     optimizers: list[Optimizer]
     seed: int
     _trains_apart: bool
+    _is_known_finite: bool
+    """Whether the weights have been found finite for the next save, equal on all ranks."""
 
     @property
     def precision(self) -> Precision:
@@ -122,7 +138,11 @@ class EngineCheckpoints:
             self.ranks.wait(f"a save of step {step}")
             self.strategy.check_gradients(partial(self.ranks.exchange, call=f"a save of step {step}"))
             self.finish_save()
-            refuse_lazy_tensors(path, self.modules)
+            if lazy := [name for module in self.modules for name, p in module.named_parameters() if is_lazy(p)]:
+                raise CheckpointError(
+                    f"checkpoint {path} was not written: {lazy[0]!r} is an uninitialised lazy tensor, and a checkpoint stores "
+                    "tensors with a shape. Save after a forward that reaches the layer, or pass the layer its size."
+                )
             if self._trains_apart:
                 raise RuntimeError(
                     f"checkpoint {path} was requested within LocalSGD, where the ranks have different weights; save after the "
@@ -132,7 +152,12 @@ class EngineCheckpoints:
                 computed_keys(self.strategy, module)  # raises for entries that cannot be stored
             sections = with_parts(model_pieces(self.strategy, self.modules), parts or {})
             pieces = sections.pop(MODEL)
-            self.finiteness.look(path, overwrite, self.modules, pieces, are_others=bool(parts))
+            fault = "" if self._is_known_finite and not parts else self._fault(pieces)
+            self._is_known_finite = False
+            if fault and overwrite and self.ranks.broadcast(is_checkpoint(path), SAVE):
+                raise CheckpointError(f"checkpoint {path} was not written: {fault}, and the one that is there stays.")
+            if fault:
+                rank_zero_warn(f"{fault}; checkpoint {path} is written with them.", stacklevel=3)
             if edit is not None:
                 state, pieces = self._edited(path, state, pieces, {"epoch": epoch, "global_step": step}, edit)
             extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
@@ -163,6 +188,28 @@ class EngineCheckpoints:
                 overwrite=overwrite,
                 directory=directory,
             )
+
+    def find_fault(self) -> str:
+        """Return a text that names weights that are not finite on any rank, or "" if all are. Collective.
+
+        Other buffers than running statistics, and frozen parameters, are not checked, because they may contain such values by
+        design (a mask of -inf). If the text is empty, the next save does not check again.
+        """
+        fault = self._fault(model_pieces(self.strategy, self.modules))
+        self._is_known_finite = not fault
+        return fault
+
+    def _fault(self, pieces: Sequence[Piece]) -> str:
+        trained = {
+            prefix_of(number) + name
+            for number, module in enumerate(self.modules)
+            for name, tensor in named_tensors(module)
+            if tensor.requires_grad or name.endswith(STATISTICS)
+        }
+        found = self.ranks.exchange(_not_finite(trained, pieces), SAVE)
+        names = list(dict.fromkeys(name for local in found for name in local))
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        return f"the weights are not finite (NaN or infinity in {names[0]!r}{more})" if names else ""
 
     def _edited(
         self, path: str, state: dict[str, Any], pieces: list[Piece], header: dict[str, int], edit: Edit
@@ -267,7 +314,6 @@ class EngineCheckpoints:
         )
         run_on_all(fits)
         run_on_all(lambda: fit.load_wholes(strict))
-        fit.give_shapes()
         if not weights_only:
             load_optimizers(checkpoint, state, self.strategy, named, fresh)
         if tensors is None:
@@ -281,7 +327,7 @@ class EngineCheckpoints:
         same_job = (checkpoint.header.get("strategy"), checkpoint.world_size) == (self.strategy.name, self.world_size)
         strategy_state = {} if weights_only or fresh or not same_job else state.get("strategy", {})
         self.strategy.refresh_weights(self.modules, strategy_state)
-        run_on_all(fit.loads.finish)  # a module's hooks see the loaded tensors
+        run_on_all(fit.set_extra_states)
         if not weights_only:
             self.precision.load_state_dict(state.get("precision", {}))
             self.seed = seed  # the data continues in the saved run's order
@@ -289,49 +335,77 @@ class EngineCheckpoints:
 
 
 class _ModelFit:
-    """How a checkpoint's tensors fit the modules: which pieces are read in place, and which modules load themselves.
+    """How a checkpoint's tensors fit the modules: which pieces are read in place, and which modules get a whole state_dict.
 
-    `trained_shapes` are the tensors that a resumed run trains on from, where the model stores averages.
+    Every process reads its part of the tensors of a plain module in place. A module with computed or other entries of its
+    state_dict, with lazy tensors or with its own `load_state_dict` gets the whole state_dict, if the strategy keeps it whole.
+    `trained` are the tensors that a resumed run trains on from, where the model stores averages.
     """
 
     def __init__(
-        self, strategy: Strategy, modules: Sequence[nn.Module], opened: OpenCheckpoint, trained_shapes: Shapes
+        self, strategy: Strategy, modules: Sequence[nn.Module], opened: OpenCheckpoint, trained: Shapes
     ) -> None:
-        self._strategy, self._modules = strategy, modules
+        self._strategy, self._modules, self._trained = strategy, modules, trained
         self._checkpoint, state, self._tensors = opened
-        self._trained_shapes = trained_shapes
-        self._shapes: Shapes = {}
-        self._lazy = lazy_tensors(modules)
-        self.loads = ModuleLoads(strategy, modules, state, self._checkpoint.path)
+        extra = state.get("extra") or {}
+        self._extra: list[dict[str, Any]] = [extra.get(str(number), {}) for number in range(len(modules))]
+        self._wholes: set[int] = set()
+        """The numbers of the modules that get a whole state_dict."""
         self.pieces: list[Piece] = []
         self.trained: list[Piece] = []
 
     def check(self, strict: bool) -> None:
         """Raise CheckpointError if the checkpoint does not fit, and change nothing."""
-        path, loads = self._checkpoint.path, self.loads
-        loads.check(strict)
+        path = self._checkpoint.path
+        for number, module in enumerate(self._modules):
+            is_computed = bool(computed_keys(self._strategy, module))
+            if is_computed or (self._strategy.capabilities.holds_modules and _loads_itself(module)):
+                self._wholes.add(number)
+            else:
+                self._extra[number] = fitting_extra_states(module, self._extra[number], path, strict)
         stored = self._checkpoint.tensors(MODEL) if self._tensors is None else self._tensors
-        self._shapes = {name: tuple(entry.shape) for name, entry in stored.items() if loads.is_filled(name)}
-        self._lazy = {name: lazy for name, lazy in self._lazy.items() if loads.is_filled(name)}
-        present = model_pieces(self._strategy, self._modules)
-        filled = [piece for piece in present if loads.is_filled(piece.name)]
-        self.pieces = list(check_model(path, self._shapes, filled, strict, self._lazy))
-        check_lazy_shapes(path, self._lazy, self._shapes)
-        trained = {name: shape for name, shape in self._trained_shapes.items() if loads.is_filled(name)}
-        self.trained = list(check_model(path, trained, filled, False, self._lazy))
+        shapes = {name: tuple(entry.shape) for name, entry in stored.items() if self._is_filled(name)}
+        trained = {name: shape for name, shape in self._trained.items() if self._is_filled(name)}
+        filled = [piece for piece in model_pieces(self._strategy, self._modules) if self._is_filled(piece.name)]
+        self.pieces = list(check_model(path, shapes, filled, strict))
+        self.trained = list(check_model(path, trained, filled, False))
+
+    def _is_filled(self, name: str) -> bool:
+        """Return whether a tensor of this name is read in place."""
+        return (int(name.split(".", 2)[1]) if name.startswith(".") else 0) not in self._wholes
 
     def load_wholes(self, strict: bool) -> None:
-        """Load the modules that take a whole state_dict."""
-        self.loads.load_wholes(self._checkpoint, self._tensors, strict, self._trained_shapes)
+        """Load the modules that get a whole state_dict (CheckpointError)."""
+        checkpoint, tensors = self._checkpoint, self._tensors
+        for number in sorted(self._wholes):
+            module, prefix = self._modules[number], prefix_of(number)
+            state = dict(self._extra[number])
+            for name in checkpoint.tensors(MODEL) if tensors is None else tensors:
+                if name.startswith(prefix or ".") == bool(prefix):
+                    if tensors is None or name in self._trained:
+                        value = checkpoint.read_tensor(TRAINING if name in self._trained else MODEL, name)
+                    else:
+                        value = tensors[name]
+                    state[name.removeprefix(prefix)] = value
+            try:
+                module.load_state_dict({own_name(module, name): value for name, value in state.items()}, strict=strict)
+            except Exception as error:  # from a user's method
+                raise CheckpointError(f"{checkpoint.path}: {type(module).__name__} cannot load it: {error}") from error
 
-    def give_shapes(self) -> None:
-        """Give lazy tensors their shapes, after all checks, because a rejected load must not change the model."""
-        if self._lazy:
-            give_shapes(self._lazy, self._shapes)
-            present = model_pieces(self._strategy, self._modules)
-            self.pieces = [piece for piece in present if piece.name in self._shapes]
-            filled = [piece for piece in present if self.loads.is_filled(piece.name)]
-            self.trained = [piece for piece in filled if piece.name in self._trained_shapes]
+    def set_extra_states(self) -> None:
+        """Restore the extra state of the modules that are read in place."""
+        for number, (module, states) in enumerate(zip(self._modules, self._extra, strict=True)):
+            if number not in self._wholes:
+                set_extra_states(module, states)
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    """Return whether a module loads more than the tensors in its state_dict."""
+    return (
+        type(module).load_state_dict is not nn.Module.load_state_dict
+        or any(not is_extra_state(name) for name in extra_states(module))
+        or any(map(is_lazy, chain(module.parameters(), module.buffers())))
+    )
 
 
 def _shapes(checkpoint: StoredCheckpoint, section: str) -> Shapes:
@@ -350,36 +424,44 @@ def _restored(
     saved_state, saved_ranks = checkpoint.rank_state(rank), checkpoint.world_size
     rng = saved_state.get("rng") if saved_state is not None else None
     check_generator_states(saved_state, checkpoint.path)
-    if rng is not None and not is_generator_state(rng):
-        raise CheckpointError(
-            f"{checkpoint.path}: the states of rank {rank}'s generators are missing. Use another checkpoint."
-        )
     start = (seed, int(checkpoint.header["step"]), rank)
     if saved_ranks < world_size:
         rank_zero_info(
-            "%s was saved on %d processes, and this run has %d: the generators of the others start from seeds derived from "
-            "the run's seed.",
-            checkpoint.path,
-            saved_ranks,
-            world_size,
+            f"{checkpoint.path} was saved on {saved_ranks} processes, and this run has {world_size}: the generators of the "
+            "others start from seeds derived from the run's seed."
         )
-        rng = rng if rank < saved_ranks else derived_rng_state(derive_seed(*start))
+    if rank >= saved_ranks:
+        rng = derived_rng_state(derive_seed(*start))
     if rng is not None:
-        if lost := lost_devices(rng, device):
-            warn(
-                f"{checkpoint.path}: the saved run also drew random numbers on {device.type} device(s) {', '.join(lost)}. This "
-                f"process computes on {device} and sees {count(device.type)} device(s), so it restores only the "
-                "generator of that device.",
-                stacklevel=2,
-            )
         rng = taken_over(rng, device, derive_seed(*start))
     if saved_ranks != world_size:
         first = checkpoint.rank_state(0)
         check_generator_states(first, checkpoint.path)
         return Restored(state, rng, None, first or {})
-    nearest = saved_state or {}
-    rank_state = dict(nearest)
-    for number, (key, value) in enumerate(nearest.items()):
-        if is_generator_state(value) and key != "rng":  # from an earlier moment of the run
-            rank_state[key] = taken_over(value, device, derive_seed(*start, number))
-    return Restored(state, rng, None if saved_state is None else rank_state, nearest)
+    if saved_state is None:
+        return Restored(state, rng, None, {})
+    # RNG states of earlier moments of the run.
+    taken = {
+        key: taken_over(value, device, derive_seed(*start, number))
+        for number, (key, value) in enumerate(saved_state.items())
+        if is_generator_state(value) and key != "rng"
+    }
+    return Restored(state, rng, {**saved_state, **taken}, saved_state)
+
+
+@torch.no_grad()
+def _not_finite(names: set[str], pieces: Iterable[Piece]) -> list[str]:
+    """Return the names of the pieces that are not finite, with one read from each device."""
+    checks: dict[torch.device, dict[str, Tensor]] = {}
+    for piece in pieces:
+        tensor = piece.tensor.detach()
+        if piece.name in names and tensor.numel() > 0 and tensor.dtype in DTYPES and not tensor.is_meta:
+            # On the CPU ten times as fast as a norm. An extreme is NaN where any element is.
+            extremes = torch.stack(torch.aminmax(tensor))
+            checks.setdefault(tensor.device, {})[piece.name] = extremes.isfinite().all()
+    return [
+        name
+        for found in checks.values()
+        for name, is_finite in zip(found, torch.stack([*found.values()]).tolist(), strict=True)
+        if not is_finite
+    ]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from trainwright.devices.abilities import num_together
-from trainwright.devices.hardware import count, names, resolve_device_type, use
-from trainwright.distributed import collectives
+from trainwright.devices.hardware import count, resolve_device_type, use
 from trainwright.distributed.connection import Connection, open_process_group, pick_backend
 from trainwright.distributed.environment import Environment
+from trainwright.distributed.vendor import set_timeout
 from trainwright.errors import a_type_of
 from trainwright.overrides import overridden
 from trainwright.precision import Precision, is_spelling_of, resolve_precision
@@ -22,17 +22,8 @@ DEFAULT_SECONDS = 1800.0
 NEWEST_TORCH = (2, 15)
 """The newest torch that the tests have passed with."""
 
-
-class JoinedJob(NamedTuple):
-    """The job as an Engine uses it."""
-
-    environment: Environment
-    strategy: Strategy
-    precision: Precision
-    device: torch.device
-    connection: Connection
-    timeout_seconds: float
-    num_workers: int
+JoinedJob = tuple[Environment, Strategy, Precision, torch.device, Connection, float, int]
+"""The job's parts as an Engine uses them, the seconds that ranks wait for each other, and the workers to start for a call."""
 
 
 def join_job(
@@ -84,9 +75,9 @@ def join_job(
         environment, backend, seconds, needs_group=chosen.capabilities.needs_group, device_types=device_types
     )
     if chosen_seconds is not None or connection.owns_group:
-        collectives.set_timeout(seconds)  # the group may have been opened before, with a different timeout
+        set_timeout(seconds)  # the group may have been opened before, with a different timeout
     connection.before_close(chosen.close)
-    return JoinedJob(environment, chosen, chosen_precision, device, connection, seconds, num_workers)
+    return environment, chosen, chosen_precision, device, connection, seconds, num_workers
 
 
 def _start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_call_workers: bool) -> int:
@@ -109,19 +100,13 @@ def device_numbers(devices: Any, device_type: str) -> list[int] | None:
         devices = [int(part) if part.isdigit() else part for part in parts]
     if not isinstance(devices, (list, tuple)):
         return None
-    if not devices:
-        raise ValueError(
-            f"devices={devices!r} names no device; pass the numbers of some, such as [0, 2], or 'auto' for all."
-        )
-    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in devices):
+    if not devices or not all(type(number) is int and number >= 0 for number in devices):
         raise TypeError(f"devices={devices!r} is not a list of GPUs; pass their numbers, such as [0, 2] or '0,2'.")
     if device_type == "cpu":
         raise ValueError(
             f"devices={devices!r} names devices of an accelerator, but this run computes on the CPU; pass the number of "
             f"processes, devices={len(devices)}."
         )
-    if len(set(devices)) < len(devices):
-        raise ValueError(f"devices={devices!r} names a device twice; pass a different one for each process.")
     present = count(device_type)
     if absent := [number for number in devices if number >= present]:
         raise ValueError(
@@ -146,15 +131,11 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
         pick_backend(device_type)  # raises for an accelerator that torch has no process group for
     present = count(device_type)
     is_limited = device_type != "cpu" and not _has_own_device(device_type, environment)
-    if is_limited and launched > max(present, 1):
+    most = max(wanted, launched if launched > 1 else 0)
+    if is_limited and most > present:
         raise ValueError(
-            f"this job was launched with {launched} processes on this node, but torch sees {present} GPU(s) here; launch at "
-            "most one process per GPU, or pass accelerator='cpu'."
-        )
-    if is_limited and wanted > present:
-        raise ValueError(
-            f"devices={wanted} is more than the {present} of {device_type!r} that torch sees; pass at most that many, or "
-            "accelerator='cpu' to try several processes."
+            f"devices={most} is more than the {present} of {device_type!r} that torch sees; pass or launch at most that many, "
+            "or pass accelerator='cpu' to try several processes."
         )
     if environment.launched_by == "single":
         everything = present or torch.get_num_threads()  # torch's default is one thread per core
@@ -177,10 +158,6 @@ def _read_devices(devices: Any, device_type: str) -> int:
         return len(numbers)
     if devices == "auto":
         return AUTO
-    if isinstance(devices, str) and devices in ("cpu", *names()):
-        raise ValueError(
-            f"devices={devices!r} names a kind of device; pass accelerator={devices!r}, and as devices their number, or 'auto'."
-        )
     if isinstance(devices, str) and devices.lstrip("-").isdigit():
         devices = int(devices)
     if isinstance(devices, bool) or not isinstance(devices, int):

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 from trainwright.devices import hardware
 from trainwright.engine.engine import Engine
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.fsdp2.wrap_policy import WrapPolicy, check_policy, choose_groups, made_groups
+from trainwright.strategies.fsdp2.wrap_policy import WrapPolicy, check_policy, choose_groups
 from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
 
 __all__ = ["MOST_USED", "available_memory", "size_text"]
 
 MOST_USED = 0.8
 """The part of a device's memory that an estimate may take. Activations need the rest."""
-ADAM_BYTES = 8
-"""Bytes per parameter that are assumed for an optimizer that cannot be tried."""
-SURELY_ENOUGH = 16
-"""This multiple of the parameters' bytes is enough for any usual optimizer, without an estimate."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-HOW_COMPUTED = ("params", "fused", "foreach", "capturable", "differentiable")
-"""Options of an optimizer that change no size, and may fail without data."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class MemoryEstimate:
     unsharded: int
     """The bytes of the module's buffers, which every strategy stores whole on every device."""
     is_assumed: bool
-    """Whether an optimizer could not be tried, and was counted as Adam."""
+    """Whether an optimizer is unknown, and was counted as Adam."""
     num_devices: int
     available: int
     """The bytes of a device."""
@@ -70,16 +62,10 @@ class MemoryEstimate:
         fitting = next((name for name in self.per_device if self.fits(name)), None)
         if fitting is not None:
             return f"strategy={fitting!r} would need {size_text(self.per_device[fitting])} of the {size_text(self.available)}."
-        none = f"no strategy fits it on {self.num_devices} device(s) of {size_text(self.available)}"
-        whole = self.gathered + self.unsharded
-        left = MOST_USED * self.available - whole
-        if left <= 0:
-            return (
-                f"{none}, nor does {FULLY_SHARDED} on more: the parts that it gathers at once take "
-                f"{size_text(whole)}. Choose smaller groups (auto_wrap_policy)."
-            )
-        devices = math.ceil((self.parameters - self.unsharded + self.gradients + self.optimizer) / left)
-        return f"{none}: strategy={FULLY_SHARDED!r} would need {devices} of them."
+        return (
+            f"no strategy fits it on {self.num_devices} device(s) of {size_text(self.available)}: use more or larger devices, "
+            f"or smaller groups under {FULLY_SHARDED} (auto_wrap_policy)."
+        )
 
     def __str__(self) -> str:
         assumed = ", counted as Adam's" if self.is_assumed else ""
@@ -116,31 +102,19 @@ def estimate_memory(
         auto_wrap_policy: the argument of `FSDPStrategy`, which chooses the groups.
 
     Raises:
-        ValueError, TypeError: a number that is not positive, a module whose parameters have no shape yet, no optimizer, or a
-            policy that FSDPStrategy rejects.
+        ValueError, TypeError: a number that is not positive, no optimizer, or a policy that FSDPStrategy rejects.
 
     >>> with tw.init_empty_weights():
     ...     model = nn.Transformer(num_encoder_layers=12, num_decoder_layers=12, batch_first=True)
     >>> print(tw.estimate_memory(model, torch.optim.AdamW, num_devices=4, available_bytes=2**30).advice)
     strategy='fsdp' would need 384.9 MiB of the 1.0 GiB.
     """
-    if num_devices is None:
-        num_devices = hardware.count() or 1
-    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-        raise ValueError(f"num_devices={num_devices!r} is not accepted; pass an integer of at least 1.")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module={module!r:.80} is not accepted; pass a torch module, which may be on the meta device.")
-    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-        raise ValueError(
-            f"{type(module).__name__} has lazy parameters, which have no shape yet; run it on one batch first, or pass "
-            "its layers their sizes."
-        )
-    check_policy("auto_wrap_policy", auto_wrap_policy)
+    num_devices = num_devices or hardware.count() or 1
     available = available_memory() if available_bytes is None else available_bytes
-    if isinstance(available, bool) or not isinstance(available, (int, float)) or not 1 <= available < math.inf:
-        raise ValueError(
-            f"available_bytes={available!r} is not accepted; pass a number of at least 1, such as 80 * 2**30."
-        )
+    for name, value in (("num_devices", num_devices), ("available_bytes", available)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
+            raise ValueError(f"{name}={value!r} is not accepted; pass a number of at least 1.")
+    check_policy("auto_wrap_policy", auto_wrap_policy)
     return _estimate(module, optimizer, num_devices, int(available), choose_groups(module, auto_wrap_policy))
 
 
@@ -148,8 +122,7 @@ def _estimate(
     module: nn.Module, optimizer: Any, num_devices: int, available: int, groups: Sequence[nn.Module]
 ) -> MemoryEstimate:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    state, is_assumed = _state_bytes(optimizer, trained)
-    of_masters, _ = _state_bytes(optimizer, trained, torch.float32)
+    state, of_masters, is_assumed = _state_bytes(optimizer, trained)
     sizes = {
         "parameters": _bytes((*module.parameters(), *module.buffers())),
         "gradients": _bytes(trained),
@@ -170,16 +143,10 @@ def _estimate(
 
 def warn_of_memory(engine: Engine, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Warn, on rank 0, if the strategy in use leaves too little of a device's memory, and name a better one."""
-    tensors = [*module.parameters(), *module.buffers()]
-    if engine.rank != 0 or any(map(is_lazy, tensors)):
+    if engine.rank != 0 or any(map(is_lazy, (*module.parameters(), *module.buffers()))):
         return
     available = available_memory(engine.device, engine.environment.local_world_size)
-    if SURELY_ENOUGH * _bytes(tensors) < MOST_USED * available:
-        return
-    groups = made_groups(module)
-    if groups is None:
-        groups = choose_groups(module, None)
-    estimate = _estimate(module, optimizers, engine.world_size, available, groups)
+    estimate = _estimate(module, optimizers, engine.world_size, available, choose_groups(module, None))
     used = ALONE if engine.world_size == 1 else engine.strategy.name
     if used in estimate.per_device and not estimate.fits(used):
         rank_zero_warn(f"strategy={used!r} leaves too little memory for activations: {estimate}", stacklevel=2)
@@ -203,7 +170,7 @@ def available_memory(device: torch.device | None = None, processes: int = 1) -> 
 
 def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
     """Return the bytes that fsdp gathers at once, or 0 for a list of parameters, whose groups are unknown."""
-    if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+    if isinstance(module, nn.ParameterList):
         return 0
     taken: set[Tensor] = set()
     parts = []
@@ -215,64 +182,37 @@ def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
     return _bytes(parts[-1]) + sum(largest) + gradients
 
 
-def _state_bytes(optimizer: Any, trained: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[int, bool]:
-    """Return the bytes of the optimizers' state, and whether any is a guess. `dtype` replaces the parameters' dtypes."""
-    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool):
-        if not 0 <= optimizer < math.inf:
-            raise ValueError(f"optimizer={optimizer!r} is not accepted; pass the bytes per parameter, at least 0.")
-        return int(optimizer * sum(parameter.numel() for parameter in trained)), False
-    groups: list[tuple[type[Optimizer], dict[str, Any], Sequence[Tensor]]]
+def _state_bytes(optimizer: Any, trained: Sequence[Tensor]) -> tuple[int, int, bool]:
+    """Return the bytes of the optimizers' state, the same for float32 parameters, and whether any is a guess."""
+    if isinstance(optimizer, (int, float)) and 0 <= optimizer < math.inf:
+        size = int(optimizer * sum(parameter.numel() for parameter in trained))
+        return size, size, False
+    groups: list[tuple[type[Optimizer], Mapping[str, Any]]] = []
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        groups = [(optimizer, {}, trained)]
-    else:
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        if not isinstance(optimizers, (list, tuple)) or not all(isinstance(item, Optimizer) for item in optimizers):
+        groups.append((optimizer, {"params": trained}))
+    for item in () if groups else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        if not isinstance(item, Optimizer):
             raise TypeError(
-                f"optimizer={optimizer!r} is not accepted; pass an optimizer, a list of them, a class such as "
-                "torch.optim.AdamW, or the bytes of its state per parameter."
+                f"optimizer={item!r} is not accepted; pass an optimizer, a list of them, a class such as torch.optim.AdamW, or "
+                "the bytes of its state per parameter, at least 0."
             )
-        groups = [
-            (type(item), group, [parameter for parameter in group["params"] if parameter.requires_grad])
-            for item in optimizers
-            for group in item.param_groups
-        ]
-    sizes = [_tried(*group, dtype) for group in groups]
-    counts = [sum(parameter.numel() for parameter in parameters) for *_, parameters in groups]
-    total = sum(ADAM_BYTES * count if size is None else size for size, count in zip(sizes, counts, strict=True))
-    return total, None in sizes
+        groups += [(type(item), group) for group in item.param_groups]
+    state = of_masters = 0
+    is_assumed = False
+    for kind, group in groups:
+        count = _tensors_per_parameter(kind, group)
+        is_assumed = is_assumed or count is None
+        parameters = [parameter for parameter in group["params"] if parameter.requires_grad]
+        state += (2 if count is None else count) * _bytes(parameters)
+        of_masters += (2 if count is None else count) * 4 * sum(parameter.numel() for parameter in parameters)
+    return state, of_masters, is_assumed
 
 
-def _tried(
-    kind: type[Optimizer], options: dict[str, Any], parameters: Iterable[Tensor], new_dtype: torch.dtype | None
-) -> int | None:
-    """Return the bytes of the state after one step on the meta device, or None if the optimizer cannot do that."""
-    accepted = _accepted(kind)
-    options = {name: value for name, value in options.items() if name in accepted and name not in HOW_COMPUTED}
-    total = 0
-    for (shape, dtype), count in Counter((value.shape, new_dtype or value.dtype) for value in parameters).items():
-        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-        parameter.grad = torch.empty_like(parameter)
-        optimizer: Optimizer | None = None
-        try:
-            optimizer = kind([parameter], **options)
-            optimizer.step()
-        except Exception:  # it needs a closure, values or other arguments
-            if optimizer is None or not optimizer.state[parameter]:
-                return None  # otherwise it failed after it had made its state
-        total += count * _bytes(value for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
-    return total
-
-
-def _accepted(kind: type[Optimizer]) -> set[str]:
-    """Return the argument names of a constructor, and of its base classes' constructors that get its other arguments."""
-    names: set[str] = set()
-    for base in kind.__mro__:
-        if (constructor := vars(base).get("__init__")) is not None:
-            arguments = inspect.signature(constructor).parameters
-            names.update(arguments)
-            if all(argument.kind is not argument.VAR_KEYWORD for argument in arguments.values()):
-                break
-    return names
+def _tensors_per_parameter(kind: type[Optimizer], options: Mapping[str, Any]) -> int | None:
+    """Return how many tensors of a parameter's size an optimizer of torch stores for it, or None for another optimizer."""
+    counts: dict[Any, int] = {SGD: 0, (RMSprop, Adagrad): 1, (Adam, Adadelta, Adamax, NAdam, RAdam): 2}
+    count = next((count for classes, count in counts.items() if issubclass(kind, classes)), None)
+    return None if count is None else count + sum(bool(options.get(key)) for key in ("momentum", "centered", "amsgrad"))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,16 +1,21 @@
-"""Optimizers: checks of `configure_optimizers` results and closures, and the clearing of gradients."""
+"""Optimizers: checks of `configure_optimizers` results and closures, the clearing of gradients, and fused steps."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
+import torch
+from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.nn.parameter import is_lazy
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from trainwright.devices.abilities import fuses
 from trainwright.errors import a_type_of, did_you_mean
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.divided_optimizers import unwrap_optimizer
@@ -25,6 +30,10 @@ ACCEPTED = (
 OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor")
 SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
 _TORCHS_ZERO_GRAD = Optimizer.zero_grad
+FUSED_CLASSES = (Adam, SGD, Adagrad)  # AdamW is an Adam
+FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_watched: WeakSet[Optimizer] = WeakSet()
+"""The optimizers whose steps begin with `_add_momentum`."""
 
 
 @dataclass
@@ -45,28 +54,16 @@ class SchedulerConfig:
     reduce_on_plateau: bool | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.scheduler, Optimizer):
-            raise TypeError(
-                f"a scheduler was expected, got the optimizer {type(self.scheduler).__name__}; the form of a pair is "
-                "([optimizers], [schedulers])."
-            )
         if self.interval not in INTERVALS:
             raise ValueError(
                 f"interval={self.interval!r} of a scheduler is unknown; choose from {', '.join(INTERVALS)}."
             )
-        if isinstance(self.frequency, bool) or not isinstance(self.frequency, int):
-            raise TypeError(
-                f"frequency={self.frequency!r} of a scheduler is {a_type_of(self.frequency)}; pass an integer."
+        if not isinstance(self.frequency, int) or self.frequency < 1:
+            raise ValueError(
+                f"frequency={self.frequency!r} of a scheduler is not accepted; pass an integer of at least 1."
             )
-        if self.frequency < 1:
-            raise ValueError(f"frequency={self.frequency} of a scheduler is below 1; pass how many {self.interval}s.")
         if self.reduce_on_plateau is None:
             self.reduce_on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
-
-    @property
-    def is_plateau(self) -> bool:
-        """Return whether the scheduler's step takes a metric."""
-        return bool(self.reduce_on_plateau)
 
     def is_of(self, optimizer: Optimizer) -> bool:
         """Return whether the scheduler sets the rates of an optimizer, or of the optimizer that a strategy has wrapped."""
@@ -89,22 +86,15 @@ def read_optimizers(returned: Any, *, is_manual: bool = False) -> tuple[list[Opt
         return [], []
     optimizers, schedulers = _split(returned)
     configs = [_config(scheduler) for scheduler in schedulers]
-    mappings = [scheduler for scheduler in schedulers if isinstance(scheduler, Mapping)]
-    unread = [key for key in ("frequency", "monitor") if any(mapping.get(key) for mapping in mappings)]
-    if is_manual and unread:
-        rank_zero_warn(
-            f"{' and '.join(unread)} of a scheduler have no effect under manual optimization; call the scheduler's "
-            "step() in training_step or in a hook.",
-            stacklevel=2,
-        )
     for config in configs:
-        _check_scheduler(config, optimizers, is_manual)
+        check_scheduler(config, optimizers, is_manual)
     return optimizers, configs
 
 
-def _check_scheduler(config: SchedulerConfig, optimizers: Sequence[Optimizer], is_manual: bool) -> None:
+def check_scheduler(config: SchedulerConfig, optimizers: Sequence[Optimizer], is_manual: bool = False) -> None:
+    """Raise TypeError or ValueError for an object that is no scheduler of these optimizers."""
     scheduler, kind = config.scheduler, type(config.scheduler).__name__
-    if not is_manual and not callable(getattr(scheduler, "step", None)):
+    if isinstance(scheduler, Optimizer) or not (is_manual or callable(getattr(scheduler, "step", None))):
         raise TypeError(
             f"a scheduler was expected, got {a_type_of(scheduler)}; pass a torch LRScheduler, or an object "
             "with step() and state_dict()."
@@ -114,7 +104,7 @@ def _check_scheduler(config: SchedulerConfig, optimizers: Sequence[Optimizer], i
             f"the {kind} that configure_optimizers returned schedules an optimizer that it did not return; make it with one "
             "of those returned."
         )
-    if config.is_plateau and config.monitor is None and not is_manual:
+    if config.reduce_on_plateau and config.monitor is None and not is_manual:
         raise ValueError(
             f"{kind} needs the metric to follow: return {{'scheduler': ..., 'monitor': 'val_loss'}} with a name that you log."
         )
@@ -154,64 +144,40 @@ def clear_gradients(optimizer: Optimizer) -> None:
 
 def _split(returned: Any) -> tuple[list[Optimizer], list[Any]]:
     """Return the optimizers, and the schedulers or their dicts, of one of the accepted forms."""
-    if isinstance(returned, Optimizer):
-        return [returned], []
-    if isinstance(returned, Mapping):
-        return _split_mapping(returned, "")
-    if not isinstance(returned, Sequence) or isinstance(returned, str) or not returned:
-        raise TypeError(f"configure_optimizers returned {_shape(returned)}; expected {ACCEPTED}.")
-    if len(returned) == 2 and isinstance(returned[0], (list, tuple)) and isinstance(returned[1], (list, tuple)):
-        if not returned[0]:
-            raise TypeError(f"configure_optimizers returned a pair without an optimizer; expected {ACCEPTED}.")
-        _check_optimizers(returned[0], "of the optimizers that configure_optimizers returned")
-        return list(returned[0]), list(returned[1])
-    if not isinstance(returned[0], Mapping):
-        _check_optimizers(returned, "of the configure_optimizers result")
-        return list(returned), []
+    if isinstance(returned, (Optimizer, Mapping)):
+        returned = [returned]
+    if not isinstance(returned, (list, tuple)) or not returned:
+        shown = f"the class {returned.__name__}" if isinstance(returned, type) else a_type_of(returned)
+        raise TypeError(f"configure_optimizers returned {shown}; expected {ACCEPTED}.")
     optimizers: list[Optimizer] = []
     schedulers: list[Any] = []
+    if len(returned) == 2 and all(isinstance(part, (list, tuple)) for part in returned):
+        returned, schedulers = returned[0], list(returned[1])
     for index, item in enumerate(returned):
-        if not isinstance(item, Mapping):
+        optimizer, more = _split_mapping(item) if isinstance(item, Mapping) else (item, [])
+        if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"item {index} of the configure_optimizers result is {a_type_of(item)}, but the first is a dict; "
-                "return only dicts with 'optimizer'."
+                f"item {index} of the configure_optimizers result is {a_type_of(optimizer)}, not an Optimizer; expected "
+                f"{ACCEPTED}."
             )
-        more_optimizers, more_schedulers = _split_mapping(item, f"item {index} of ")
-        optimizers += more_optimizers
-        schedulers += more_schedulers
+        optimizers.append(optimizer)
+        schedulers += more
     return optimizers, schedulers
 
 
-def _check_optimizers(values: Sequence[Any], where: str) -> None:
-    for index, value in enumerate(values):
-        _expect_optimizer(value, f"item {index} {where}")
-
-
-def _expect_optimizer(value: Any, where: str) -> None:
-    if isinstance(value, Optimizer):
-        return
-    hint = ""
-    if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
-        hint = " Return ([optimizers], [schedulers]), a pair of lists."
-    elif isinstance(value, type):
-        hint = f" Make an instance of {value.__name__}."
-    raise TypeError(f"{where} is {a_type_of(value)}, not an Optimizer; expected {ACCEPTED}.{hint}")
-
-
-def _split_mapping(returned: Mapping[str, Any], where: str) -> tuple[list[Optimizer], list[Any]]:
+def _split_mapping(returned: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     unknown = [key for key in returned if key not in OPTIMIZER_KEYS]
     if unknown or "optimizer" not in returned:
         raise ValueError(
-            f"{where}the configure_optimizers result is a dict with the keys {list(returned)}; expected 'optimizer', "
-            f"'lr_scheduler' and 'monitor'.{_suggestions(unknown, OPTIMIZER_KEYS)}"
+            f"the configure_optimizers result is a dict with the keys {list(returned)}; expected 'optimizer', 'lr_scheduler' "
+            f"and 'monitor'.{_suggestions(unknown, OPTIMIZER_KEYS)}"
         )
-    _expect_optimizer(returned["optimizer"], f"'optimizer' of {where}the configure_optimizers result")
     scheduler = returned.get("lr_scheduler")
     if scheduler is None:
-        return [returned["optimizer"]], []
+        return returned["optimizer"], []
     if not isinstance(scheduler, Mapping):
         scheduler = {"scheduler": scheduler}
-    return [returned["optimizer"]], [{"monitor": returned.get("monitor"), **scheduler}]
+    return returned["optimizer"], [{"monitor": returned.get("monitor"), **scheduler}]
 
 
 def _config(scheduler: Any) -> SchedulerConfig:
@@ -236,9 +202,69 @@ def _suggestions(unknown: Sequence[str], known: Sequence[str]) -> str:
     return "".join(did_you_mean(key, known) for key in unknown)
 
 
-def _shape(returned: Any) -> str:
-    if isinstance(returned, type):
-        return f"the class {returned.__name__}, of which it should make an instance"
-    if isinstance(returned, (list, tuple)):
-        return f"{a_type_of(returned)} of {[type(part).__name__ for part in returned]}"
-    return a_type_of(returned)
+def use_fused(optimizer: Optimizer, modules: Iterable[nn.Module] = ()) -> bool:
+    """Fuse the groups whose `fused` and `foreach` are None, where possible. Return whether any group is fused.
+
+    Call it again for groups that were added since. `modules` contain the parameters that the optimizer steps. Their embeddings
+    may have sparse gradients, which no fused kernel takes.
+    """
+    # Compares the inner functions, because torch wraps the method when it makes the first instance of a class.
+    step = inspect.unwrap(type(optimizer).step)
+    kind = next((kind for kind in FUSED_CLASSES if step is inspect.unwrap(kind.step)), None)
+    if kind is None:
+        return False
+    layers = [layer for module in modules for layer in module.modules() if getattr(layer, "sparse", False) is True]
+    sparse = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    for group in optimizer.param_groups:
+        if group.get("fused", False) is None and any(map(is_lazy, group["params"])):
+            # For good: a later call, once the layers have run, would fuse it, but in a resumed run at another step.
+            group["fused"] = False
+        if _can_be_fused(group, kind, sparse):
+            group["fused"] = True
+            for parameter in group["params"]:
+                # The kernel needs the count of steps on the parameter's device. An unfused step has it in host memory.
+                if "step" in (state := optimizer.state.get(parameter, {})):
+                    state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    has_momentum = kind is SGD and any(group["momentum"] for group in optimizer.param_groups)
+    if is_fused and has_momentum and optimizer not in _watched:
+        _watched.add(optimizer)
+        optimizer.register_step_pre_hook(_add_momentum)
+    return is_fused
+
+
+def _can_be_fused(group: dict[str, Any], kind: type[Optimizer], sparse: set[int]) -> bool:
+    if group.get("fused", False) is not None or group.get("foreach", False) is not None:
+        return False
+    if group.get("capturable") or group.get("differentiable") or group.get("dampening"):  # see _add_momentum
+        return False
+    if any(isinstance(value, Tensor) for value in (group["lr"], *group.get("betas", ()))):
+        return False  # a kernel would round a tensor of float64
+    return all(_is_fit(parameter, kind) and id(parameter) not in sparse for parameter in group["params"])
+
+
+def _is_fit(parameter: Tensor, kind: type[Optimizer]) -> bool:
+    if type(parameter) not in (Tensor, nn.Parameter) or parameter.is_meta:
+        return False
+    # Fused kernels ignore strides. empty_like keeps the strides only if the tensor's elements are adjacent in memory.
+    if parameter.dtype not in FUSED_DTYPES or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return False
+    # On the CPU torch 2.13's fused SGD does not update most elements of a half-precision tensor.
+    if kind is SGD and parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
+        return False
+    return fuses(parameter.device.type, kind.__name__, parameter.dtype)
+
+
+def _add_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Give a momentum buffer of zeros to parameters that lack one before a fused step of SGD.
+
+    Its kernel takes all momentum buffers or none, but a parameter may get its first gradient late, when it is unfrozen.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    if len(state) >= sum(len(group["params"]) for group in groups):  # the usual step
+        return
+    for group in groups:
+        if group["fused"] and group["momentum"] and any(state.get(parameter) for parameter in group["params"]):
+            for parameter in group["params"]:
+                if parameter.requires_grad and not state.get(parameter):
+                    state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

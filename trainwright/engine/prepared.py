@@ -63,12 +63,10 @@ class PreparedOptimizer(Optimizer):
         self._clip_norm, self._admit, self._has_loss = clip_norm, admit, has_loss
         self._is_done = False
         """Whether a step has used the current gradients."""
-        self._began = windows.backwards if windows is not None else 0
-        """The number of backwards when the gradients were last cleared."""
         self._cleared_at: int | None = None
         """The number of backwards at a deferred `zero_grad`, or None."""
         self._stepped_in: tuple[ModelWindow, int] | None = None
-        """The window of the latest step and its number of batches then, or None once a later window has begun."""
+        """The window of the latest step, and its number of batches then."""
 
     def __getattr__(self, name: str) -> Any:  # param_groups, state and the other attributes
         if name == "optimizer":  # a copy that has no attributes yet
@@ -86,9 +84,14 @@ class PreparedOptimizer(Optimizer):
             losses.append(closure())
             return losses[-1]
 
-        if self._windows is not None:
-            self._refuse_closure(self._windows)
-        takes_closure = self._engine.strategy.capabilities.takes_closure and self._engine.precision.takes_closure
+        strategy, precision = self._engine.strategy, self._engine.precision
+        takes_closure = strategy.capabilities.takes_closure and precision.takes_closure
+        if self._windows is not None and (self._windows.usual_length > 1 or not takes_closure):
+            raise TypeError(
+                "step was given a closure, which cannot be used with gradient accumulation, with precision '16-mixed', or with "
+                f"a strategy that shards (here {self._windows.usual_length} batches a step, precision {precision.name!r} and "
+                f"strategy {strategy.name!r}); compute the loss and its backward before step(), or change that setting."
+            )
         if self._has_loss or takes_closure:
             self.step_clipped(call=call)
         else:
@@ -106,7 +109,7 @@ class PreparedOptimizer(Optimizer):
         self.steps_called += 1
         if windows is not None:
             if not windows.current.is_at_end:
-                self._is_done, self._stepped_in = False, None  # a later zero_grad keeps this window's gradients
+                self._is_done = False  # a later zero_grad keeps this window's gradients
                 return None
             if self._cleared_at == windows.backwards:
                 self._drop_waiting()  # cleared after the last backward, so there are no gradients
@@ -121,8 +124,8 @@ class PreparedOptimizer(Optimizer):
         self.steps_made += not result.skipped
         self._is_done = True
         if windows is not None:
-            windows.clear()
             self._stepped_in = windows.current, windows.current.batches
+            windows.clear()
         if self._after_step is not None:
             self._after_step(result)
         return result
@@ -133,22 +136,6 @@ class PreparedOptimizer(Optimizer):
         if norm is not None and self._clip_norm is not None:
             norm = self._clip_norm
         return self._engine.strategy.clip_gradients(self.optimizer, Clipping(norm, value, scale))
-
-    def _refuse_closure(self, windows: AccumulationWindows) -> None:
-        """Raise TypeError for a closure under settings that do not allow several calls of it."""
-        strategy, precision = self._engine.strategy, self._engine.precision
-        if windows.usual_length > 1:
-            reason = f"gradient_accumulation_steps={windows.usual_length}"
-        elif not precision.takes_closure:
-            reason = f"precision {precision.name!r}"
-        elif not strategy.capabilities.takes_closure:
-            reason = f"strategy {strategy.name!r}"
-        else:
-            return
-        raise TypeError(
-            f"step was given a closure, which cannot be used under {reason}; compute the loss and its backward before step(), "
-            "or leave that setting at its default."
-        )
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
@@ -175,29 +162,20 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless their accumulation window has not ended."""
         windows = self._windows
-        is_plain = (
-            windows is None or (windows.usual_length == 1 and windows.current.is_at_end) or not windows.is_counting
-        )
-        is_clipped = self.optimizer in self._engine.strategy.finalized
         # Loops call this in every batch, before the backward or after the step. It must not lose a window's gradients.
         if (
             windows is None
-            or is_plain
-            or is_clipped
+            or not windows.is_counting
+            or (windows.usual_length == 1 and windows.current.is_at_end)
             or self._is_done
-            or windows.backwards == self._began
-            or self._is_between(windows)
+            or self.optimizer in self._engine.strategy.finalized
+            # Another model's loss has left gradients since its window ended with a step.
+            or (self._stepped_in is not None and self._stepped_in[0].batches == self._stepped_in[1])
         ):
             self.drop_gradients(set_to_none)
         elif windows.current.is_at_end:  # before the last backward, or instead of a step
             self._cleared_at = windows.backwards
             windows.current.put_off(self._drop_waiting)
-
-    def _is_between(self, windows: AccumulationWindows) -> bool:
-        """Return whether its window has ended with a step, and the current window belongs to other models."""
-        if self._stepped_in is None or windows.current is self._stepped_in[0]:
-            return False
-        return windows.is_over(*self._stepped_in) and windows.current.has_none_of(stepped_by(self))
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also if they wait for the end of a window."""
@@ -206,8 +184,6 @@ class PreparedOptimizer(Optimizer):
             clear_gradients(self.optimizer)
         else:
             self.optimizer.zero_grad(set_to_none)
-        if self._windows is not None:
-            self._began = self._windows.backwards
         if self.optimizer in self._engine.strategy.finalized:  # by a clip without a step
             release(self._engine.strategy, self.optimizer)
 
@@ -231,9 +207,6 @@ class PreparedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
 
-    def __repr__(self) -> str:
-        return f"PreparedOptimizer({self.optimizer!r})"
-
 
 class PreparedModule(nn.Module):
     """A module whose forward runs through the strategy's wrapper and in the precision's context.
@@ -252,17 +225,21 @@ class PreparedModule(nn.Module):
         self.module = module
         self._engine = engine
         self._to_float32 = to_float32
-        self.register_state_dict_post_hook(_own_names)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_inner_names)  # type: ignore[no-untyped-call]
+        # A state_dict has the names in the user's module.
+        self.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda _, state, prefix, *__: _rename(state, f"{prefix}module.", prefix)
+        )
+        self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            lambda _, state, prefix, *__: _rename(state, prefix, f"{prefix}module.")
+        )
 
     def __getattr__(self, name: str) -> Any:
-        if name in (modules := self.__dict__.get("_modules", {})):
-            return modules[name]
-        if "module" not in modules:  # a copy that has no attributes yet
-            raise AttributeError(name)
-        value = getattr(modules["module"], name)
-        context = self._engine.precision.forward_context()
-        if context is None or not (inspect.ismethod(value) and value.__self__ is modules["module"]):
+        if name == "module":
+            return super().__getattr__(name)
+        module = self.module
+        value = getattr(module, name)
+        is_own = inspect.ismethod(value) and value.__self__ is module
+        if not is_own or self._engine.precision.forward_context() is None:
             return value
 
         @wraps(value)
@@ -274,21 +251,11 @@ class PreparedModule(nn.Module):
         return in_context
 
     def __setattr__(self, name: str, value: Any) -> None:
-        inner = self.__dict__.get("_modules", {}).get("module")
-        is_inners = inner is not None and name not in self.__dict__ and name != "module" and hasattr(inner, name)
-        if is_inners:
+        inner = None if name == "module" or name in self.__dict__ else getattr(self, "module", None)
+        if inner is not None and hasattr(inner, name):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients within the block without averaging them over the ranks, as torch's DDP does."""
-        self._engine.sync_gradients(False)
-        try:
-            yield
-        finally:
-            self._engine.sync_gradients(True)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
@@ -301,11 +268,6 @@ class PreparedModule(nn.Module):
 
     def get_submodule(self, target: str) -> nn.Module:
         return self.module.get_submodule(target)
-
-    def __copy__(self) -> PreparedModule:
-        copied = self.__class__.__new__(self.__class__)
-        copied.__dict__.update(self.__dict__)
-        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedModule:
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
@@ -365,16 +327,6 @@ class PreparedScheduler:
             if self._repeats > 1 and total is not None and self.scheduler.last_epoch >= total:
                 return  # OneCycleLR rejects a step beyond its last
             self.scheduler.step(*args, **kwargs)
-
-    def steps_since(self) -> list[int]:
-        """Return how often its optimizers' step was called since the scheduler's last step, and how often they stepped."""
-        called, made = self._counts()
-        return [called - self._called, made - self._made]
-
-    def take_steps(self, called: int, made: int) -> None:
-        """Resume from a result of `steps_since`."""
-        all_called, all_made = self._counts()
-        self._called, self._made = all_called - called, all_made - made
 
     def _counts(self) -> tuple[int, int]:
         called = sum(optimizer.steps_called for optimizer in self._optimizers)
@@ -438,18 +390,6 @@ def _itself(module: nn.Module) -> nn.Module:
     return module
 
 
-def _own_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename a state_dict's entries to the names in the user's module."""
-    _rename(state, f"{prefix}module.", prefix)
-    _rename(getattr(state, "_metadata", {}), f"{prefix}module.", prefix, end=".")
-
-
-def _inner_names(prepared: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename a state_dict's entries from the names in the user's module, before it is loaded here."""
-    _rename(state, prefix, f"{prefix}module.")
-
-
-def _rename(names: dict[str, Any], old: str, new: str, end: str = "") -> None:
-    moved = {name: names.pop(name) for name in list(names) if (name + end).startswith(old)}
-    for name, value in moved.items():
-        names[(new + (name + end).removeprefix(old)).removesuffix(end)] = value
+def _rename(state: dict[str, Any], old: str, new: str) -> None:
+    moved = {name: state.pop(name) for name in list(state) if name.startswith(old)}
+    state.update((new + name.removeprefix(old), value) for name, value in moved.items())

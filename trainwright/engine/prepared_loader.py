@@ -11,7 +11,6 @@ from trainwright.data.loaders import with_last
 from trainwright.data.source_state import SPACING
 from trainwright.data.transfer import to_device
 from trainwright.engine.engine import Engine
-from trainwright.overrides import LoopObserver
 
 
 class PreparedLoader:
@@ -47,8 +46,8 @@ class PreparedLoader:
         self._iterations = iterations
         self._epoch = self._batch = self._skipped = 0
         self._is_begun = False
-        self._is_evaluated = False
-        """Whether the latest pass trained nothing and was abandoned, so that it is over for a checkpoint too."""
+        self._has_read_epoch = False
+        """Whether the loop has read `epoch` since the latest `load_state`."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # a copy that has no attributes yet
@@ -58,7 +57,7 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._is_begun:  # the previous pass was abandoned
             self._end_epoch()
-        self._is_begun, self.is_at_end, self._is_evaluated = True, False, False
+        self._is_begun, self.is_at_end = True, False
         self._engine.refresh_trainable(if_changed=True)  # a raw loop may freeze layers between epochs
         skipped = self._take_start()
         if self._before_epoch is not None and not self._batch:
@@ -78,8 +77,7 @@ class PreparedLoader:
             self._end_epoch()
             self._is_begun = self.is_at_end = is_left = False
         finally:  # also when the loop breaks and drops the iterator
-            if self._iterations.end(iteration, is_left) and is_left:
-                self._is_evaluated = not iteration.has_trained
+            self._iterations.end(iteration, is_left)
 
     def _take_start(self) -> int:
         """Determine the first batch of the pass. Return how many batches of its epoch to read and skip."""
@@ -93,19 +91,19 @@ class PreparedLoader:
     @property
     def epoch(self) -> int:
         """Return the number of the next batch's epoch; a loop that reads it resumes within that epoch."""
-        self._iterations.has_read_epoch = True
+        self._has_read_epoch = True
         return self._epoch
 
     def resume(self, state: dict[str, Any]) -> None:
         """Begin at a checkpoint's position if the loop resumes within an epoch, and at the epoch's start otherwise."""
         self.load_state_dict(state)
-        self._is_resumed, self._iterations.has_read_epoch = True, False
+        self._is_resumed, self._has_read_epoch = True, False
 
     def _choose_start(self) -> None:
         """Begin a resumed epoch at its start if the loop has not read `epoch`, because loops for Accelerate skip batches."""
         position = f"batch {self._batch} of epoch {self._epoch}"
         text = f"load_state: the loader continues at {position}."
-        if not (self._continues or self._iterations.has_read_epoch):
+        if not (self._continues or self._has_read_epoch):
             self.load_state_dict({"epoch": self._epoch, "batch": 0})
             text = f"load_state: the loader begins with batch 0, as in Accelerate, though it was saved at {position}. "
             text += "A loop that skips no batches itself continues there with skip_first_batches or range(loader.epoch, ...)."
@@ -161,24 +159,24 @@ class PreparedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch, the same on every rank except for "sources"."""
-        is_over = (self.is_at_end or self._is_evaluated) and self._batch > 0
+        is_over = self.is_at_end and self._batch > 0
         epoch, batch = (self._epoch + 1, 0) if is_over else (self._epoch, self._batch)
         return {"epoch": epoch, "batch": batch, **self._sharded.state_dict(self._batch, is_over=is_over)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin the next iteration at a position that was saved at any world size."""
         self._epoch, self._batch = int(state["epoch"]), int(state["batch"])
-        self._is_begun = self.is_at_end = self._is_evaluated = self._is_resumed = False
+        self._is_begun = self.is_at_end = self._is_resumed = False
         self._sharded.load_state_dict({"places": state.get("places", ()), "sources": state.get("sources", ())})
 
 
 class Iteration:
     """One pass over a loader."""
 
-    def __init__(self, loader: PreparedLoader, moment: int, trainings: int) -> None:
-        self.loader, self.trainings = loader, trainings
-        self.is_left = self.has_trained = False
-        """Whether it was abandoned, and, once it is over, whether it trained something."""
+    def __init__(self, loader: PreparedLoader, moment: int) -> None:
+        self.loader = loader
+        self.is_left = False
+        """Whether it was abandoned."""
         self.began = self.latest = moment
         """The times of its beginning and of its latest batch, counted in batches of all loaders."""
 
@@ -186,16 +184,14 @@ class Iteration:
 class Iterations:
     """The passes under way, and which of them the loop iterates, because a loop may read several loaders."""
 
-    def __init__(self, observer: LoopObserver | None = None) -> None:
+    def __init__(self, observer: Any = None) -> None:
         self._observer = observer
-        self.has_read_epoch = False
-        """Whether the loop has read a loader's `epoch` since the latest `load_state`."""
         self._open: list[Iteration] = []
-        self._moment = self._trainings = 0
+        self._moment = 0
         self._looked = 0
         """The time of the last call of `current`."""
         self._outer: PreparedLoader | None = None
-        self._found: tuple[Iteration | None, bool] = (None, True)
+        self._found: Iteration | None = None
 
     def begin(self, loader: PreparedLoader) -> Iteration:
         """Record the beginning of a pass over a loader, which ends an earlier pass over the same loader."""
@@ -204,7 +200,7 @@ class Iterations:
         self._moment += 1
         if self._observer is not None:
             self._observer.note_pass()
-        self._open.append(Iteration(loader, self._moment, self._trainings))
+        self._open.append(Iteration(loader, self._moment))
         return self._open[-1]
 
     def note_batch(self, iteration: Iteration, batch: Any) -> None:
@@ -215,37 +211,33 @@ class Iterations:
 
     def note_training(self) -> None:
         """Record a backward or a step."""
-        self._trainings += 1
         if self._observer is not None:
             self._observer.note_training()
 
-    def end(self, iteration: Iteration, is_left: bool) -> bool:
-        """End a pass. Return whether it was under way."""
-        if iteration not in self._open:
-            return False
-        self._open.remove(iteration)
-        iteration.is_left, iteration.has_trained = is_left, self._trainings > iteration.trainings
-        return True
+    def end(self, iteration: Iteration, is_left: bool) -> None:
+        """End a pass, if it is under way."""
+        if iteration in self._open:
+            self._open.remove(iteration)
+            iteration.is_left = is_left
 
-    def current(self) -> tuple[Iteration | None, bool]:
-        """Return the pass that the loop iterates, and whether that is certain.
+    def current(self) -> Iteration | None:
+        """Return the pass that the loop iterates.
 
         Of the passes with a batch since the last call, it is the previous result, or else the first. If another pass began
         after the latest batch of that pass, it is an inner loop and wins.
         """
-        if self._looked == self._moment and self._found[0] in self._open:
+        if self._looked == self._moment and self._found in self._open:
             return self._found
         fresh = [iteration for iteration in self._open if iteration.latest > self._looked]
         fresh.sort(key=lambda iteration: iteration.latest)
         self._looked = self._moment
         if not fresh:
-            self._found = (self._open[-1] if self._open else None, True)
+            self._found = self._open[-1] if self._open else None
             return self._found
-        outer = next((iteration for iteration in fresh if iteration.loader is self._outer), None)
-        found = fresh[0] if outer is None else outer
+        found = next((iteration for iteration in fresh if iteration.loader is self._outer), fresh[0])
         self._outer = found.loader
         for iteration in fresh:
             if iteration.began > found.latest:
                 found = iteration
-        self._found = (found, len(fresh) == 1 or found is outer)
-        return self._found
+        self._found = found
+        return found

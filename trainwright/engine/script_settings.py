@@ -5,15 +5,22 @@ The settings are recorded as text when the objects are prepared, so values that 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.engine.replicas import Settings, is_plain, joined, optimizer_settings
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.base import UNSAVED_KEYS
 
+Settings = dict[str, str]
+"""Values as text, by their descriptions."""
+SHOWN = 5
+"""The number of differences that a message names."""
 SCHEDULERS, OPTIMIZER_SETTINGS = FRESH = ("schedulers", "optimizer_settings")
 """The kinds of settings that `fresh` takes from the script instead of the checkpoint."""
 RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
@@ -42,26 +49,32 @@ class ScriptSettings:
     def __init__(self) -> None:
         self.stored: dict[str, Settings] = {kind: {} for kind in FRESH}
         """The settings in effect, for checkpoints, from the script or the checkpoint that the run has resumed from."""
-        self._script: dict[str, Settings] = {kind: {} for kind in FRESH}
         self._schedulers: list[Any] = []
 
     def note_optimizers(self, optimizers: Sequence[Any], *, is_first: bool) -> None:
         """Record the settings of new optimizers. Earlier ones, which come first, may have been trained since."""
         if is_first:  # others are of another run
             self.note_schedulers([])
-        for known in (self._script, self.stored):
-            known[OPTIMIZER_SETTINGS] = optimizer_settings(optimizers) | ({} if is_first else known[OPTIMIZER_SETTINGS])
+        known = {} if is_first else self.stored[OPTIMIZER_SETTINGS]
+        self.stored[OPTIMIZER_SETTINGS] = _optimizer_settings(optimizers) | known
 
     def note_schedulers(self, schedulers: Sequence[Any]) -> None:
         """Record all schedulers and their settings."""
         self._schedulers = list(schedulers)
-        self.stored[SCHEDULERS] = self._script[SCHEDULERS] = _scheduler_settings(schedulers)
+        every = [inner for scheduler in schedulers for inner in _with_inner(scheduler)]
+        settings = {"classes": ", ".join(type(scheduler).__name__ for scheduler in every)}
+        for number, scheduler in enumerate(every):
+            for name, value in getattr(scheduler, "__dict__", {}).items():
+                if name not in PROGRESS and not name.startswith("_") and _is_plain(value):
+                    settings[f"{name} of scheduler {number}"] = repr(value)
+        self.stored[SCHEDULERS] = settings
 
     def check(self, state: Mapping[str, Any], path: str, fresh: Collection[str]) -> None:
         """Raise CheckpointError for a checkpoint of other schedulers, unless `fresh` contains "schedulers"."""
-        states, classes = state.get("lr_schedulers"), self._script[SCHEDULERS].get("classes", "")
+        states = state.get("lr_schedulers")
         if states is None or SCHEDULERS in fresh:  # a hook may have removed them
             return
+        classes = self.stored[SCHEDULERS].get("classes", "")
         saved = state.get("settings", {}).get(SCHEDULERS, {}).get("classes")  # None in older checkpoints
         if saved != classes if saved is not None else len(states) != len(self._schedulers):
             raise CheckpointError(
@@ -69,47 +82,80 @@ class ScriptSettings:
                 "same to resume, or pass fresh='schedulers' to start this run's at their step 0, at the script's learning rate."
             )
 
-    def resume(self, state: Mapping[str, Any], path: str, fresh: Collection[str], unused: Sequence[str] = ()) -> None:
-        """Load the schedulers' states after the optimizers', and warn once of all differences to the script.
-
-        `unused` are the keys of the callback states that no callback has loaded.
-        """
+    def resume(self, state: Mapping[str, Any], path: str, fresh: Collection[str]) -> None:
+        """Load the schedulers' states after the optimizers', and warn once of settings that differ from the script."""
         pairs = zip(self._schedulers, state.get("lr_schedulers", ()), strict=False)
         for scheduler, saved_state in () if SCHEDULERS in fresh else pairs:
             scheduler.load_state_dict(saved_state)
-            if OPTIMIZER_SETTINGS in fresh:
-                _take_rates(scheduler)
-        now = _scheduler_settings(self._schedulers)
-        texts, kinds = list[str](), list[str]()
-        for kind, script in self._script.items():
-            settings = {} if kind in fresh else state.get("settings", {}).get(kind, {})
-            # With fresh settings, a new scheduler brings its rates too. A scheduler's state may lack a setting of the script.
-            saved = {
-                name: value
-                for name, value in settings.items()
-                if not (fresh and name.partition(" ")[0] in RATES) and now.get(name, "") != script.get(name)
-            }
+            for inner in _with_inner(scheduler) if OPTIMIZER_SETTINGS in fresh else ():
+                if rates := getattr(inner, "base_lrs", None):
+                    rates[:] = [group["initial_lr"] for group in inner.optimizer.param_groups]
+        texts: list[str] = []
+        for kind, script in self.stored.items():
+            saved = {} if kind in fresh else state.get("settings", {}).get(kind, {})
+            if fresh:  # new schedulers and new optimizer settings both bring their rates
+                saved = {name: value for name, value in saved.items() if name.partition(" ")[0] not in RATES}
+            texts += [
+                f"{name} is {saved[name]} there and {script[name]} here"
+                for name in sorted(script.keys() & saved.keys() - {"classes"})
+                if script[name] != saved[name] and f"initial_{name}" not in script  # the rate follows from that
+            ]
             self.stored[kind] = script | saved
-            if unlike := _unlike(script, saved):
-                texts += [f"{name} is {saved[name]} there and {script[name]} here" for name in unlike]
-                kinds.append(kind)
-        text = ""
         if texts:
-            text = f" the script's settings differ, and the checkpoint's are used: {joined(texts)}."
-            begins = " (the schedulers then begin at step 0)" if SCHEDULERS in kinds else ""
-            text += f" To use the script's, resume from this path with fresh={kinds}{begins}."
-        if unused:
-            text += f" It has states that no callback loads, so this run continues without them: {', '.join(unused)}."
-        if text:
-            rank_zero_warn(f"{path}:{text}", stacklevel=2)
+            rank_zero_warn(
+                f"{path}: the script's settings differ, and the checkpoint's are used: {'; '.join(texts[:SHOWN])}. To use the "
+                "script's, resume from this path with fresh='optimizer_settings', or with fresh='schedulers' to start the "
+                "schedulers at step 0.",
+                stacklevel=2,
+            )
 
 
-def _unlike(script: Settings, saved: Settings) -> list[str]:
-    """Return the names of the settings that differ, except settings that follow from others."""
-    # The rate follows from initial_lr, and a scheduler's private attributes follow from its public ones.
-    names = sorted(name for name in script.keys() & saved.keys() if script[name] != saved[name])
-    names = [name for name in names if f"initial_{name}" not in script]
-    return [name for name in names if not name.startswith("_")] or names
+def refuse_unlike_optimizers(optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
+    """Raise ValueError on every rank for optimizers whose kinds or options differ between ranks. Collective."""
+    _refuse_unlike(_optimizer_settings(optimizers), ranks, "the optimizers")
+
+
+def refuse_unlike_arguments(arguments: Mapping[str, Any], owner: str, ranks: Ranks) -> None:
+    """Raise ValueError on every rank for plain arguments that differ between ranks. Collective."""
+    settings = {name: repr(value) for name, value in arguments.items() if _is_plain(value)}
+    _refuse_unlike(settings, ranks, f"the {owner}'s arguments")
+
+
+def _refuse_unlike(settings: Settings, ranks: Ranks, what: str) -> None:
+    by_rank: list[Settings] = ranks.differing(settings, f"comparing {what}")
+    if by_rank:
+        names = dict.fromkeys(name for local in by_rank for name in local)
+        unlike = [name for name in names if len({local.get(name) for local in by_rank}) > 1]
+        values = [f"{name} is {', '.join(local.get(name, 'nothing') for local in by_rank)}" for name in unlike[:SHOWN]]
+        raise ValueError(
+            f"{what} differ between ranks, and so would their weights: by rank {'; '.join(values)}. Choose settings "
+            "after tw.seed_everything, or pass rank 0's to the others with trainer.engine.broadcast."
+        )
+
+
+def _optimizer_settings(optimizers: Iterable[Optimizer]) -> Settings:
+    """Return the kinds of optimizers and their options, except options that choose an implementation."""
+    settings: Settings = {}
+    for number, optimizer in enumerate(optimizers):
+        settings[f"optimizer {number}"] = type(optimizer).__name__
+        for index, group in enumerate(optimizer.param_groups):
+            where = f"of group {index} of optimizer {number}"
+            settings[f"the number of parameters {where}"] = str(len(group["params"]))
+            for name, value in group.items():
+                # A rate may be a tensor, for torch.compile.
+                plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                if name not in UNSAVED_KEYS and _is_plain(plain):
+                    settings[f"{name} {where}"] = repr(plain)
+    return settings
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text, a boolean, None, or made of these."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def fresh_group(stored: Mapping[str, Any], present: Mapping[str, Any], fresh: Collection[str]) -> dict[str, Any]:
@@ -119,39 +165,20 @@ def fresh_group(stored: Mapping[str, Any], present: Mapping[str, Any], fresh: Co
     """
     if not fresh:
         return dict(stored)
-    begins, is_cycled = SCHEDULERS in fresh, "max_momentum" in {*stored, *present}
-    scheduled = {*RATES, "momentum", "betas"} if is_cycled else {*RATES}
-    values = {name: value for name, value in stored.items() if name not in scheduled or not begins}
+    begins = SCHEDULERS in fresh
+    values = {name: value for name, value in stored.items() if name not in RATES or not begins}
     for name in present.keys() - {"params"}:
-        if name in RATES or (begins if name in scheduled else OPTIMIZER_SETTINGS in fresh):
+        if name in RATES or OPTIMIZER_SETTINGS in fresh:
             values[name] = present[name]
     if not begins and stored.get("initial_lr") and "initial_lr" in present:
         values["lr"] = stored["lr"] * (present["initial_lr"] / stored["initial_lr"])
     return values
 
 
-def _take_rates(scheduler: Any) -> None:
-    """Set the base rates of a scheduler, and of its inner schedulers, to the initial rates of its optimizer."""
-    for _, inner in _all_schedulers(scheduler, ""):
-        if rates := getattr(inner, "base_lrs", None):
-            rates[:] = [group["initial_lr"] for group in inner.optimizer.param_groups]
-
-
-def _scheduler_settings(schedulers: Sequence[Any]) -> Settings:
-    settings, classes = Settings(), list[str]()
-    for number, scheduler in enumerate(schedulers):
-        for where, inner in _all_schedulers(scheduler, f"scheduler {number}"):
-            classes.append(type(inner).__name__)
-            for name, value in getattr(inner, "__dict__", {}).items():
-                if name not in PROGRESS and not name.startswith("_") and is_plain(value):
-                    settings[f"{name} of {where}"] = repr(value)
-    return {"classes": ", ".join(classes), **settings}
-
-
-def _all_schedulers(scheduler: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield a scheduler and the schedulers that it steps, such as in SequentialLR, numbered after `where`."""
-    yield where, scheduler
-    values = getattr(scheduler, "__dict__", {}).values()
-    items = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
-    for number, inner in enumerate(item for item in items if isinstance(item, LRScheduler)):
-        yield from _all_schedulers(inner, f"{where}.{number}")
+def _with_inner(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler and the schedulers that it steps, such as those of SequentialLR."""
+    yield scheduler
+    for inners in getattr(scheduler, "__dict__", {}).values():
+        for inner in inners if isinstance(inners, (list, tuple)) else ():
+            if isinstance(inner, LRScheduler):
+                yield from _with_inner(inner)

@@ -95,9 +95,11 @@ class AccumulationWindow:
 
 def scaled(loss: Tensor, weight: float, divisor: float) -> Tensor:
     """Return a loss times a rank's weight, divided by a window's divisor: the same bits in both loops."""
-    if weight != 1.0:
-        loss = in_float32(loss) * weight
-    return loss if divisor == 1.0 else in_float32(loss) / divisor
+    if weight == divisor == 1.0:
+        return loss
+    loss = loss.float() if loss.dtype in LOW else loss
+    loss = loss if weight == 1.0 else loss * weight
+    return loss if divisor == 1.0 else loss / divisor
 
 
 def divisor_of(length: int, dtype: torch.dtype) -> float:
@@ -105,11 +107,6 @@ def divisor_of(length: int, dtype: torch.dtype) -> float:
     # The gradient that enters a loss has the loss's dtype. A third is 0.2 % too large in bfloat16, in every gradient. So the
     # losses are divided by the reciprocal of that, and `correction` multiplies the gradients, in their own dtype, by the rest.
     return 1.0 / torch.tensor(1.0 / length, dtype=dtype).item() if dtype in LOW else length
-
-
-def in_float32(loss: Tensor) -> Tensor:
-    """Return a half-precision loss in float32, and any other unchanged."""
-    return loss.float() if loss.dtype in LOW else loss
 
 
 class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
@@ -121,10 +118,10 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
         self._iteration: Iteration | None = None
         """The pass over a loader that it began in."""
         self.batches = 0
-        """How many batches it has had so far, those of earlier windows too."""
+        """Its batches so far, also of earlier windows."""
         self._corrected: set[int] = set()
         self._put_off: list[Callable[[], None]] = []
-        """What clears gradients once the next window begins, as `zero_grad` came at this one's end, before the step."""
+        """Called when the next window begins, to clear gradients: `zero_grad` was called at this window's end before a step."""
 
     def __enter__(self) -> None:
         windows = self._windows
@@ -138,40 +135,32 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
             self.begin_batch(1, None, True)
             self._corrected.clear()
             return
-        iteration, is_certain = windows.iterations.current()
+        iteration = windows.iterations.current()
         loader = None if iteration is None else iteration.loader
-        self.drop_if_left(warns=True)
+        self.drop_if_left()
         if self._position == 0:
             self._iteration = iteration
             self._corrected.clear()
         if not windows.ends_with_loader:
             loader = None
-        # A loader that the batch may not be from must not cut the window short.
-        left = loader.batches_left if loader is not None and is_certain else None
+        left = None if loader is None else loader.batches_left
         self.begin_batch(windows.usual_length, left, loader is not None and loader.is_at_end)
         self.end_batch()  # here and not on exit: a user may leave the block by an exception, or a break
 
     def __exit__(self, *error: object) -> None:
         return None
 
-    def drop_if_left(self, *, warns: bool = False) -> bool:
-        """Drop the gradients of an open window whose pass over a loader the loop has left; return whether it was one.
-
-        With `warns`, warn if there were any.
-        """
-        if not self._position or self._iteration is None or not self._iteration.is_left:
-            return False
-        batches = self._position
-        self.drop()
-        if self._windows.drop_gradients(self._models) and warns:
-            self._windows.warn_of_drop(batches, self.length)
-        return True
-
-    def has_none_of(self, parameters: set[Tensor]) -> bool:
-        """Return whether it is that of other models than these parameters'."""
-        return bool(self._models) and not any(
-            each in parameters for model in self._models for each in model.parameters()
-        )
+    def drop_if_left(self) -> None:
+        """Drop the gradients of an open window whose pass over a loader the loop has left, with a warning."""
+        if self._position and self._iteration is not None and self._iteration.is_left:
+            rank_zero_warn(
+                f"the loop left its loader after {self._position} of the {self.length} batches of an accumulation window: "
+                "their gradients are dropped without a step. Leave the loader where accelerator.sync_gradients is True, or set "
+                "accelerator.gradient_accumulation_steps before it to the number of batches that you read.",
+                stacklevel=3,
+            )
+            self.drop()
+            self._windows.drop_gradients(self._models)
 
     def put_off(self, clear: Callable[[], None]) -> None:
         """Call this when the next window of these models begins."""
@@ -179,12 +168,8 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
 
     def correct(self, optimizer: Optimizer) -> float:
         """Return the factor that an optimizer's gradients still need in this window; 1 from the second call on."""
-        if self._divisor is None and self._count == self.length:
-            return 1.0  # nothing was divided
         correction = self.correction
-        if (
-            correction == 1.0 or id(optimizer) in self._corrected
-        ):  # its gradients were multiplied when they were clipped
+        if correction == 1.0 or id(optimizer) in self._corrected:  # a clip has multiplied the gradients
             return 1.0
         self._corrected.add(id(optimizer))
         return correction
@@ -193,9 +178,8 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
 class AccumulationWindows:
     """The windows of a raw loop, one for each set of models passed to `of`.
 
-    `drop_gradients` clears a set's gradients, and returns whether there were any.
-    With `ends_with_loader` False the next pass fills a window that the end of a loader has cut; with `syncs_each_batch` every
-    backward averages gradients over the ranks.
+    `drop_gradients` clears a set's gradients. With `ends_with_loader` False the next pass fills a window that the end of a
+    loader has cut. With `syncs_each_batch` every backward averages gradients over the ranks.
     """
 
     def __init__(
@@ -203,7 +187,7 @@ class AccumulationWindows:
         engine: Engine,
         usual_length: int,
         iterations: Iterations,
-        drop_gradients: Callable[[tuple[nn.Module, ...]], bool],
+        drop_gradients: Callable[[tuple[nn.Module, ...]], None],
         *,
         ends_with_loader: bool = True,
         syncs_each_batch: bool = False,
@@ -213,7 +197,6 @@ class AccumulationWindows:
         self.ends_with_loader, self.syncs_each_batch = ends_with_loader, syncs_each_batch
         self.backwards = 0
         """Number of losses sent backward so far."""
-        self._has_warned = False
         self.reset()
 
     def reset(self) -> None:
@@ -222,52 +205,32 @@ class AccumulationWindows:
         self.current = ModelWindow(self)
         """The window that was entered last."""
         self._has_gradients = False
-
-    @property
-    def has_gradients(self) -> bool:
-        """Return whether a loss was sent backward since the latest step or drop."""
-        return self._has_gradients
+        """Whether a loss was sent backward since the latest step or drop."""
 
     @property
     def is_open(self) -> bool:
         """Return whether gradients wait, or a window has begun and not ended."""
-        return self._has_gradients or any(each.is_open for each in self._windows.values())
+        return self._has_gradients or any(window.is_open for window in self._windows.values())
 
     @property
     def is_counting(self) -> bool:
         """Return whether the loop uses `accumulate`, and does not count its batches by itself."""
         return bool(self._windows)
 
-    def is_over(self, window: ModelWindow, batches: int) -> bool:
-        """Return whether one of these windows has had no batch since it had had that many."""
-        return window.batches == batches and window in self._windows.values()
-
-    def drop_left(self) -> bool:
-        """Drop the open windows that the loop has left by leaving its loader; return whether there were any."""
-        return sum(each.drop_if_left() for each in self._windows.values()) > 0
-
-    def warn_of_drop(self, batches: int, length: int) -> None:
-        """Warn once of a window that the loop has left after some of its batches."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        rank_zero_warn(
-            f"the loop left its loader after {batches} of the {length} batches of an accumulation window: their gradients are "
-            "dropped without a step, here and whenever it does so again. Leave the loader where accelerator.sync_gradients is "
-            "True, or set accelerator.gradient_accumulation_steps before it to the number of batches that you read.",
-            stacklevel=4,
-        )
+    def drop_left(self) -> None:
+        """Drop the open windows that the loop has left by leaving its loader."""
+        for window in self._windows.values():
+            window.drop_if_left()
 
     def of(self, models: tuple[nn.Module, ...]) -> ModelWindow:
-        window = self._windows.get(models)
-        if window is None:
-            window = self._windows[models] = ModelWindow(self, models)
-        return window
+        if models not in self._windows:
+            self._windows[models] = ModelWindow(self, models)
+        return self._windows[models]
 
     def set_length(self, length: int) -> None:
         """Set the usual length of the windows that begin from now on."""
         self.usual_length = length
-        if length == 1 and not any(each.is_open for each in self._windows.values()):
+        if length == 1 and not any(window.is_open for window in self._windows.values()):
             self.engine.sync_gradients(True)  # which a window of length 1 does not set again in each batch
 
     def scale_loss(self, loss: Tensor, *, weighs_round: bool) -> Tensor:
@@ -279,7 +242,7 @@ class AccumulationWindows:
         self.backwards += 1
         self._has_gradients = True
         self.iterations.note_training()
-        iteration = self.iterations.current()[0] if weighs_round else None
+        iteration = self.iterations.current() if weighs_round else None
         weight = 1.0 if iteration is None else iteration.loader.weight
         if self.usual_length > 1 and not self._windows:
             return scaled(loss, weight, self.usual_length)

@@ -6,16 +6,13 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.seeding import rng_state, set_rng_state
 from trainwright.distributed.environment import JOB_VARIABLE, Environment, announced
-
-if TYPE_CHECKING:
-    from trainwright.launch.nodes import Nodes
 
 
 def call_in_workers(
@@ -25,13 +22,11 @@ def call_in_workers(
     *,
     asked: str,
     folder: Path,
-    nodes: Nodes | None = None,
     defaults: dict[str, str] | None = None,
 ) -> Any:
     """Run `function(folder, **named)` on every rank of a new job, and return rank 0's result, plain data and tensors.
 
-    The workers start with this process's generators, default dtype and matmul precision. `nodes` and `defaults` are passed to
-    `run_in_workers`.
+    The workers start with this process's generators, default dtype and matmul precision. `defaults` are `run_in_workers`'.
 
     Raises:
         TypeError: an argument cannot be copied there, or a result cannot be returned.
@@ -46,9 +41,7 @@ def call_in_workers(
         "rng": {**rng_state(), "device": None},  # every worker computes on its device
     }
     arguments = {**named, "the called function": function, "settings": settings, "asked": asked}
-    result = run_in_workers(
-        _begin, arguments, num_processes, folder=folder, asked=asked, nodes=nodes, defaults=defaults
-    )
+    result = run_in_workers(_begin, arguments, num_processes, folder=folder, asked=asked, defaults=defaults)
     return None if result is None else decode(*result)
 
 
@@ -58,15 +51,13 @@ def call_in_job(
     num_processes: int,
     *,
     asked: str,
-    node: tuple[int, int, str, int] | None = None,
     defaults: dict[str, str],
 ) -> Any:
     """Run `function(*args)` on every rank of a new job, and return rank 0's result; a single rank is this process.
 
     Args:
-        num_processes: processes on this node.
+        num_processes: processes of the job.
         asked: the call that needs the job, for errors.
-        node: the number of nodes, this node's number, and the main node's address and port; None for one node.
         defaults: the precision and the accelerator, by the Engine's names, for settings that the function does not choose.
 
     Raises:
@@ -75,7 +66,6 @@ def call_in_job(
         WorkerFailed, LaunchError: a rank has failed, or the processes could not be started.
     """
     from trainwright.launch.command import check_worker_calls
-    from trainwright.launch.nodes import Nodes
 
     environment = Environment.detect()
     if environment.launched_by != "single":
@@ -83,16 +73,14 @@ def call_in_job(
             f"{asked} was called in a worker of a job of {environment.world_size} processes, which cannot start another job; "
             "call the function directly there."
         )
-    nodes = None if node is None else Nodes(*node)
-    if num_processes == 1 and (nodes is None or nodes.count == 1):
+    if num_processes == 1:
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         with announced(**{**ranks, JOB_VARIABLE: json.dumps(defaults)} if defaults else {}):
             return function(*args)
     check_worker_calls(asked)
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as folder:
         named = {"function": function, "args": tuple(args)}
-        path = Path(folder)
-        return call_in_workers(_call, named, num_processes, asked=asked, folder=path, nodes=nodes, defaults=defaults)
+        return call_in_workers(_call, named, num_processes, asked=asked, folder=Path(folder), defaults=defaults)
 
 
 def _call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +35,6 @@ NODE_FIELDS = {
     "rendezvous_seconds": "wait_seconds",
 }
 """The settings that describe the job's machines, with the fields of `Nodes`. The last two are for several machines."""
-LOG_NAME = re.compile(r"rank\d+\.log")
 Command = tuple[Callable[[Sequence[str], NameCheck], int], str]
 """The function of a subcommand, which gets the arguments after its name and returns the exit code, and a line of help."""
 
@@ -79,7 +77,6 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         nodes = _nodes(settings)
         if (logs := settings["logs"].value) is not None and not options.dry_run:
             os.makedirs(logs, exist_ok=True)
-            refuse_links(logs)
     except (ValueError, TypeError, ImportError, OSError) as error:
         parser.error(str(error))
     job = Job(
@@ -99,16 +96,6 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         print(describe_job(job, passed_on, new))
         return 0
     return supervise(job, passed_on)
-
-
-def refuse_links(folder: str) -> None:
-    """Refuse a folder in which a rank's log is a symbolic link (OSError)."""
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        if LOG_NAME.fullmatch(name) and os.path.islink(path):
-            raise OSError(
-                f"{path} is a symbolic link, which is never written through. Remove it, or give another folder."
-            )
 
 
 def check_script(command: Sequence[str]) -> None:
@@ -136,6 +123,7 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
         description="Runs a script in several processes. A Trainer or an Accelerator in it joins them; what the script passes "
         "to it overrides what is given here.",
         allow_abbrev=False,
+        add_help=False,
     )
     add = parser.add_argument
     actions = [
@@ -161,8 +149,9 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
             "default: ~/.config/trainwright/config.yaml, if it is there; trainwright config writes it)"),
         add("--dry-run", action="store_true", help="print what would run, and run nothing"),
         add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, instead of a script"),
+        add("-h", "--help", action="help", help="show this help message and exit"),
     ]  # fmt: skip
-    return parser, [*actions, *(each for each in parser._actions if each.dest == "help")]
+    return parser, actions
 
 
 def split_command(

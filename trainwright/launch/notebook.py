@@ -21,13 +21,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from trainwright.distributed.environment import JOB_VARIABLE, Environment
 from trainwright.distributed.failures import summarize
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError, RunStopped, WorkerFailed
-from trainwright.launch.nodes import Nodes
 from trainwright.launch.packing import pack, read_result, unpack, write_result
 from trainwright.launch.processes import launcher_command
 
@@ -41,18 +40,16 @@ def run_in_workers(
     *,
     folder: Path,
     asked: str,
-    nodes: Nodes | None = None,
     defaults: dict[str, str] | None = None,
 ) -> Any:
-    """Run `function(folder, **named)` in every worker of a new job. Return rank 0's result, or None on other nodes.
+    """Run `function(folder, **named)` in every worker of a new job. Return rank 0's result.
 
     Args:
         function: imported by the workers, or copied to them if they cannot. It returns plain data and tensors.
         named: its arguments, by the names that errors use for them.
-        num_processes: the workers on this node.
+        num_processes: the number of workers.
         folder: an empty folder for this job only.
         asked: the call that needs the job, for errors.
-        nodes: the job's nodes, by default this one.
         defaults: the precision and the accelerator, for settings that the function leaves open.
 
     Raises:
@@ -64,12 +61,8 @@ def run_in_workers(
     lists = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
     (folder / SEARCH_PATH).write_text(json.dumps({**lists, "defaults": defaults or {}}), encoding="utf-8")
     entry = str(Path(__file__).with_name("entry.py"))
-    # -W, -X, -O and others of this interpreter, which a new one would not have.
-    flags = cast("list[str]", cast(Any, subprocess)._args_from_interpreter_flags())
-    command = [sys.executable, *flags, entry, "worker", str(folder)]
-    code = run_launcher(launcher_command(num_processes, command, nodes, report=str(folder / REPORT)))
-    if code == 0 and nodes is not None and nodes.rank != 0:
-        return None
+    command = [sys.executable, entry, "worker", str(folder)]
+    code = run_launcher(launcher_command(num_processes, command, report=str(folder / REPORT)))
     result = folder / RESULT
     stopped = (STOPPED_EXIT_CODE, *(128 + number for number in STOP_SIGNALS))
     # The launcher reports only a rank that has failed, which counts more than a signal that came after it.

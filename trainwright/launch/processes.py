@@ -107,7 +107,7 @@ def supervise(job: Job, defaults: dict[str, str | None]) -> int:
     _prepare_environment(job, defaults)
     # Looking for garbage among torch's objects takes 0.1 s while it is imported, and 0.2 s when the launcher ends.
     gc.disable()
-    from trainwright.launch.agent import run
+    from trainwright.launch.vendor import run
 
     gc.freeze()
     gc.enable()

@@ -18,7 +18,6 @@ from trainwright.distributed.environment import Environment
 from trainwright.loggers.base import SilentExperiment
 from trainwright.loggers.files import TABLE_NAME, is_local, write_file
 from trainwright.loggers.folder import FolderLogger, Row
-from trainwright.paths import open_no_link
 
 
 class CSVLogger(FolderLogger):
@@ -237,7 +236,7 @@ class MetricsFile:
                 os.fsync(file.fileno())
 
     def _append(self, data: bytes) -> None:
-        with open(self._local_path(), "ab", buffering=0, opener=open_no_link) as file:
+        with open(self._local_path(), "ab", buffering=0) as file:
             end = file.tell()
             try:
                 view = memoryview(data)

@@ -30,16 +30,13 @@ ROWS_AT_ONCE = 500
 """Rows that are text at the same time. More would outlive young garbage collections, and cause full ones."""
 
 
-def read_history(
-    folder: str, *, with_times: bool = False, kind: str = "", log_dir: str | None = None, most_bytes: int | None = None
-) -> History:
+def read_history(folder: str, *, kind: str = "", log_dir: str | None = None, most_bytes: int | None = None) -> History:
     """Return the values that a run has logged, from its table or its event files.
 
     Event files in several folders come from several writers. An inner folder is part of the name, as in "eval/loss".
 
     Args:
         folder: the run's folder.
-        with_times: prefer the event files.
         kind: prefer the files of a kind of logger, "csv" or "tensorboard".
         log_dir: the folder of the event files, by default the run's folder.
         most_bytes: thin larger files evenly, and name them in the problems.
@@ -51,7 +48,7 @@ def read_history(
     filesystem, inside = fsspec.core.url_to_fs(folder)
     has_table = filesystem.isfile(f"{inside}/{TABLE_NAME}")
     events = list(_event_files(filesystem, inside if log_dir is None else fsspec.core.url_to_fs(log_dir)[1]))
-    if events and (with_times or kind == "tensorboard" or not has_table):
+    if events and (kind == "tensorboard" or not has_table):
         return _of_events(folder, filesystem, events, most_bytes)
     if not has_table:  # a run that has logged nothing yet
         is_other = filesystem.exists(f"{inside}/{TABLE_NAME}")
@@ -147,9 +144,9 @@ def _number(cell: str) -> float | None:
         return None
 
 
-def _series(steps: Numbers, values: Numbers, times: Numbers | None = None) -> Series:
+def _series(steps: Numbers, values: Numbers) -> Series:
     order = np.argsort(steps, kind="stable")
-    return Series(steps[order], values[order], None if times is None else times[order])
+    return Series(steps[order], values[order])
 
 
 # -- event files -----------------------------------------------------------------------------------------------------------
@@ -162,33 +159,32 @@ def _of_events(folder: str, filesystem: Any, paths: list[str], most_bytes: int |
     folders = sorted({posixpath.dirname(path) for path in paths})
     top = posixpath.commonpath(folders)
     for inner in folders:
-        rows: list[tuple[int, float, dict[str, float]]] = []
+        rows: list[tuple[int, dict[str, float]]] = []
         for path in sorted(path for path in paths if posixpath.dirname(path) == inner):
-            for step, time, values, is_start in _events_of(filesystem, path, problems, most_bytes):
+            for step, values, is_start in _events_of(filesystem, path, problems, most_bytes):
                 if is_start:  # of a resumed run, which writes the later rows again
                     rows = [row for row in rows if row[0] < step]
                 elif values:
-                    rows.append((step, time, values))
-        epochs += [(row[0], row[2]["epoch"]) for row in rows if "epoch" in row[2]]
+                    rows.append((step, values))
+        epochs += [(step, values["epoch"]) for step, values in rows if "epoch" in values]
         series |= _columns(rows, inner[len(top) :].strip("/"))
     return History(folder, series, np.array(epochs, float).reshape(-1, 2), tuple(problems))
 
 
-def _columns(rows: list[tuple[int, float, dict[str, float]]], inner: str) -> dict[str, Series]:
+def _columns(rows: list[tuple[int, dict[str, float]]], inner: str) -> dict[str, Series]:
     """Return the series of one folder's rows. The name of an inner folder comes first."""
-    columns: dict[str, list[tuple[float, float, float]]] = {}
-    for step, time, values in rows:
+    columns: dict[str, list[tuple[float, float]]] = {}
+    for step, values in rows:
         for name, value in values.items():
             if name not in ("epoch", "step") and not (inner and name == "hp_metric"):
-                columns.setdefault(f"{inner}/{name}" if inner else name, []).append((step, time, value))
-    tables = {name: np.array(column) for name, column in columns.items()}
-    return {name: _series(table[:, 0], table[:, 2], table[:, 1]) for name, table in tables.items()}
+                columns.setdefault(f"{inner}/{name}" if inner else name, []).append((step, value))
+    return {name: _series(*np.array(column).T) for name, column in columns.items()}
 
 
 def _events_of(
     filesystem: Any, path: str, problems: list[str], most_bytes: int | None
-) -> Iterator[tuple[int, float, dict[str, float], bool]]:
-    """Yield the step, time and numbers of the events of a file, and whether they mark a start.
+) -> Iterator[tuple[int, dict[str, float], bool]]:
+    """Yield the step and numbers of the events of a file, and whether they mark a start.
 
     A record of the file is the length in 8 bytes, its checksum in 4, the event, and its checksum in 4.
     """
@@ -228,7 +224,7 @@ def _events_of(
                 for value in event.summary.value
                 if value.WhichOneof("value") == "simple_value"
             }
-            yield event.step, event.wall_time, values, event.session_log.status == SessionLog.START
+            yield event.step, values, event.session_log.status == SessionLog.START
 
 
 # -- folders --------------------------------------------------------------------------------------------------------------

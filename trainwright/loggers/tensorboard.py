@@ -24,7 +24,6 @@ from trainwright.errors import a_type_of
 from trainwright.loggers.base import Params, SilentExperiment, flattened, to_dict, to_numbers
 from trainwright.loggers.files import is_local
 from trainwright.loggers.folder import FolderLogger, Row
-from trainwright.paths import open_no_link
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -119,9 +118,7 @@ class TensorBoardLogger(FolderLogger):
             if length is None:
                 os.unlink(path)  # of a resumed and killed run
             elif length < size:
-                descriptor = open_no_link(path, os.O_WRONLY)
-                os.ftruncate(descriptor, length)
-                os.close(descriptor)
+                os.truncate(path, length)
 
     def _written(self) -> dict[str, Any]:
         """Write the buffered rows, and return the sizes of the event files."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-AXES = ("step", "epoch", "time")
+AXES = ("step", "epoch")
 """The possible x axes."""
 Numbers = NDArray[np.float64]
 LOSS, METRICS, RATES, THROUGHPUT = "Loss", "Metrics", "Learning rate", "Throughput"
@@ -245,12 +245,3 @@ def log_ticks(low: float, high: float) -> list[float]:
     factors = (1, 2, 5) if len(powers) < 6 else (1,)
     logarithms = (power + math.log10(factor) for power in powers[:: 1 + len(powers) // 12] for factor in factors)
     return [tick for tick in logarithms if low <= tick <= high]
-
-
-def x_label(axis: str, seconds: float) -> tuple[str, float]:
-    """Return the name of the x axis and the divisor of its values."""
-    if axis != "time":
-        return axis, 1.0
-    sizes = {"hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
-    unit = next((unit for unit, size in sizes.items() if seconds > 2 * size), "seconds")
-    return f"time in {unit}", sizes[unit]

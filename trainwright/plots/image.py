@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from trainwright.plots.curves import Curve, Panel, line_of, thinning_of, x_label
+from trainwright.plots.curves import Curve, Panel, line_of, thinning_of
 from trainwright.plots.page import COLORS
 
 COLUMNS = 2
@@ -55,15 +55,13 @@ def image_of(panels: Sequence[Panel], axis: str) -> bytes:
 
 
 def _draw(axes: Any, panel: Panel, axis: str) -> None:
-    label, unit = x_label(axis, panel.x_range[1])
-    handles = [_curve(axes, curve, panel, unit) for curve in panel.curves]
-    (left, right), (low, high) = panel.x_range, panel.y_range
-    axes.set_xlim(left / unit, right / unit)
-    axes.set_ylim(low, high)
+    handles = [_curve(axes, curve, panel) for curve in panel.curves]
+    axes.set_xlim(*panel.x_range)
+    axes.set_ylim(*panel.y_range)
     axes.margins(0)
     title = panel.group if panel.title.lower() == panel.group.lower() else f"{panel.group}: {panel.title}"
     axes.set_title(_shown(title), fontsize=10, loc="left", parse_math=False)
-    axes.set_xlabel(label, fontsize=9)
+    axes.set_xlabel(axis, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(True, alpha=0.3)
     legend = axes.legend(
@@ -81,7 +79,7 @@ def _draw(axes: Any, panel: Panel, axis: str) -> None:
         text.set_text(_shown(curve.label))
 
 
-def _curve(axes: Any, curve: Curve, panel: Panel, unit: float) -> Any:
+def _curve(axes: Any, curve: Curve, panel: Panel) -> Any:
     """Draw the parts of a curve, and return its line in the legend."""
     from matplotlib.lines import Line2D
 
@@ -92,7 +90,7 @@ def _curve(axes: Any, curve: Curve, panel: Panel, unit: float) -> Any:
     }
     for xs, ys in line_of(curve, panel.x_range, THINNED_TO):
         dot: dict[str, Any] = {"marker": "o", "markersize": 3, "clip_on": False} if len(xs) == 1 else {}
-        axes.plot(xs / unit, ys, **look, **dot)
+        axes.plot(xs, ys, **look, **dot)
     return Line2D([], [], **look)
 
 

@@ -17,7 +17,6 @@ from trainwright.plots.curves import (
     smoothed,
     thinning_of,
     ticks,
-    x_label,
 )
 
 WIDTH, HEIGHT = 640, 300
@@ -109,20 +108,19 @@ def curves_of(panels: Sequence[Panel], axis: str) -> Iterator[str]:
 
 
 def _figure(panel: Panel, axis: str) -> Iterator[str]:
-    label, unit = x_label(axis, panel.x_range[1])
     yield f"<figure><figcaption>{escaped(panel.title)}</figcaption>"
     yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escaped(panel.title)}">'
     left, right = panel.x_range
-    for value in ticks(left / unit, right / unit, 6):
-        at = _x(value * unit, left, right)
+    for value in ticks(left, right, 6):
+        at = _x(value, left, right)
         yield f'<line class="grid" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
         yield f'<text x="{at}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:.10g}</text>'
-    yield f'<text x="{LEFT + PLOT_WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">{label}</text>'
+    yield f'<text x="{LEFT + PLOT_WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">{axis}</text>'
     if (logarithmic := panel.logarithmic()) is not None:
         yield from _lines("log", logarithmic, {tick: f"{10**tick:.5g}" for tick in log_ticks(*logarithmic.y_range)})
     labels = {tick: f"{tick:.5g}" for tick in ticks(*panel.y_range, 5)}
     yield from _lines("linear" if logarithmic else "", panel, labels)
-    yield from _bands(panel, axis, label, unit)
+    yield from _bands(panel, axis)
     yield "</svg><ul>"
     for curve in panel.curves:
         finite = curve.y[~np.isnan(curve.y)]
@@ -160,7 +158,7 @@ def _drawn(curve: Curve, panel: Panel, columns: int) -> Iterator[str]:
         yield f'<path class="curve" stroke="{color}"{_dash(curve.dash)} d="{"".join(path)}"/>'
 
 
-def _bands(panel: Panel, axis: str, label: str, unit: float) -> Iterator[str]:
+def _bands(panel: Panel, axis: str) -> Iterator[str]:
     """Draw transparent columns. Browsers show their titles, which have the nearest value of every curve."""
     left, right = panel.x_range
     width = PLOT_WIDTH / BANDS
@@ -176,7 +174,7 @@ def _bands(panel: Panel, axis: str, label: str, unit: float) -> Iterator[str]:
             if len(xs):
                 after = min(int(np.searchsorted(xs, middle)), len(xs) - 1)
                 at = after - 1 if after and middle - xs[after - 1] < xs[after] - middle else after
-                lines.append(f"{name} = {ys[at]:.6g} at {label} {xs[at] / unit:.6g}")
+                lines.append(f"{name} = {ys[at]:.6g} at {axis} {xs[at]:.6g}")
         if len(panel.curves) > MOST_VALUES:
             lines.append(f"and {len(panel.curves) - MOST_VALUES} more")
         yield (

@@ -54,15 +54,6 @@ class Report:
         return document(self.title, [*lines, *sections_of(self.others)])
 
 
-def with_section(page: str, section: Section) -> str:
-    """Return a report's page with a section in the place of an earlier one with the same title."""
-    begin, end = f"<!-- {escaped(section.title)} -->", "<!-- end -->\n"
-    if begin in page:
-        page = page.partition(begin)[0] + page.partition(begin)[2].partition(end)[2]
-    head, state, rest = page.partition("</p>\n")
-    return head + state + "\n".join([begin, *_section(section), end]) + rest
-
-
 def sections_of(sections: Sequence[Section]) -> Iterator[str]:
     """Yield the lines of sections."""
     for section in sections:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.profiler import profile
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.arguments import check_flags, refuse_by_position, refuse_unknown, refuses_unknown
+from trainwright.arguments import check_flags, refuse_unknown, refuses_unknown
 from trainwright.checkpoint.reader import Verify
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler
@@ -24,7 +24,7 @@ from trainwright.overrides import overridden
 from trainwright.precision import Precision
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
 from trainwright.raw_loop.batch_size import release_memory
-from trainwright.raw_loop.dataloaders import DataLoaderConfiguration, check_loader, loader_options
+from trainwright.raw_loop.dataloaders import DataLoaderConfiguration, loader_options
 from trainwright.raw_loop.gathering import Collectives
 from trainwright.raw_loop.job_states import AcceleratorState, GradientState
 from trainwright.raw_loop.loop_objects import Preparation, PreparationOptions, check_kind
@@ -97,7 +97,7 @@ class Accelerator(Collectives):
 
     def __init__(
         self,
-        *by_position: Any,
+        *,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
@@ -123,8 +123,7 @@ class Accelerator(Collectives):
         project_config: ProjectConfiguration | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_by_position("Accelerator", by_position, "mixed_precision='bf16'")
-        refuse_unknown("Accelerator", unknown, [*inspect.signature(Accelerator).parameters][1:-1], REPLACED)
+        refuse_unknown("Accelerator", unknown, [*inspect.signature(Accelerator).parameters][:-1], REPLACED)
         check_flags(
             cpu=cpu,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
@@ -292,7 +291,6 @@ class Accelerator(Collectives):
     ) -> StepResult | None:
         """Clip, if given a limit, and step a prepared optimizer. Return None before the end of its window."""
         prepared = self._preparations.optimizer_of(optimizer)
-        self._preparations.warn_of_norm(max_norm)
         return prepared.step_clipped(max_norm, clip_value)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
@@ -371,7 +369,7 @@ class Accelerator(Collectives):
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
         """Return one prepared DataLoader. `device_placement` replaces the constructor's. Collective: call on every rank."""
-        check_loader(data_loader)
+        check_kind("prepare_data_loader", data_loader, "loader")
         prepared: PreparedLoader = self.prepare(data_loader, device_placement=[device_placement])
         return prepared
 
@@ -633,5 +631,4 @@ class Accelerator(Collectives):
         if not self.sync_gradients:
             return None
         prepared = self._preparations.optimizer_that_steps(parameters)
-        self._preparations.warn_of_norm(norm)
         return prepared.clip(norm, value)

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from trainwright.engine.prepared import PreparedModule
 from trainwright.strategies.base import StepForward
-from trainwright.tensor_names import is_compiled
+from trainwright.tensor_names import WRAPPER, is_compiled
 
 
 @contextmanager
@@ -61,8 +61,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
         is_there = given.device.type == device.type and device.index in (None, given.device.index)
         if is_there or is_lazy(given):
             return None  # the parameter itself, so that tied ones stay tied
-        # Not by the constructor of a subclass, which may take other arguments. Its attributes come along.
-        moved = Tensor._make_subclass(type(given), given.detach().to(device), given.requires_grad)
+        moved = nn.Parameter(given.detach().to(device), given.requires_grad)
+        moved.__class__ = type(given)  # the constructor of a subclass may take other arguments
         vars(moved).update(vars(given))
         return moved
 
@@ -112,7 +112,7 @@ def _unwrapped(model: nn.Module, keeps_compiled: bool) -> nn.Module:
     inner = model
     while isinstance(inner, WRAPPERS) or is_compiled(inner):
         compiled = inner if is_compiled(inner) else None
-        inner = inner._orig_mod if compiled is not None else inner.module  # type: ignore[assignment]
+        inner = getattr(inner, "module" if compiled is None else WRAPPER)
         if compiled is not None and keeps_compiled and not isinstance(inner, WRAPPERS):
             return compiled
     return inner

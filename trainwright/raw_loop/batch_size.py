@@ -12,7 +12,6 @@ from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
 from trainwright.distributed.store_channel import CallSkipped
-from trainwright.errors import a_type_of
 from trainwright.raw_loop.job_states import PartialState
 
 REDUCED_TO = 0.9
@@ -58,11 +57,6 @@ def find_executable_batch_size(
             find_executable_batch_size,
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
-        )
-    if not callable(function):
-        raise TypeError(
-            f"find_executable_batch_size was given {a_type_of(function)}. Expected a function whose first argument is "
-            "the batch size. Give the size by name: starting_batch_size=."
         )
     size = _checked(starting_batch_size, "starting_batch_size")
     name = getattr(function, "__name__", type(function).__name__)

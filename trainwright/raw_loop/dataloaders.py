@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright.arguments import NamedArguments, check_flags, refuses_unknown
 from trainwright.data.seeding import seed_rank
@@ -109,12 +107,6 @@ def loader_options(
     return LoaderOptions(configuration, moves, _names(rng_types or ()))
 
 
-def check_loader(given: Any) -> None:
-    """Raise TypeError if it is not a loader."""
-    if not isinstance(given, (DataLoader, PreparedLoader)):
-        raise TypeError(f"prepare_data_loader was given {a_type_of(given)}. Expected a torch DataLoader.")
-
-
 def synchronize(rng_types: Iterable[Any], generator: torch.Generator | None, broadcast: Callable[[Any], Any]) -> None:
     """Set generators of this process to rank 0's state, by name. "generator" is the one given. Collective.
 
@@ -170,7 +162,7 @@ class SkippedBatches:
             self.num_batches = 0
         self._is_begun = True
         if not isinstance(self.loader, PreparedLoader):
-            return self._until_end(_iterated(self.loader, self.num_batches))
+            return self._until_end(islice(iter(self.loader), self.num_batches, None))
         if self.num_batches:
             self.loader.skip(self.num_batches)
         return self._until_end(iter(self.loader))
@@ -188,7 +180,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
     Later iterations are whole epochs. A loader that `load_state` has put at that batch begins there: nothing is skipped twice.
 
     Args:
-        dataloader: any loader, prepared or not. A DataLoader with indices does not read the skipped samples.
+        dataloader: any loader, prepared or not. A prepared DataLoader with indices does not read the skipped samples.
         num_batches: batches of this rank, counted from the start of the epoch.
 
     Raises:
@@ -204,31 +196,6 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> SkippedBatches:
     if not isinstance(dataloader, Iterable):
         raise TypeError(f"skip_first_batches was given {a_type_of(dataloader)}. Expected a loader.")
     return SkippedBatches(dataloader, num_batches)
-
-
-def _iterated(loader: Iterable[Any], skipped: int) -> Iterator[Any]:
-    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    # Where no sampler gives indices, batches can only be skipped by reading them.
-    if not skipped or not is_plain or isinstance(loader.dataset, IterableDataset):  # type: ignore[attr-defined]
-        return islice(iter(loader), skipped, None)
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"  # type: ignore[attr-defined]
-    clone = copy.copy(loader)
-    # Through __dict__, because a DataLoader refuses a new sampler.
-    vars(clone).update({name: _Later(getattr(loader, name), skipped), "_iterator": None})
-    return iter(clone)
-
-
-class _Later:
-    """A sampler without its first items."""
-
-    def __init__(self, sampler: Sequence[Any], skipped: int) -> None:
-        self.sampler, self.skipped = sampler, skipped
-
-    def __len__(self) -> int:
-        return max(0, len(self.sampler) - self.skipped)
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.sampler), self.skipped, None)
 
 
 @refuses_unknown

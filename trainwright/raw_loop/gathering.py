@@ -14,10 +14,10 @@ from torch import nn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.devices import hardware
-from trainwright.distributed.collectives import count_issued
 from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
+from trainwright.distributed.vendor import count_issued
 from trainwright.engine import nests
 from trainwright.engine.engine import Engine
 from trainwright.raw_loop.dataloaders import SkippedBatches, skip_first_batches, synchronize
@@ -33,17 +33,15 @@ class Collectives(Processes):
         self._is_triggered = False
 
     def gather(self, tensor: Any) -> Any:
-        """Return a nested structure with the values of all ranks, rank by rank. Collective: call on every rank.
+        """Return a tensor, or a nest of them, with the rows of all ranks, rank by rank. Collective: call on every rank.
 
-        Tensors are joined along their first dimension, which may differ. A tensor without dimensions becomes a
-        row. Lists of plain data, and tuples of numbers and texts, are joined item by item. A number or a text becomes a list
-        with one item per rank. None stays None.
+        Tensors are joined along their first dimension, which may differ. A tensor without dimensions becomes a row.
 
         Raises:
-            TypeError: the structure holds something else; on every rank, if the tensors have different dtypes.
+            TypeError: the structure contains something else. On every rank, if the tensors have different dtypes.
             ValueError: on every rank, if shapes differ beyond the first dimension: `pad_across_processes` makes them equal.
         """
-        return nests.gather(tensor, self.engine.ranks)
+        return nests.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False, *, loader: Any = None) -> Any:
         """Gather the results for a batch, except from ranks without samples in the last round.
@@ -51,18 +49,18 @@ class Collectives(Processes):
         So every sample of the loader occurs once. Collective: call on every rank, for every batch, before the next one.
 
         Args:
-            input_data: see `gather`.
-            use_gather_object: return a list with the items of all ranks' lists, rank by rank, and join no tensors: for plain
-                data, and tensors whose shapes differ. Something that is not a list counts as one item.
+            input_data: tensors as for `gather`, or any plain data.
+            use_gather_object: return a list with the items of all ranks' lists, rank by rank, and join no tensors, as always
+                if there is more than tensors. Something that is not a list counts as one item.
             loader: the prepared loader that the batch is from, where a loop reads several at once, by default the first.
 
         Raises:
             TypeError, ValueError: see `gather`.
         """
         keep = self._ranks_with_samples(loader)
-        if use_gather_object:
+        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in nests.leaves_of(input_data)):
             return nests.gather_objects(input_data, keep, self.device)
-        return nests.gather(input_data, self.engine.ranks, keep)
+        return nests.gather(input_data, keep)
 
     @refuses_unknown
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -137,22 +135,21 @@ def _position() -> tuple[tuple[int, ...], str]:
 
 
 def gather(tensor: Any) -> Any:
-    """Return a nested structure with the values of all ranks, rank by rank. Collective: call on every rank.
+    """Return a tensor, or a nest of them, with the rows of all ranks, rank by rank. Collective: call on every rank.
 
     Args:
-        tensor: tensors, lists of plain data, numbers and texts, or a nest of them. Tensors of shape (n, ...) are joined along
-            their first dimension, and one without dimensions becomes a row. Lists are joined, and a number or a text becomes a
-            list with one item per rank.
+        tensor: tensors of shape (n, ...), which are joined along their first dimension. One without dimensions becomes a row.
 
     Raises:
-        TypeError: the structure holds something else; on every rank, if the tensors have different dtypes.
+        TypeError: the structure contains something else. On every rank, if the tensors have different dtypes.
         ValueError: on every rank, if shapes differ beyond the first dimension: `pad_across_processes` makes them equal.
 
     >>> accelerator = tw.Accelerator(devices=2)
     >>> tw.gather(torch.tensor([accelerator.process_index])).tolist()
     [0, 1]
     """
-    return nests.gather(tensor, _ranks())
+    _ranks()  # joins the job, if nothing has yet
+    return nests.gather(tensor)
 
 
 # "mean" is the default of Accelerate's function, and "sum" of its method.

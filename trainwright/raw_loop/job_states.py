@@ -266,7 +266,7 @@ class GradientState:
     @property
     def active_dataloader(self) -> PreparedLoader | None:
         """Return the prepared loader that the loop is over, or None outside a loop."""
-        iteration, _ = self._iterations.current()
+        iteration = self._iterations.current()
         return None if iteration is None else iteration.loader
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.engine.engine import Engine
-from trainwright.engine.fused import use_fused
+from trainwright.engine.optimizers import use_fused
 from trainwright.engine.prepared import (
     Preparations,
     PreparedModule,
@@ -19,12 +19,10 @@ from trainwright.engine.prepared import (
     stepped_by,
 )
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
-from trainwright.engine.replicas import refuse_unlike_arguments
 from trainwright.engine.window import AccumulationWindows
 from trainwright.errors import a_type_of
 from trainwright.overrides import active_observer
-from trainwright.rank_zero import rank_zero_warn
-from trainwright.raw_loop.dataloaders import LoaderOptions, SkippedBatches
+from trainwright.raw_loop.dataloaders import LoaderOptions
 from trainwright.raw_loop.plugins import GradientAccumulationPlugin
 from trainwright.strategies.base import Optimization, StepResult
 
@@ -72,12 +70,6 @@ class Preparation(Preparations):
             syncs_each_batch=accumulation.sync_each_batch,
         )
         self._engine, self._optimization, self._options = engine, optimization, options
-        shared = {"split_batches": options.loaders.configuration.split_batches, "precision": engine.precision.name}
-        shared["gradient_accumulation_steps"] = optimization.accumulate
-        refuse_unlike_arguments(shared, "Accelerator", engine.ranks)
-        self._has_warned_of_norm = False
-        self._trained: list[nn.Module] = []
-        """Models that the first loss trained."""
 
     def prepare(self, given: Sequence[Any], placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
         """Return the prepared objects for those given. See `Accelerator.prepare`. Collective."""
@@ -148,34 +140,6 @@ class Preparation(Preparations):
             "model.parameters() of a model whose only optimizer was prepared."
         )
 
-    def note_trained(self, leaves: set[Tensor]) -> None:
-        """Record which models a loss trains, from the tensors that get gradients (empty if unknown)."""
-        modules = self._engine.modules
-        is_certain = bool(leaves) or len(modules) == 1
-        self._trained = [
-            each
-            for each in modules
-            if is_certain and any(one.requires_grad and (not leaves or one in leaves) for one in each.parameters())
-        ]
-
-    def trained_without_optimizer(self) -> str:
-        """Return the classes of models that were trained though no prepared optimizer steps them."""
-        stepped = stepped_by(*self.optimizers)
-        alone = [each for each in self._trained if stepped.isdisjoint(each.parameters())]
-        return ", ".join(type(each).__name__ for each in alone)
-
-    def warn_of_norm(self, norm: float | None) -> None:
-        """Warn once, if the loop clips at another norm than the strategy's configuration."""
-        used = self._optimization.clip_norm
-        if norm is None or used in (None, norm) or self._has_warned_of_norm:
-            return
-        self._has_warned_of_norm = True
-        rank_zero_warn(
-            f"the strategy's own configuration clips at a norm of {used}, and this loop at {norm}: the configuration's is "
-            "used.",
-            stacklevel=4,
-        )
-
     def ranks_with_samples(self, loader: Any = None) -> list[bool] | None:
         """Return by rank whether it has new samples in the current batch of a loader, or None if all have.
 
@@ -187,7 +151,7 @@ class Preparation(Preparations):
                 "gather_for_metrics: this loader was not prepared. Pass one that accelerator.prepare returned."
             )
         if prepared is None:
-            iteration, _ = self.iterations.current()
+            iteration = self.iterations.current()
             prepared = None if iteration is None else iteration.loader
         sizes = None if prepared is None else prepared.last_sizes
         return None if sizes is None else [size > 0 for size in sizes]
@@ -231,17 +195,13 @@ class Preparation(Preparations):
         if self._observer is not None:
             self._observer.note_step(self.step_count)
 
-    def _drop_gradients(self, models: tuple[nn.Module, ...]) -> bool:
-        """Clear the gradients of these models, of all if none is given. Return whether there were any."""
+    def _drop_gradients(self, models: tuple[nn.Module, ...]) -> None:
+        """Clear the gradients of these models, or of all if there are none."""
         own = {parameter for model in models for parameter in model.parameters()}
-        # An engine that keeps gradients by itself shows none in the parameters.
-        had_any = not self._engine.strategy.capabilities.holds_modules and self.windows.has_gradients
-        for each in self.optimizers:
-            if not models or not own.isdisjoint(stepped_by(each)):
-                had_any = had_any or any(parameter.grad is not None for parameter in stepped_by(each))
-                each.drop_gradients()
+        for optimizer in self.optimizers:
+            if not models or not own.isdisjoint(stepped_by(optimizer)):
+                optimizer.drop_gradients()
         self.windows.clear()
-        return had_any
 
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
         """Refuse parameters of a module that is not prepared (ValueError), since its replicas would drift apart."""
@@ -263,11 +223,6 @@ def _known_kind(given: Any) -> str:
     """Return the kind of an object (TypeError if it cannot be prepared)."""
     if (kind := kind_of(given)) is not None:
         return kind
-    if isinstance(given, SkippedBatches):
-        raise TypeError(
-            "prepare was given what skip_first_batches returned. Pass the loader to prepare, and the result to "
-            "skip_first_batches."
-        )
     raise TypeError(
         f"prepare was given an object of type {type(given).__name__}. Expected torch modules, optimizers (subclasses of "
         "torch.optim.Optimizer), DataLoaders or LR schedulers."

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from trainwright.devices.hardware import resolve_device_type
 from trainwright.errors import a_type_of, did_you_mean
 from trainwright.overrides import overridden
@@ -155,11 +157,9 @@ def _compiler(given: Any) -> str | None:
     name = str(getattr(given, "value", given)).lower()
     if given is None or name == "no":
         return None
-    # Imported only where models are compiled, because it takes long.
-    from torch._dynamo import list_backends
-
-    # torch's default omits the backends for debugging, such as "eager".
-    known = list_backends(exclude_tags=())
+    known = torch.compiler.list_backends(
+        exclude_tags=()
+    )  # by default torch omits backends for debugging, such as "eager"
     if name not in known:
         raise ValueError(
             f"dynamo_backend={given!r} is unknown. Choose from no, {', '.join(known)}.{did_you_mean(name, known)}"

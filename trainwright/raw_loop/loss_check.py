@@ -21,12 +21,8 @@ class LossCheck:
         self._engine, self._preparation = engine, preparation
         self._has_passed = False
         """Whether a loss has passed the check."""
-        self._forwards = self._steps = 0
-        """The calls of prepared models at the latest loss of a new call, and the optimizer steps at that loss."""
         self._has_autocast = False
         """Whether the loop has asked for the precision's context, to compute a loss in it without a prepared model."""
-        self._keeps_graph = False
-        """Whether the latest backward has kept its graph for another one."""
 
     def forward_context(self, is_enabled: bool) -> AbstractContextManager[Any] | None:
         """Return the precision's context, for computations of the loop outside its models."""
@@ -52,9 +48,7 @@ class LossCheck:
             )
         if not self._has_passed:
             self._check_first(loss)
-        if self._engine.world_size > 1:
-            self._check_forward(options)
-        self._has_passed = True
+            self._has_passed = True
 
     def _check_first(self, loss: Tensor) -> None:
         """Reject the first loss if it does not belong to prepared models and optimizers. It walks the graph of the loss."""
@@ -72,10 +66,8 @@ class LossCheck:
                 "model that accelerator.prepare returned."
             )
         if engine.modules:
-            preparation.note_trained(leaves)
             self._check_optimizer(leaves)
-        if engine.world_size == 1 and engine.precision.forward_context() is not None:
-            self._check_precision(leaves & weights)
+            self._check_forward(leaves & weights)
 
     def _check_optimizer(self, leaves: set[Tensor]) -> None:
         """Reject a loss without a prepared optimizer (ValueError) if another optimizer would train it wrongly."""
@@ -97,31 +89,22 @@ class LossCheck:
             )
         raise ValueError(f"backward was given a loss of a model whose optimizer was not prepared; {reason}")
 
-    def _check_precision(self, weights: set[Tensor]) -> None:
-        """Reject a loss with these weights of prepared models (ValueError) if it was computed outside the precision."""
-        models = [each for each in self._preparation.models if isinstance(each, PreparedModule)]
-        is_called = self._has_autocast or any(each.forwards or each.method_calls for each in models)
-        if models and weights and not is_called:
+    def _check_forward(self, weights: set[Tensor]) -> None:
+        """Reject a loss with these weights of prepared models (ValueError) if no prepared model was called."""
+        engine = self._engine
+        models = [model for model in self._preparation.models if isinstance(model, PreparedModule)]
+        if not models or any(model.forwards for model in models):
+            return
+        if engine.world_size > 1:
+            raise ValueError(
+                "backward was given a loss that a method of a prepared model made, or the model as it was before prepare, "
+                "whose gradients no strategy averages over the ranks. Call the model that accelerator.prepare returned "
+                "itself, and let its forward call the method."
+            )
+        is_precise = self._has_autocast or any(model.method_calls for model in models)
+        if weights and not is_precise and engine.precision.forward_context() is not None:
             raise ValueError(
                 "backward was given a loss of the model as it was before prepare, or of a part of it, which does not compute "
-                f"in precision {self._engine.precision.name!r}. Prepare does not change your model. Call the model "
-                "that accelerator.prepare returned, or call a part of it within accelerator.autocast()."
+                f"in precision {engine.precision.name!r}. Prepare does not change your model. Call the model that "
+                "accelerator.prepare returned, or call a part of it within accelerator.autocast()."
             )
-
-    def _check_forward(self, options: dict[str, Any]) -> None:
-        """Reject a loss (ValueError) if no prepared model was called since the optimizers stepped."""
-        models = [each for each in self._preparation.models if isinstance(each, PreparedModule)]
-        forwards, steps = sum(each.forwards for each in models), self._preparation.step_count
-        if forwards != self._forwards:
-            self._forwards, self._steps = forwards, steps
-        elif models and not self._keeps_graph:
-            # One forward may have several backwards: of a kept graph, or of losses that several optimizers step on in turn.
-            is_old = self._has_passed and steps - self._steps >= max(1, len(self._preparation.optimizers))
-            if is_old or not forwards:
-                raise ValueError(
-                    "backward was given a loss that a method of a prepared model made, or the model as it was before prepare, "
-                    "whose gradients no strategy averages over the ranks. Call the model that accelerator.prepare returned "
-                    "itself, and let its forward call the method."
-                )
-        keeps = options.get("retain_graph")
-        self._keeps_graph = bool(options.get("create_graph") if keeps is None else keeps)

@@ -277,8 +277,6 @@ def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Cal
         TypeError: an object of another kind.
         ValueError: two of one kind.
     """
-    if isinstance(given, kinds):
-        raise TypeError(f"kwargs_handlers={given!r} is not a list. Pass kwargs_handlers=[{type(given).__name__}(...)].")
     if given is not None and not isinstance(given, Iterable):
         raise TypeError(
             f"kwargs_handlers={given!r} is not a list. Expected a list of options, such as [AutocastKwargs()]."

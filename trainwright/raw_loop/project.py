@@ -72,10 +72,6 @@ class ProjectConfiguration(NamedArguments):
         if self.logging_dir is None:
             self.logging_dir = project_dir
 
-    def advance(self, iteration: int) -> None:
-        """Let the next checkpoint have this number, or a higher one."""
-        self.iteration = iteration
-
 
 def chosen_project(
     project_dir: str | os.PathLike[str] | None, project_config: ProjectConfiguration | None
@@ -149,7 +145,7 @@ class NumberedCheckpoints:
 
     def note_save(self, path: str, number: int) -> None:
         """Record that a numbered save was made or begun. Remove the checkpoints that it replaces, once it has committed."""
-        self.config.advance(number + 1)
+        self.config.iteration = number + 1
         self._committing = path, self._engine.writer.in_flight
         self._remove_replaced()
 
@@ -162,9 +158,12 @@ class NumberedCheckpoints:
         self._engine.finish_save()
         self._remove_replaced()
 
-    def note_load(self, path: str) -> None:
-        """Note the checkpoint that was loaded by its path: it stays as long as this process runs."""
-        self._source = path
+    def choose(self, path: str | os.PathLike[str] | None, verify: Verify) -> str | StoredCheckpoint:
+        """Return the path of the checkpoint to load, which then stays as long as this process runs, or the newest one."""
+        if path is None:
+            return self.newest(verify)
+        self._source = os.fspath(path)
+        return self._source
 
     def newest(self, verify: Verify) -> StoredCheckpoint:
         """Return the newest complete numbered checkpoint, verified. Collective.
@@ -187,7 +186,7 @@ class NumberedCheckpoints:
                 except CheckpointError as error:
                     damage = str(error)
                 else:
-                    self.config.advance(int(path.rpartition("_")[2]) + 1)
+                    self.config.iteration = int(path.rpartition("_")[2]) + 1
                     return checkpoint
             rank_zero_warn(f"load_state skips {path}, which is damaged and is left untouched: {damage}", stacklevel=3)
         raise CheckpointError(

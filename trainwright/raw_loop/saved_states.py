@@ -12,13 +12,12 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.arguments import check_takes, refuse_unknown
-from trainwright.checkpoint.contents import encode_state
+from trainwright.arguments import refuse_unknown
 from trainwright.checkpoint.discovery import is_newest
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine.engine import Engine
-from trainwright.engine.script_settings import SCHEDULERS, checked_fresh
+from trainwright.engine.script_settings import checked_fresh
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
@@ -38,7 +37,7 @@ class SavedStates:
         self._objects: list[Any] = []
         self._save_hooks: OrderedDict[int, Hook] = OrderedDict()  # handles refer to them, weakly
         self._load_hooks: OrderedDict[int, Hook] = OrderedDict()
-        self._has_warned = self._has_warned_of_optimizer = False
+        self._has_warned = False
 
     def end(self) -> None:
         """Wait for a save in flight. See `Accelerator.end_training`. Collective."""
@@ -47,22 +46,13 @@ class SavedStates:
 
     def register(self, objects: tuple[Any, ...]) -> None:
         """Keep the state of these objects in checkpoints, too. See `Accelerator.register_for_checkpointing`."""
-        for each in objects:
-            lacking = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(each, name, None))]
-            if lacking or isinstance(each, type):
-                what = (
-                    f"the class {each.__name__}"
-                    if isinstance(each, type)
-                    else f"{a_type_of(each)} without {lacking[0]}"
-                )
+        for item in objects:
+            methods = [getattr(item, name, None) for name in ("state_dict", "load_state_dict")]
+            if isinstance(item, type) or not all(map(callable, methods)):
                 raise TypeError(
-                    f"register_for_checkpointing was given {what}. Expected objects with state_dict and load_state_dict."
+                    f"register_for_checkpointing was given {a_type_of(item)}. Expected objects with state_dict and "
+                    "load_state_dict."
                 )
-            try:
-                state = each.state_dict()
-            except Exception:  # it may not be ready yet; a save reports the error
-                continue
-            encode_state(state, f"the state_dict of {type(each).__name__}")
         for each in objects:
             if all(each is not one for one in self._objects):
                 self._objects.append(each)
@@ -75,16 +65,21 @@ class SavedStates:
         self._objects = []
 
     def add_save_hook(self, hook: Hook) -> RemovableHandle:
-        return _added(self._save_hooks, hook, "register_save_state_pre_hook", ("models", "weights", "output_dir"))
+        return _added(self._save_hooks, hook, "register_save_state_pre_hook")
 
     def add_load_hook(self, hook: Hook) -> RemovableHandle:
-        return _added(self._load_hooks, hook, "register_load_state_pre_hook", ("models", "input_dir"))
+        return _added(self._load_hooks, hook, "register_load_state_pre_hook")
 
     def save(
         self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
     ) -> str:
         """Write a checkpoint. See `Accelerator.save_state`. Collective."""
-        self._check_training(preparation)
+        preparation.windows.drop_left()
+        if preparation.windows.is_open and preparation.windows.usual_length > 1:
+            raise RuntimeError(
+                "save_state was called within an accumulation window, and checkpoints hold no gradients. Call it when "
+                "accelerator.sync_gradients is True and the optimizer has stepped."
+            )
         is_numbered = output_dir is None or self.numbered.config.automatic_checkpoint_naming
         if is_numbered:
             path, number = self.numbered.next()
@@ -106,7 +101,6 @@ class SavedStates:
             "position": {**position, "step": preparation.step_count},
             "loaders": loaders,
             "lr_schedulers": [scheduler.state_dict() for scheduler in preparation.schedulers],
-            "steps_of_schedulers": [scheduler.steps_since() for scheduler in preparation.schedulers],
             "registered": self._states_of_objects(),
             "loggers": self._trackers.states(),
         }
@@ -126,32 +120,6 @@ class SavedStates:
             self.numbered.note_save(path, number)
         return path
 
-    def _check_training(self, preparation: Preparation) -> None:
-        """Refuse a save within a window (RuntimeError), and warn of state that a checkpoint cannot hold."""
-        if preparation.windows.drop_left():
-            rank_zero_warn(
-                "the loop left its loader within an accumulation window, whose gradients are dropped: checkpoints hold none.",
-                stacklevel=4,
-            )
-        alone = preparation.trained_without_optimizer()
-        if preparation.windows.is_open and preparation.windows.usual_length > 1:
-            if alone:
-                raise RuntimeError(
-                    f"save_state was called after a backward through {alone}, whose optimizer was not prepared, so its "
-                    "accumulation windows never end with a step. Pass it to accelerator.prepare, and step what that returns."
-                )
-            raise RuntimeError(
-                "save_state was called within an accumulation window, and checkpoints hold no gradients. Call it when "
-                "accelerator.sync_gradients is True and the optimizer has stepped."
-            )
-        if alone and not self._has_warned_of_optimizer:
-            self._has_warned_of_optimizer = True
-            rank_zero_warn(
-                f"save_state: backward has trained {alone}, and no prepared optimizer steps its parameters. If another one "
-                "does, its state is not in the checkpoint. Pass it to accelerator.prepare, and step what that returns.",
-                stacklevel=4,
-            )
-
     def load(
         self,
         preparation: Preparation,
@@ -169,7 +137,7 @@ class SavedStates:
                 "load_state was called before prepare, and loads into what was prepared. Call accelerator.prepare(model, "
                 "optimizer, ...) first."
             )
-        opened = engine.open(self.numbered.newest(verify) if input_dir is None else os.fspath(input_dir), verify=verify)
+        opened = engine.open(self.numbered.choose(input_dir, verify), verify=verify)
         path = opened.checkpoint.path
 
         def check(state: dict[str, Any]) -> None:
@@ -185,9 +153,6 @@ class SavedStates:
         restored = engine.load(opened, strict=strict, check=check, fresh=fresh)
         state = restored.state
         engine.script.resume(state, path, fresh)
-        steps = () if SCHEDULERS in fresh else state.get("steps_of_schedulers", ())
-        for scheduler, since in zip(preparation.schedulers, steps, strict=False):
-            scheduler.take_steps(*since)
         position = state["position"]
         preparation.resume_at(int(position["step"]))
         if position.get("epoch_ended"):  # a Trainer's, saved between two epochs
@@ -201,10 +166,7 @@ class SavedStates:
         # After the loads, which may draw.
         if restored.rng is not None:
             set_rng_state(restored.rng)
-        if input_dir is not None:
-            self.numbered.note_load(path)
-        if engine.rank == 0 and state.get("loggers") and (input_dir is None or is_newest(path)):
-            self._trackers.resume(state["loggers"], path)
+        self._trackers.resume(state.get("loggers"), path, is_newest=input_dir is None or is_newest(path))
 
     @contextmanager
     def _staged(self, preparation: Preparation, path: str, overwrite: bool) -> Iterator[str | None]:
@@ -266,10 +228,9 @@ class SavedStates:
             self._engine.ranks.run_on_all(load, call, subject=subject)
 
 
-def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str, given: tuple[str, ...]) -> RemovableHandle:
+def _added(hooks: OrderedDict[int, Hook], hook: Any, call: str) -> RemovableHandle:
     if not callable(hook):
         raise TypeError(f"{call} was given {a_type_of(hook)}. Expected a function.")
-    check_takes(f"{call}: {getattr(hook, '__name__', type(hook).__name__)}", hook, given)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

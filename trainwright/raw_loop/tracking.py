@@ -192,9 +192,10 @@ class Trackers:
         self._start()
         return logger_states([each.logger for each in self._trackers])
 
-    def resume(self, states: list[dict[str, Any]], path: str) -> None:
-        """Let loggers that have not started continue from their states in a checkpoint."""
-        self._resumed = states, path
+    def resume(self, states: list[dict[str, Any]] | None, path: str, is_newest: bool) -> None:
+        """Let loggers that have not started continue from their states in the newest checkpoint of its folder."""
+        if states and is_newest:
+            self._resumed = states, path
 
     def end(self) -> None:
         """Close the loggers. The next `init` begins another run."""

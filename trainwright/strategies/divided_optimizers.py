@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -147,41 +147,16 @@ class UsedParameters:
         self._used.clear()
 
 
-class Division(NamedTuple):
-    """How a strategy has divided an optimizer among the ranks, for the next fit with the same optimizer.
-
-    `ranges` are (start, numel) of the parameters of which this rank has a part of the state. `groups` are the parameters
-    of all groups before the division, if the strategy has removed some.
-    """
-
-    strategy: str
-    ranges: Mapping[Tensor, tuple[int, int]]
-    groups: Sequence[Sequence[Tensor]] = ()
+DIVIDED: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+"""Optimizers of which a rank holds only a shard since an earlier run, with that run's strategy."""
 
 
-DIVISIONS: WeakKeyDictionary[Optimizer, Division] = WeakKeyDictionary()
-
-
-def make_whole(optimizers: Sequence[Optimizer], strategy: str) -> None:
-    """Restore all parameters of optimizers of which a rank holds only a shard since an earlier run.
-
-    Raises:
-        ValueError: another strategy has divided the state of one among the ranks.
-    """
+def refuse_divided(optimizers: Iterable[Optimizer]) -> None:
+    """Raise ValueError for an optimizer whose state an earlier run has divided among the ranks."""
     for optimizer in optimizers:
-        division = DIVISIONS.get(optimizer)
-        if division is None:
-            continue
-        if division.strategy != strategy:
-            raise divided(optimizer, division.strategy, f"strategy={strategy!r} needs other parts")
-        for group, whole in zip(optimizer.param_groups, division.groups, strict=False):
-            group["params"] = list(whole)
-
-
-def divided(optimizer: Optimizer, strategy: str, why: str) -> ValueError:
-    """Return the error about an optimizer whose state was divided in another way."""
-    return ValueError(
-        f"this {type(optimizer).__name__} was prepared before, under strategy={strategy!r}, which has left a part of its "
-        f"state on every rank, and {why}. Make a new optimizer for every fit, in configure_optimizers. To continue with the "
-        "state, save a checkpoint and resume from it."
-    )
+        if optimizer in DIVIDED:
+            raise ValueError(
+                f"this {type(optimizer).__name__} was prepared before, under strategy={DIVIDED[optimizer]!r}, which has left a "
+                "part of its state on every rank. Make a new optimizer for every fit, in configure_optimizers. To continue "
+                "with the state, save a checkpoint and resume from it."
+            )

@@ -66,7 +66,8 @@ class JobView:
     @property
     def model(self) -> Any:
         """Return the prepared module, or the wrapper that its steps run through, or None before the preparation."""
-        return None if self._module is None else self.wrapped.get(self._module, self._module)
+        wrapper = None if self._module is None else self.wrapped.get(self._module)
+        return self._module if wrapper is None else wrapper
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has made this call. Collective: call on every rank."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from trainwright.value_kinds import is_dtensor
 
@@ -16,30 +15,19 @@ Occurrences = dict[Tensor, list[tuple[dict[str, Any], str]]]
 
 
 def move(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool] | None = None) -> None:
-    """Move a module to a device in place, except tensors that `stays` selects.
-
-    Tied weights stay tied, and lazy tensors lazy.
-    """
-    slots: dict[int, list[tuple[nn.Module, str]]] = {}
-    kept = []  # keeps the ids unique
+    """Move a module to a device in place, except tensors that `stays` selects. Tied weights stay tied."""
+    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for _, name, tensor in _own_tensors(owner):
-            slots.setdefault(id(tensor), []).append((owner, name))
-            kept.append(tensor)
-    lazy = [(slots[id(tensor)][0], tensor) for tensor in kept if is_lazy(tensor)]
+            places.setdefault(tensor, []).append((owner, name))
     if stays is None:
         module.to(device)
     else:
         module._apply(lambda tensor: tensor if stays(tensor) else tensor.to(device))  # type: ignore[no-untyped-call]
-    for (owner, name), tensor in lazy:
-        if not is_lazy(getattr(owner, name)):
-            kind: Any = type(tensor)
-            setattr(owner, name, kind(requires_grad=tensor.requires_grad, device=device, dtype=tensor.dtype))
-    for first, *others in slots.values():
-        moved = getattr(*first)
+    for (first, key), *others in places.values():  # some backends make a tensor for every place
         for owner, name in others:
-            if getattr(owner, name) is not moved:
-                setattr(owner, name, moved)
+            if getattr(owner, name) is not getattr(first, key):
+                setattr(owner, name, getattr(first, key))
 
 
 def materialize(module: nn.Module, parts: Sequence[nn.Module] | None = None) -> bool:

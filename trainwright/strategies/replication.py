@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Self
 
 import torch
@@ -73,12 +73,7 @@ class DeferredAllReduce:
     """
 
     def __init__(self) -> None:
-        self._parameters: dict[Tensor, int | None] = {}
-
-    def track(self, parameters: Iterable[nn.Parameter], owners: Mapping[Tensor, int] | None = None) -> None:
-        """Register parameters. With `owners` a gradient is reduced to its rank, and discarded on the others."""
-        for parameter in parameters:
-            self._parameters[parameter] = None if owners is None else owners[parameter]
+        self._parameters: set[Tensor] = set()
 
     def unknown(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that are neither shards nor registered."""
@@ -90,7 +85,7 @@ class DeferredAllReduce:
         """Register a module's unknown parameters, with rank 0's values. Collective."""
         created = self.unknown(module.parameters())
         equalize(created)
-        self.track(created)
+        self._parameters.update(created)
 
     def refuse_unknown(self, optimizer: Optimizer, modules: Iterable[nn.Module], strategy: str) -> Self:
         """Raise RuntimeError if the optimizer has a gradient of the modules that would not be averaged."""
@@ -99,13 +94,6 @@ class DeferredAllReduce:
 
     def clear(self) -> None:
         self._parameters.clear()
-
-    def reopen(self, optimizer: Optimizer) -> None:
-        """Undo the mean of gradients with an owner, before a backward adds to them."""
-        for parameter in parameters_of(optimizer):
-            # The other ranks discarded theirs, so the next mean would divide this one by the world size again.
-            if parameter.grad is not None and self._parameters.get(parameter) is not None:
-                parameter.grad.mul_(dist.get_world_size())
 
     def reduce(self, optimizer: Optimizer) -> None:
         """Average the gradients of an optimizer's parameters. Collective."""
@@ -116,25 +104,15 @@ class DeferredAllReduce:
             return
         used = torch.tensor([float(p.grad is not None) for p in tracked], device=tracked[0].device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        buckets: dict[tuple[int | None, torch.dtype], list[Tensor]] = {}
+        buckets: dict[torch.dtype, list[Tensor]] = {}
         for parameter, is_used in zip(tracked, used.tolist(), strict=True):
             if is_used:
-                buckets.setdefault((self._parameters[parameter], parameter.dtype), []).append(parameter)
-        for (owner, _), parameters in buckets.items():
-            self._average(parameters, owner)
-
-    def _average(self, parameters: list[Tensor], owner: int | None) -> None:
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(dist.get_world_size())
-        if owner is None:
+                buckets.setdefault(parameter.dtype, []).append(parameter)
+        for bucket in buckets.values():
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(dist.get_world_size())
             dist.all_reduce(flat)
-        else:
-            dist.reduce(flat, dst=owner)
-            if owner != dist.get_rank():
-                for parameter in parameters:
-                    parameter.grad = None
-                return
-        parts = torch.split(flat, [p.numel() for p in parameters])
-        for parameter, gradient, part in zip(parameters, gradients, parts, strict=True):
-            gradient.copy_(part.view(gradient.shape))
-            parameter.grad = gradient
+            parts = torch.split(flat, [p.numel() for p in bucket])
+            for parameter, gradient, part in zip(bucket, gradients, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
+                parameter.grad = gradient

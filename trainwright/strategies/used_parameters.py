@@ -15,9 +15,6 @@ from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.strategies.module_checks import trained
 from trainwright.tensor_names import clean_name
 
-MOST_CHANGES = 1000
-"""The number of recorded changes in the used parameters, which name the first backward at which the ranks differ."""
-
 
 class RanksUse:
     """Compares which parameters the ranks use, at the 1st, 2nd, 4th, 8th backward and so on, and before every save.
@@ -30,7 +27,6 @@ class RanksUse:
         self._strategy = strategy
         self._backwards = self._compared = self._digest = 0
         self._used: tuple[bool, ...] = ()
-        self._changes: list[tuple[int, tuple[bool, ...]]] = []
         self._names: list[str] = []
         self._tracked: dict[Tensor, str] = {}
         self._hooks: dict[Tensor, RemovableHandle] = {}
@@ -80,8 +76,6 @@ class RanksUse:
         self._backwards += 1
         if (now := tuple(used)) != self._used:
             self._used, self._names = now, list(names)
-            if len(self._changes) < MOST_CHANGES:
-                self._changes.append((self._backwards, now))
         self._digest = hash((self._digest, now))  # of numbers, so it is the same in every process
         if self._backwards & (self._backwards - 1) == 0:
             self.compare()
@@ -95,30 +89,15 @@ class RanksUse:
         if not self._backwards:
             return
         if set(exchange(self._digest)) == {self._digest}:
-            self._compared, self._changes = self._backwards, [(self._backwards, self._used)]
+            self._compared = self._backwards
             return
-        histories = exchange([[backward, *used] for backward, used in self._changes])
-        raise RuntimeError(self._difference(histories))
-
-    def _difference(self, histories: list[list[list[int]]]) -> str:
-        """Return the message of the first difference between the ranks."""
-        for backward in sorted({change[0] for history in histories for change in history}):
-            used = [next((each[1:] for each in history[::-1] if each[0] <= backward), []) for history in histories]
-            differing = [number for number, each in enumerate(zip(*used, strict=False)) if len(set(each)) > 1]
-            if differing:
-                number = differing[0]
-                have = [rank for rank, each in enumerate(used) if each[number]]
-                more = f" and {len(differing) - 1} more parameters" if differing[1:] else ""
-                what = f"backward {backward} gave {self._names[number]!r}{more} a gradient on {_ranks(have)} alone"
-                break
-        else:
-            what = (
-                f"a backward after number {self._compared} gave other parameters gradients on some ranks than on others"
-            )
-        return (
-            f"{what}, of {len(histories)} ranks. {self._strategy} adds the ranks' gradients by their positions, so the weights "
-            f"are wrong since then; up to backward {self._compared} they were right. Use the same parameters on all ranks in "
-            "every step (add 0 * output.sum() of the unused branch to the loss), or train with "
+        by_rank = zip(*exchange([int(is_used) for is_used in self._used]), strict=False)
+        names = [name for name, used in zip(self._names, by_rank, strict=False) if len(set(used)) > 1]
+        latest = f", of the latest one {names[0]!r} and {len(names) - 1} more" if names else ""
+        raise RuntimeError(
+            f"in a backward after number {self._compared} some ranks gave other parameters gradients than the others{latest}. "
+            f"{self._strategy} adds the ranks' gradients by their positions, so the weights may be wrong since then. Use the "
+            "same parameters on all ranks in every step (add 0 * output.sum() of the unused branch to the loss), or train with "
             "strategy='ddp_find_unused_parameters_true'."
         )
 
@@ -191,7 +170,3 @@ def are_all_stepped(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer
     """Return whether the optimizers step all trained parameters of the modules, or there are no optimizers."""
     stepped = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     return not optimizers or all(p in stepped for module in modules for p in trained(module).values())
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"

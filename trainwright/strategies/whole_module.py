@@ -17,18 +17,17 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.strategies.replication import equalize
+from trainwright.strategies.zero import vendor
 from trainwright.value_kinds import computed_tensors
 
 ENGINES = (str(Path(__file__).parent), str(Path(dist.__file__).parent))
 """The folders of the code that strategies attach to modules."""
-PACKAGES = ("deepspeed.", "torch.distributed.", "trainwright.strategies.")
 ADDED = (
-    *("_fsdp_root", "_fsdp_use_orig_params", "_is_fsdp_managed_module"),
-    *("_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt"),
-    *("ds_external_parameters", "ds_grads_remaining", "ds_id", "ds_inflight_param_registry", "ds_recompute_parameters"),
-    *("post_bwd_fn", "pre_bwd_fn"),
+    *("__composable_api", "ds_", "_external_params", "_original_parameters", "all_parameters"),
+    *("applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"),
 )
-"""Attributes that torch's fully_shard and DeepSpeed add to a module."""
+"""Beginnings of the names of attributes that torch's fully_shard and DeepSpeed add to a module."""
+PACKAGES = ("deepspeed.", "torch.distributed.", "trainwright.strategies.")
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -81,17 +80,12 @@ def gather_module(module: nn.Module, *, all_ranks: bool = False) -> nn.Module | 
     return _copied(module, memo)
 
 
-def _gathered(parameter: Any) -> Tensor:
+def _gathered(parameter: nn.Parameter) -> Tensor:
     """Return a parameter's whole value. Collective where it is sharded."""
-    whole: Tensor = parameter.detach()
+    whole = parameter.detach()
     if isinstance(whole, DTensor):
         return whole.full_tensor()
-    if not hasattr(parameter, "ds_id"):
-        return whole
-    part = parameter.ds_tensor.detach().to(parameter.device)
-    gathered: Tensor = part.new_empty(part.numel() * dist.get_world_size(parameter.ds_process_group))
-    dist.all_gather_into_tensor(gathered, part.contiguous(), group=parameter.ds_process_group)
-    return gathered[: parameter.ds_numel].view(parameter.ds_shape)
+    return vendor.gather_whole(parameter) if hasattr(parameter, "ds_id") else whole
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -106,7 +100,7 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         state: Any = each.__dict__ if is_parametrized(each) else each.__getstate__()  # type: ignore[no-untyped-call]
         kept: dict[str, Any] = {}
         for name, value in state.items():
-            if name in ADDED or name.startswith("__composable_api") or _is_engines(value):
+            if name.startswith(ADDED) or (name.startswith("_") and "fsdp" in name) or _is_engines(value):
                 continue
             if name.endswith("_hooks") and isinstance(value, dict):
                 value = type(value)((key, hook) for key, hook in value.items() if not _is_engines(hook))
@@ -123,13 +117,13 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _is_engines(value: Any) -> bool:
-    """Return whether this function belongs to a strategy or its engine, not to the user."""
+    """Return whether this function or class belongs to a strategy or its engine, not to the user."""
     inner = value
     while inner is not None:  # a partial, a bound method, or torch's wrapper of a hook
         value = inner
         inner = value.func if isinstance(value, partial) else getattr(value, "__func__", getattr(value, "hook", None))
-    if not isinstance(value, FunctionType):
+    if not isinstance(value, (FunctionType, type)):
         return False
     # A method that a strategy has wrapped names the user's module, so its code's file counts too.
-    home = f"{value.__module__}."
-    return home.startswith(PACKAGES) or value.__code__.co_filename.startswith(ENGINES) or value is checkpoint
+    is_file = isinstance(value, FunctionType) and value.__code__.co_filename.startswith(ENGINES)
+    return f"{value.__module__}.".startswith(PACKAGES) or is_file or value is checkpoint

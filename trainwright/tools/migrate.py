@@ -126,7 +126,9 @@ def migrate(text: str) -> tuple[str, list[Remark]]:
                 script.rewrite_import(alias)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and _PACKAGE.match(node.module or ""):
             script.rewrite_from(node)
-    return script.edited(), sorted([*script.remarks, *_missing_attributes(script.tree, script.packages)])
+    remarks = sorted([*script.remarks, *_missing_attributes(script.tree, script.packages)])
+    name = next(iter(script.packages), "tw")  # by which the script knows the package
+    return script.edited(), [each._replace(advice=re.sub(r"\btw\.", f"{name}.", each.advice)) for each in remarks]
 
 
 class Script:

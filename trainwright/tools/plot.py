@@ -32,18 +32,13 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
         help=f"a page (.html) or an image (.png, with matplotlib); default: {CURVES_NAME} in the run, or here for several",
     )
     add("--metrics", action="append", metavar="A,B", help="the metrics to draw; default: all")
-    add(
-        "--x",
-        choices=AXES,
-        default="step",
-        help="the x axis; default: step. time needs event files of a TensorBoardLogger",
-    )
+    add("--x", choices=AXES, default="step", help="the x axis; default: step")
     options = parser.parse_args(arguments)
     try:
         runs = dict.fromkeys(absolute(run).rstrip("/") or "/" for run in options.runs)
         for run in runs:
             check_run(run)
-        histories = [read_history(run, with_times=options.x == "time") for run in runs]
+        histories = [read_history(run) for run in runs]
         drawn = [history for history in histories if history.series] or histories
         out = options.out or (CURVES_NAME if len(histories) > 1 else f"{drawn[0].folder}/{CURVES_NAME}")
         form = checked_format(out)

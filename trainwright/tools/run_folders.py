@@ -60,16 +60,16 @@ def _runs(filesystem: Any, inside: str, depth: int = 0, is_within: bool = False)
     """Yield the folders of runs. A run that `is_within` another needs a record or a table: writers have inner folders."""
     listed = list(listing(filesystem, inside))
     files = {name for name, is_folder in listed if not is_folder}
-    if inside.endswith(".ckpt") and files and RECORD_NAME not in files:
+    if inside.endswith(".ckpt"):
         return  # a checkpoint, which may contain a copy of a table
     has_events = not is_within and any(name.startswith(EVENTS) for name in files)
     if RECORD_NAME in files or has_events or (TABLE_NAME in files and _is_table(filesystem, f"{inside}/{TABLE_NAME}")):
         is_within = True
         yield inside
     skipped = CHECKPOINTS if is_within else ""
-    for name, is_folder in listed if depth < DEEPEST else ():
-        if is_folder and name != skipped and not name.startswith("."):
-            yield from _runs(filesystem, f"{inside.rstrip('/')}/{name}", depth + 1, is_within)
+    folders = [name for name, is_folder in listed if is_folder and name != skipped and not name.startswith(".")]
+    for name in folders if depth < DEEPEST else ():
+        yield from _runs(filesystem, f"{inside.rstrip('/')}/{name}", depth + 1, is_within)
 
 
 def _is_table(filesystem: Any, path: str) -> bool:

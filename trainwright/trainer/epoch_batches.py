@@ -1,9 +1,8 @@
-"""Batches as a loop takes them: read ahead to know the last, copied to the device, or pulled by the step itself."""
+"""Batches as a loop takes them: read ahead to know the last, and copied to the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 from trainwright.data.loaders import with_last
 from trainwright.data.transfer import Prefetcher
 from trainwright.engine.engine import Engine
-from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.sources import BatchTransfer, StepArguments
+from trainwright.trainer.sources import BatchTransfer
 from trainwright.trainer.training_data import TrainData
 
 Pairs = Iterator[tuple[Any, bool]]
@@ -28,7 +26,7 @@ class Batch:
     arguments: tuple[Any, ...]
     """The positional arguments of the step. Empty for a batch that is None, which is skipped."""
     value: Any
-    """The batch on its device. None until a step that pulls its batches has taken one."""
+    """The batch on its device."""
     index: int
     is_last: bool = False
     batches_left: int | None = None
@@ -39,81 +37,17 @@ class Batch:
     """This rank's samples, relative to an equal part of the round."""
     is_dummy: bool = False
     """Whether this rank has no sample, and only keeps collectives in step with other ranks."""
-    is_taken: bool = True
-    """False until a step that pulls its batches has taken one."""
-
-    def refuse(self, step: str) -> None:
-        """Raise RuntimeError: the step should have taken its batch itself, and has not."""
-        raise RuntimeError(f"{step} took no batch from its dataloader_iter. Call next(dataloader_iter) in it.")
-
-
-class PulledBatches(Iterator[tuple[Any, int, int]]):
-    """The batches of a step with a `dataloader_iter` argument, as tuples of (batch, batch_idx, dataloader_idx).
-
-    Args:
-        batches: pairs of a batch and whether it is the last.
-        transfer: moves a batch to the device; None if batches need no change.
-        start: the number of the first batch.
-        outside: a context without the step's precision, in which loaders compute as they do before a step.
-        is_dummy: whether a batch, by its number, is a dummy; a step that has begun with a real batch gets no dummy.
-        weight_of: this rank's weight in the round of a batch, by its number.
-        loader_index: the number of the loader, where several are read one after the other.
-    """
-
-    def __init__(
-        self,
-        batches: Pairs,
-        transfer: BatchTransfer | None,
-        start: int,
-        logbook: Logbook,
-        outside: Callable[[], AbstractContextManager[Any]],
-        *,
-        is_dummy: Callable[[int], bool] = lambda number: False,
-        weight_of: Callable[[int], float] = lambda number: 1.0,
-        loader_index: int = 0,
-    ) -> None:
-        self._batches, self._transfer, self._logbook, self._outside = batches, transfer, logbook, outside
-        self._is_dummy, self._weight_of, self._loader_index = is_dummy, weight_of, loader_index
-        self.count = start
-        """The number of the epoch's batches that were taken."""
-        # One batch is read ahead, to know whether the one before is the last.
-        self._ahead: tuple[Any, bool] | None = next(batches, None)
-        self.is_at_end = self._ahead is None
-        self.batch = Batch((self,), None, start)
-        """The batch of the running step."""
-
-    def begin_step(self, is_uneven: bool = False) -> Batch:
-        """Return the batch of another step, which the step moves on as it takes batches."""
-        is_last = self._ahead is not None and self._ahead[1]
-        weight, is_dummy = self._weight_of(self.count), self._is_dummy(self.count)
-        self.batch = Batch((self,), None, self.count, is_last, None, is_uneven, weight, is_dummy, is_taken=False)
-        return self.batch
-
-    def __next__(self) -> tuple[Any, int, int]:
-        batch = self.batch
-        if self._ahead is None or (batch.is_taken and self._is_dummy(self.count)):
-            raise StopIteration
-        value, is_last = self._ahead
-        with self._outside():
-            self._ahead = None if is_last else next(self._batches, None)
-            batch.value = value if self._transfer is None else self._transfer(value, self._loader_index)
-        batch.is_last = self.is_at_end = self._ahead is None
-        batch.index, batch.weight, batch.is_taken = self.count, self._weight_of(self.count), True
-        self.count += 1
-        if self._logbook.collector is not None:
-            self._logbook.collector.take_batch(batch.value, batch.index)  # self.log finds the batch size in it
-        return batch.value, batch.index, self._loader_index
 
 
 class EpochBatches:
     """The batches of a training epoch, or of the rest of it, from the run's position on.
 
-    The only class that knows how the loop's last batch is recognized, how batches reach the device, whether training_step pulls
-    them itself, and whether the run stops before the first. Collective: each rank iterates.
+    The only class that knows how the loop's last batch is recognized, how batches reach the device, and whether the run stops
+    before the first. Collective: each rank iterates.
 
     Args:
         data: this rank's shard, which has begun the epoch.
-        arguments: the arguments of training_step.
+        num_arguments: how many of the batch and its index training_step takes.
         transfer: moves a batch to the device; None if batches need no change.
         watch: wraps the iterator of batches, to measure the wait for them.
         is_stopped: collective; whether the run stops before the first batch.
@@ -122,15 +56,14 @@ class EpochBatches:
     def __init__(
         self,
         data: TrainData,
-        arguments: StepArguments,
+        num_arguments: int,
         transfer: BatchTransfer | None,
         engine: Engine,
-        logbook: Logbook,
         watch: Callable[[Pairs], Pairs],
         is_stopped: Callable[[], bool],
     ) -> None:
-        self._data, self._engine, self._logbook, self._is_stopped = data, engine, logbook, is_stopped
-        self._arguments, self._transfer = arguments, transfer
+        self._data, self._engine, self._is_stopped = data, engine, is_stopped
+        self._num_arguments, self._transfer = num_arguments, transfer
         self._start, self._length, loader = data.position, data.num_batches, data.loader
         # A loader that belongs to a single rank may end before the loaders of other ranks.
         all_have = self._all_have if self._length is None and not loader.ends_together else None
@@ -156,48 +89,20 @@ class EpochBatches:
         return bool(self._engine.reduce(torch.tensor([int(has_batch)]), "min").item())
 
     def __iter__(self) -> Iterator[Batch]:
-        # Not a generator itself, which would be one more call for each batch.
-        return self._pulled() if self._arguments.pulls else self._handed()
-
-    def _handed(self) -> Iterator[Batch]:
-        """Yield the batches that the loop hands to training_step."""
         if self._is_stopped():
             return
-        transfer, takes_index, length, loader = (
-            self._transfer,
-            self._arguments.takes_index,
-            self._length,
-            self._data.loader,
-        )
+        transfer, count, length, loader = self._transfer, self._num_arguments, self._length, self._data.loader
         pairs: Pairs = self._pairs
         move: Callable[[Any], Any] | None = transfer
         if transfer is not None and transfer.may_go_ahead:
             pairs, move = iter(Prefetcher(pairs, self._engine.device, ahead=loader.may_read_ahead)), transfer.arrived
         for index, (value, is_last) in enumerate(pairs, start=self._start):
             value = value if move is None else move(value)
-            arguments = () if value is None else (value, index) if takes_index else (value,)
+            arguments = () if value is None else (value, index)[:count]
             self._latest = batch = Batch(arguments, value, index, is_last, None if length is None else length - index)
             if index in loader.uneven:
                 batch.is_uneven, batch.weight = True, loader.weight_at(index)
                 batch.is_dummy = batch.weight == 0.0
-            yield batch
-        self._refuse_short()
-        self._is_over = True
-
-    def _pulled(self) -> Iterator[Batch]:
-        """Yield a batch for each training_step that takes its batches itself."""
-        if self._is_stopped():
-            return
-        loader, outside = self._data.loader, self._engine.precision.step_context
-        pulled = PulledBatches(
-            self._pairs, self._transfer, self._start, self._logbook, outside, weight_of=loader.weight_at
-        )
-        while not pulled.is_at_end:
-            self._latest = batch = pulled.begin_step()
-            if self._length is not None:
-                batch.batches_left = self._length - batch.index
-            if batch.index in loader.uneven:
-                batch.is_uneven, batch.is_dummy = True, batch.weight == 0.0
             yield batch
         self._refuse_short()
         self._is_over = True

@@ -32,9 +32,9 @@ def close_epoch(run: TrainingRun, is_complete: bool) -> None:
     if is_complete and validation_is_due(run, at_end=True):
         validate(run, within=False)
     if "on_train_epoch_end" in hooks.reduced_early:
-        logbook.reduce(run.module)  # so that they see the epoch's values
+        logbook.reduce()  # so that they see the epoch's values
     hooks.call("on_train_epoch_end")
-    logbook.finish(run.module)
+    logbook.finish()
     if is_complete:
         # After the reduction that gives the metrics which these follow.
         step_schedulers(run, "epoch", state.epoch + 1, plateau=True)
@@ -53,8 +53,8 @@ def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
         return False
     if every is not None and (state.epoch + 1) % every:
         return False
-    if run.validation_clock is not None:
-        return not at_end and run.validation_clock.is_due(state.step)
+    if run.plan.validation_clock is not None:
+        return not at_end and run.plan.validation_clock.is_due(state.step)
     if run.data.validate_every is None:
         return at_end
     count = state.total_batches if every is None else state.batch
@@ -92,14 +92,14 @@ def abandonable(run: TrainingRun) -> Iterator[None]:
     """
     stop, logbook, state = run.stop, run.logbook, run.state
     state.mark_rng(VALIDATION)
-    latest = logbook.state_dict() if stop.may_abandon(run.window.is_open) else None
+    latest = logbook.state_dict() if stop.may_abandon else None
     try:
         yield
     except EvaluationAbandoned:
         assert latest is not None
         logbook.drop_evaluation(latest)
         state.progress.end_batches(is_stopped=True)  # the state says whether the epoch-wise schedulers have stepped
-        stop.commit(state.rng[VALIDATION])
+        stop.save(state.rng[VALIDATION])
         logbook.end_evaluation()
         raise
     except BaseException:
@@ -115,16 +115,27 @@ def validate_within(run: TrainingRun, batch: Batch) -> None:
         validate(run, within=True)
 
 
+def validates_within(run: TrainingRun) -> bool:
+    """Return whether a validation may be due within an epoch."""
+    has_interval = run.data.validate_every is not None or run.plan.validation_clock is not None
+    return run.validation is not None and has_interval
+
+
+def follows_metric_by_step(run: TrainingRun) -> bool:
+    """Return whether a step-wise scheduler follows a metric."""
+    return any(config.interval == "step" and config.reduce_on_plateau for config in run.trained.schedulers)
+
+
 def step_plateau_schedulers(run: TrainingRun, is_last: bool) -> None:
     """Step the step-wise schedulers that follow a metric, or let them wait for the validation that is due now. Collective.
 
     The validation may log their metric, and a checkpoint that it leads to stores their step. A step that the loss scale skipped
     does not count.
     """
-    is_timed = run.validation_clock is not None  # such a validation is due on no batch that is known here
-    if not is_timed and validation_is_due(run, at_end=is_last):
-        run.state.postpone_schedulers()
-    else:
+    is_timed = run.plan.validation_clock is not None  # such a validation is due on no batch that is known here
+    if run.state.has_made_step and not run.state.postpone_schedulers(
+        not is_timed and validation_is_due(run, at_end=is_last)
+    ):
         step_schedulers(run, "step", run.state.step, plateau=True)
 
 
@@ -139,11 +150,10 @@ def pass_over(run: TrainingRun) -> bool:
     with isolate_rng(), torch.no_grad(), discarded(module, collector):
         loader = run.data.again()
         # Where loaders end at different batches, a rank would wait in the forward for one that has ended.
-        if run.plan.arguments.pulls or not loader.ends_together:
+        if not loader.ends_together:
             rank_zero_warn(
-                "no pass over the training data is made at the end, because training_step takes its batches from "
-                "dataloader_iter, or loaders of unknown length are each rank's own: batch-norm statistics stay as training has "
-                "left them."
+                "no pass over the training data is made at the end, because loaders of unknown length are each rank's own: "
+                "batch-norm statistics stay as training has left them."
             )
             return False
         try:
@@ -151,13 +161,13 @@ def pass_over(run: TrainingRun) -> bool:
                 is_dummy = loader.real_length is not None and index >= loader.real_length
                 # A dummy batch runs for the other ranks' collectives, and must not count in batch-norm statistics.
                 buffers = [(each, each.clone()) for each in module.buffers()] if is_dummy else []
-                collector.begin_batch(batch, index=index)
+                collector.begin_batch(batch, index)
                 if run.plan.transfer is not None:
                     batch = run.plan.transfer(batch)
-                engine.run(module, "training_step", *run.plan.arguments.of(batch, index, 0))
+                engine.run(module, "training_step", *(batch, index)[: run.plan.num_arguments])
                 for buffer, kept in buffers:
                     buffer.copy_(kept)
-            collector.end_batches()
+            collector.begin_loader(None)
         finally:
             loader.close()
     return True

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
+from trainwright.data.combined_loader import is_read_once
 from trainwright.data.first_draws import compare_first_draws
-from trainwright.data.loaders import ShardedLoader, refuse_length, with_last
+from trainwright.data.loaders import ShardedLoader, refuse_length
 from trainwright.data.seeding import isolate_rng
+from trainwright.data.transfer import to_device
+from trainwright.distributed.collectives import gather_nests
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, hook_of, is_overridden
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
-from trainwright.trainer.epoch_batches import Batch, PulledBatches
-from trainwright.trainer.inputs import iterators_of
+from trainwright.trainer.epoch_batches import Batch
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.oversights import warn_of_monitors, warn_of_shuffling
+from trainwright.trainer.oversights import parts_of, warn_of_shuffling
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import VALIDATION_LOADERS, Phase
-from trainwright.trainer.sources import BatchTransfer, LoaderSource, StepArguments, find_transfer, read_step
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_transfer, num_step_arguments
 from trainwright.trainer.stage import Shard, Stage, limited
 from trainwright.trainer.stop import EvaluationAbandoned
-from trainwright.trainer.uneven_round import Communication, OwnRounds, UnevenRound
-
-LIMITS = {
-    "validation": "limit_val_batches",
-    "test": "limit_test_batches",
-    "predict": "limit_predict_batches",
-}
+from trainwright.trainer.uneven_round import Communication, UnevenRound
 
 
 @dataclass
@@ -47,24 +46,21 @@ class Evaluation:
     transfer: BatchTransfer | None = field(init=False)
     shown: Stage = field(init=False)
     """The stage's data as the Trainer shows it."""
-    arguments: StepArguments = field(default_factory=StepArguments)
+    limit: int | float | None = field(init=False)
+    """The Trainer's limit on the batches of a loader."""
+    num_arguments: int = 2
+    """How many of the batch, its index and the loader's index the step takes."""
     loaders: list[tuple[str | None, Shard]] = field(default_factory=list)
     """The user's names of the loaders, and this rank's shards of them."""
     is_loaded: bool = False
     has_iterators: bool = False
     """Whether a loader can be read only once."""
-    communication: Communication = field(default_factory=Communication)
 
     def __post_init__(self) -> None:
         self.transfer = find_transfer(self.run.engine, self.module, self.run.datamodule, self.run.profiler)
         self.shown = getattr(self.run.stages, self.stage)
+        self.limit = getattr(self.run.settings, f"limit_{'val' if self.stage == 'validation' else self.stage}_batches")
         self.run.close_at_end(self.close)
-
-    def begin_communication(self) -> Communication:
-        """Return a new record for the next loader, with which the step may communicate in another way."""
-        always = self.run.engine.strategy.capabilities.forward_is_collective
-        self.communication = Communication(in_hooks=self.stage != "predict", forward_is_collective=always)
-        return self.communication
 
     def load(self) -> None:
         """Load and shard the loaders, if not loaded yet. Collective."""
@@ -75,25 +71,34 @@ class Evaluation:
         self.close()
         self.loaders = []
         self.loaders = evaluation_loaders(
-            loaders,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            mode="padded",
-            **self.run.loader_options,
+            loaders, rank=engine.rank, world_size=engine.world_size, mode="padded", **self.run.loader_options
         )
-        if self.source.owner is None:
-            self._refuse_empty()
         # Before any batch: ranks with a batch would wait in its forward for ranks without.
-        for _, loader in self.loaders:
+        for index, (_, loader) in enumerate(self.loaders):
+            is_alone = self.is_alone(loader)
+            if isinstance(loader, ShardedLoader) and not is_alone:
+                self.refuse_empty(index, loader.shard.source_length == 0)
             compare_first_draws(loader, engine.ranks, self.stage)
-            if engine.strategy.capabilities.forward_is_collective and isinstance(loader, ShardedCombination):
-                loader.refuse_parted_rounds(self.limit_of(loader))
-        self.is_loaded, self.has_iterators = True, bool(iterators_of(loaders))
+            if engine.strategy.capabilities.forward_is_collective:
+                if is_alone:
+                    self._refuse_unequal(loader)
+                if isinstance(loader, ShardedCombination):
+                    loader.refuse_parted_rounds(self.limit_of(loader))
+        self.is_loaded, self.has_iterators = True, any(map(is_read_once, parts_of(loaders)))
         are_named = all(name is not None for name, _ in self.loaders)
-        self.arguments = read_step(self.module, f"{self.stage}_step", len(self.loaders), are_named)
+        self.num_arguments = num_step_arguments(self.module, f"{self.stage}_step", len(self.loaders), are_named)
         if self.stage != "predict" and not self.run.in_order:
             warn_of_shuffling(loaders, self.stage)
         self.shown.note(loaders, [self.limit_of(loader) for _, loader in self.loaders])
+
+    def _refuse_unequal(self, loader: Shard) -> None:
+        """Reject loaders of which each belongs to one rank, unless they have equal numbers of batches (ValueError)."""
+        counts = self.run.engine.ranks.exchange(self.limit_of(loader), f"the start of a {self.stage}")
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"the ranks have {', '.join(map(str, counts))} batches of their own to evaluate, but under this strategy a "
+                "forward needs every rank. Give each as many, or let the loader be sharded (use_distributed_sampler=True)."
+            )
 
     def close(self) -> None:
         """End the loaders' workers."""
@@ -101,40 +106,28 @@ class Evaluation:
             loader.close()
 
     def _made(self) -> Any:
-        is_read_once = self.run.call != "fit" or self.run.settings.validates_once(self.source.owner is not None)
         if VALIDATION_LOADERS not in self.run.state.rng or self.stage != "validation":
-            return self.source.load(is_read_once)
+            return self.source.load()
         with isolate_rng():
             self.run.state.restore_rng(VALIDATION_LOADERS)
-            return self.source.load(is_read_once)
+            return self.source.load()
 
-    def _refuse_empty(self) -> None:
-        """Reject loaders of the call whose length is 0 (ValueError). A hook may return an empty loader."""
-        for index, (name, loader) in enumerate(self.loaders):
-            if not isinstance(loader, ShardedLoader) or (loader.world_size > 1 and not loader.is_sharded):
-                continue
-            if loader.shard.source_length == 0:
-                raise ValueError(
-                    f"{self._named(index, name)} has no batches (its dataset is empty, or drop_last dropped all). Give it "
-                    "data, or leave it out."
-                )
+    def is_alone(self, loader: Shard) -> bool:
+        """Return whether every rank has a loader of its own."""
+        return self.run.engine.world_size > 1 and not loader.is_sharded
 
-    def refuse_none(self, index: int, source: Shard | OwnRounds, has_batch: bool) -> None:
-        """Reject a loader of the call that yielded no batch on any rank (RuntimeError). A hook may return an empty loader.
-
-        A loader without a length can only be found empty by reading it. All ranks know it without another exchange: a sharded
-        loader gives a dummy batch to a rank without samples, and OwnRounds has exchanged the numbers of batches.
-        """
-        is_empty = source.is_empty if isinstance(source, OwnRounds) else not has_batch
+    def refuse_empty(self, index: int, is_empty: bool) -> None:
+        """Reject a loader of the call that has no batch on any rank (RuntimeError). A hook may return an empty loader."""
+        # A shard is empty on every rank or on none: a rank without samples has a dummy batch.
+        if self.is_alone(self.loaders[index][1]):
+            is_empty = all(self.run.engine.ranks.exchange(is_empty, f"the end of a {self.stage} loader"))
         if is_empty and self.source.owner is None:
+            name = self.loaders[index][0]
+            which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
             raise RuntimeError(
-                f"{self._named(index, self.loaders[index][0])} yielded no batches (its dataset yields nothing, drop_last "
-                "dropped all, or its __iter__ does not start again for another pass). Give it data, or leave it out."
+                f"the {self.stage} loader{which} yielded no batches (its dataset yields nothing, drop_last dropped all, or its "
+                "__iter__ does not start again for another pass). Give it data, or leave it out."
             )
-
-    def _named(self, index: int, name: str | None) -> str:
-        which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
-        return f"the {self.stage} loader{which}"
 
     def renew(self) -> None:
         """Let the next evaluation call the loaders' hook again, if there is one, with the present RNG state."""
@@ -144,8 +137,7 @@ class Evaluation:
 
     def limit_of(self, loader: Shard, most: int | None = None) -> int | None:
         """Return the number of a loader's batches to run, at most `most`. None for all until its end."""
-        limit = getattr(self.run.settings, LIMITS[self.stage])
-        count = limited(loader.length, limit)
+        count = limited(loader.length, self.limit)
         return count if most is None else limited(count, most)
 
 
@@ -169,14 +161,15 @@ def evaluate(
     run, module, stage = evaluation.run, evaluation.module, evaluation.stage
     engine, hooks, logbook = run.engine, run.hooks, run.logbook
     evaluation.load()
-    if getattr(run.settings, LIMITS[stage]) == 0:
+    if evaluation.limit == 0:
         return []
     engine.strategy.broadcast_buffers(engine.modules)
-    abandonment = run.stop.begin_evaluation(run.state.progress.is_within_window)
+    abandonment = run.stop.begin_evaluation()
     with (
         run.state.progress.during(phase),
         evaluation_mode(module, stage),
-        gradients_off(run.uses_inference_mode),
+        # Tensors made under inference_mode would break a training that follows.
+        torch.inference_mode() if run.settings.inference_mode and run.call != "fit" else torch.no_grad(),
     ):
         collector = logbook.start(module, stage)
         hooks.call(f"on_{stage}_start")
@@ -184,16 +177,15 @@ def evaluate(
         for index, (name, _) in enumerate(evaluation.loaders):
             collector.begin_loader((index, name) if len(evaluation.loaders) > 1 else None)
             run_loader(evaluation, collector, index, most, keep, abandonment)
-            collector.end_batches()
             if abandonment is not None:
                 run.stop.after_loader()
             if len(evaluation.loaders) > 1:
-                logbook.end_loader(module)
+                collector.end_loader()
         collector.begin_loader(None)
         if f"on_{stage}_epoch_end" in hooks.reduced_early:
-            logbook.reduce(module)  # so that they see the epoch's values
+            logbook.reduce()  # so that they see the epoch's values
         hooks.call(f"on_{stage}_epoch_end")
-        metrics = logbook.finish(module, num_loaders=len(evaluation.loaders)) if stage != "predict" else []
+        metrics = logbook.finish(len(evaluation.loaders)) if stage != "predict" else []
         logbook.stop_collecting()
         if before_end is not None:
             before_end()
@@ -212,18 +204,18 @@ def run_loader(
 ) -> None:
     """Run the stage's step on the batches of this rank's shard of one loader, until all ranks abandon it."""
     run, stage, module = evaluation.run, evaluation.stage, evaluation.module
-    hooks, step, communication = run.hooks, f"{stage}_step", evaluation.begin_communication()
+    hooks, step = run.hooks, f"{stage}_step"
+    always = run.engine.strategy.capabilities.forward_is_collective
+    communication = Communication(in_hooks=stage != "predict", forward_is_collective=always)
     several = (loader_index,) if len(evaluation.loaders) > 1 else ()
 
     def is_left(index: int) -> bool:
         return abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, index)
 
-    batches = pulled_batches if evaluation.arguments.pulls else handed_batches
-    for batch in batches(evaluation, loader_index, most, is_left):
-        value = batch.value if batch.is_taken else collector.batch
-        collector.begin_batch(value, step, batch.is_uneven, index=batch.index)
+    for batch in batches_of(evaluation, loader_index, most, is_left):
+        collector.begin_batch(batch.value, batch.index, step, batch.is_uneven)
         if batch.is_dummy:
-            run_dummy(evaluation, collector, batch, several)
+            run_dummy(evaluation, communication, collector, batch, several)
             continue
         # The first batch shows whether hooks and step communicate, so that a dummy batch has to run them for other ranks.
         look = communication.look if batch.index == 0 else do_nothing
@@ -232,93 +224,49 @@ def run_loader(
         look()
         outputs = run.engine.run(module, step, *batch.arguments)
         look()
-        if not batch.is_taken:
-            batch.refuse(step)
         if keep is not None:
             keep(loader_index, batch.index, outputs)
         hooks.call(f"on_{stage}_batch_end", outputs, batch.value, batch.index, *several)
         look()
-        run.logbook.log_evaluation_step(batch.index)
+        run.logbook.log_evaluation_step()
     evaluation.shown.note_indices(None)
 
 
 def do_nothing() -> None: ...
 
 
-def source_of(evaluation: Evaluation, loader: Shard, most: int | None) -> tuple[Shard | OwnRounds, int | None]:
-    """Return the batches of one loader from the first on, and how many to run, None for all."""
-    run = evaluation.run
-    # Epoch 0 every time, so that every evaluation has the same batches in the same order.
-    loader.set_epoch(run.engine.seed, 0)
-    is_limited = most is not None or getattr(run.settings, LIMITS[evaluation.stage]) is not None
-    count = evaluation.limit_of(loader, most) if is_limited else None  # without a limit its length does not matter
-    evaluation.shown.note_indices(None)
-    if run.engine.world_size > 1 and not loader.is_sharded:
-        is_collective = run.engine.strategy.capabilities.forward_is_collective
-        return OwnRounds(loader, count, evaluation.communication, is_collective), None
-    return loader, count
-
-
-def handed_batches(
+def batches_of(
     evaluation: Evaluation, loader_index: int, most: int | None, is_left: Callable[[int], bool]
 ) -> Iterator[Batch]:
-    """Yield the batches of one loader that are handed to the step."""
+    """Yield the batches of one loader."""
     run, stage, shown = evaluation.run, evaluation.stage, evaluation.shown
     loader, transfer = evaluation.loaders[loader_index][1], evaluation.transfer
-    source, count = source_of(evaluation, loader, most)
-    length = source.exact_length  # None for OwnRounds, in which dummy batches come after this rank's
+    # Epoch 0 every time, so that every evaluation has the same batches in the same order.
+    loader.set_epoch(run.engine.seed, 0)
+    is_limited = most is not None or evaluation.limit is not None
+    count = evaluation.limit_of(loader, most) if is_limited else None  # without a limit its length does not matter
+    is_alone, length = evaluation.is_alone(loader), loader.exact_length
     indices = loader.note_indices() if stage == "predict" and isinstance(loader, ShardedLoader) else None
-    values: Iterator[Any] = islice(source, count)
+    values: Iterator[Any] = islice(loader, count)
     if is_measuring(run.profiler):
         values = run.profiler.timed_iterator(values, f"{stage}_dataloader_next")
     index = -1
     for index, value in enumerate(values):
-        is_dummy = source.real_length is not None and index >= source.real_length
+        is_dummy = loader.real_length is not None and index >= loader.real_length
         if length is not None and index >= length:
             refuse_length(length)
         if is_left(index):
             break
-        if indices:
-            shown.note_indices(indices.popleft())
+        shown.note_indices(indices.popleft() if indices else None)
         value = value if transfer is None else transfer(value, loader_index)
         if value is None:
             skip_none(run.engine.world_size, stage)
             continue
         # Only in a last round may the ranks have unequal numbers of samples. Without a length any round may be the last.
-        is_uneven = length is None or index == length - 1
-        arguments = evaluation.arguments.of(value, index, loader_index)
+        is_uneven = is_alone or length in (None, index + 1)
+        arguments = (value, index, loader_index)[: evaluation.num_arguments]
         yield Batch(arguments, value, index, is_uneven=is_uneven, is_dummy=is_dummy)
-    evaluation.refuse_none(loader_index, source, index >= 0)
-
-
-def pulled_batches(
-    evaluation: Evaluation, loader_index: int, most: int | None, is_left: Callable[[int], bool]
-) -> Iterator[Batch]:
-    """Yield a batch for each step that takes its batches of one loader itself."""
-    run = evaluation.run
-    source, count = source_of(evaluation, evaluation.loaders[loader_index][1], most)
-    length = source.exact_length
-
-    def is_dummy(number: int) -> bool:
-        return source.real_length is not None and number >= source.real_length
-
-    pulled = PulledBatches(
-        with_last(source, 0, length if count is None else count),
-        evaluation.transfer,
-        0,
-        run.logbook,
-        run.engine.precision.step_context,
-        is_dummy=is_dummy,
-        loader_index=loader_index,
-    )
-    evaluation.refuse_none(loader_index, source, not pulled.is_at_end)
-    while not pulled.is_at_end:
-        batch = pulled.begin_step(is_uneven=length is None or pulled.count >= length - 1)
-        if is_left(batch.index):
-            break
-        yield batch
-        if batch.is_dummy and not batch.is_taken:
-            break
+    evaluation.refuse_empty(loader_index, index < 0)
 
 
 def skip_none(world_size: int, stage: str = "training") -> Any:
@@ -331,10 +279,16 @@ def skip_none(world_size: int, stage: str = "training") -> Any:
     rank_zero_warn(f"the {stage} loader yielded None (from collate_fn?), so this batch is skipped.", stacklevel=4)
 
 
-def run_dummy(evaluation: Evaluation, collector: MetricCollector, batch: Batch, several: tuple[int, ...]) -> None:
+def run_dummy(
+    evaluation: Evaluation,
+    communication: Communication,
+    collector: MetricCollector,
+    batch: Batch,
+    several: tuple[int, ...],
+) -> None:
     """Run the hooks and the step that communicate on another rank's batch, and drop the results."""
-    run, stage, communication = evaluation.run, evaluation.stage, evaluation.communication
-    uneven = UnevenRound(collector, evaluation.module, run.callbacks, is_dummy=True)
+    run, stage = evaluation.run, evaluation.stage
+    uneven = UnevenRound(collector, evaluation.module, is_dummy=True)
     if communication.in_hooks:
         run.hooks.call(f"on_{stage}_batch_start", batch.value, batch.index, *several)
     outputs = None
@@ -359,12 +313,13 @@ def sanity_check(evaluation: Evaluation) -> None:
             rank_zero_info("the sanity check is left out: the validation data can be read only once.")
             run.hooks.call("on_sanity_check_end")
             return
-        most = None if steps == -1 else steps
-        run.stages.sanity_check.note(None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders])
+        most = int(steps) if isfinite(steps) else None
+        evaluation.run.stages.sanity_check.note(
+            None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders]
+        )
         try:
             evaluate(evaluation, Phase.SANITY_CHECK, most=most)
             run.hooks.call("on_sanity_check_end")
-            warn_of_monitors(set(run.logbook.callback_metrics), run.callbacks, run.trained.schedulers, run.settings)
         except EvaluationAbandoned:  # nothing was trained, so the run is saved as it begins
             run.logbook.end_evaluation()
 
@@ -385,6 +340,54 @@ def evaluation_mode(module: Module, stage: str = "") -> Iterator[None]:
                 child.training = training
 
 
-def gradients_off(inference_mode: bool) -> Any:
-    """Return the context of an evaluation. Tensors made under inference_mode would break a training that follows."""
-    return torch.inference_mode() if inference_mode else torch.no_grad()
+def predict(evaluation: Evaluation, return_predictions: bool, *, own_only: bool = False) -> list[Any] | None:
+    """Return the outputs of all batches on the host, a list per loader if there are several. None if unwanted.
+
+    Every rank gets the outputs of all ranks, tensors of a subclass as plain tensors, and dicts of a subclass as dicts. With
+    `own_only` it gets the outputs of this rank, of any kind. Collective: call on every rank.
+
+    Raises:
+        TypeError: on several ranks, at the first batch: outputs that are more than plain data and tensors.
+    """
+    engine = evaluation.run.engine
+    gathers = engine.world_size > 1 and not own_only
+    kept: dict[int, dict[int, Any]] = {}
+
+    def keep(loader: int, index: int, outputs: Any) -> None:
+        outputs = to_device(outputs, torch.device("cpu"))
+        if gathers:
+            outputs = plainer(outputs)
+            if loader not in kept:
+                encoded({index: outputs})  # raises before the work is done if it cannot be gathered
+        # Batch i of this rank is batch i * world_size + rank of the dataset.
+        kept.setdefault(loader, {})[index * engine.world_size + engine.rank] = outputs
+
+    evaluate(evaluation, keep=keep if return_predictions else None)
+    if not return_predictions:
+        return None
+    ranks = [decode(*nest) for nest in gather_nests(*encoded(kept))] if gathers else [kept]
+    predictions = []
+    for loader in range(len(evaluation.loaders)):
+        outputs_of = {number: outputs for rank in ranks for number, outputs in rank.get(loader, {}).items()}
+        predictions.append([outputs_of[number] for number in sorted(outputs_of)])
+    return predictions[0] if len(predictions) == 1 else predictions
+
+
+def encoded(outputs: dict[int, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """Return outputs as plain data and its tensors. TypeError if they contain other objects."""
+    try:
+        return encode(outputs, "predict_step's outputs")
+    except TypeError as error:
+        raise TypeError(
+            f"{error} On several ranks predictions are gathered as such. Return these, or pass "
+            "return_predictions='own' to keep the outputs of every rank there."
+        ) from error
+
+
+def plainer(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        is_wrapped = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__  # its memory is elsewhere
+        return value if type(value) is Tensor or is_wrapped else value.as_subclass(Tensor)
+    if isinstance(value, Mapping):
+        return {key: plainer(each) for key, each in value.items()}
+    return type(value)(map(plainer, value)) if type(value) in (list, tuple) else value

@@ -1,7 +1,6 @@
 """Fit: the training loop, top to bottom.
 
-    fit:         check a few validation batches, unless the run resumes
-                 for each epoch: fit_epoch
+    fit:         for each epoch: fit_epoch
     fit_epoch:   for each batch of this rank's shard, in the order of (seed, epoch):
                      train_batch; log every n steps
                      validate, if an interval within the epoch has passed and no window is open
@@ -14,8 +13,8 @@
                  step the step-wise schedulers, unless the step was skipped
 
 A window is the batches of one optimizer step (`accumulate_grad_batches`); the last one of an epoch may be shorter. Under
-manual optimization training_step does all of train_batch itself. hooks.py has the order of the hooks, epoch_batches.py the
-batches, engine/window.py the scale of a loss, optimization.py the steps.
+manual optimization training_step does all of train_batch itself. resume.py has the steps before the loop, hooks.py the order
+of the hooks, epoch_batches.py the batches, engine/window.py the scale of a loss, optimization.py the steps.
 """
 
 from __future__ import annotations
@@ -28,59 +27,33 @@ from trainwright.engine.optimizers import clear_gradients
 from trainwright.trainer.epoch_batches import Batch, EpochBatches
 from trainwright.trainer.epoch_end import (
     close_epoch,
+    follows_metric_by_step,
     pass_over,
     step_plateau_schedulers,
     validate,
     validate_within,
+    validates_within,
     validation_is_due,
 )
-from trainwright.trainer.evaluate import sanity_check
 from trainwright.trainer.optimization import (
     clear_with_hooks,
-    read_outputs,
+    keep_unstepped_gradients,
     run_training_step,
     send_backward,
     step,
-    warn_of_unstepped_gradients,
 )
-from trainwright.trainer.oversights import warn_of_open_end
-from trainwright.trainer.resume import Resumption
-from trainwright.trainer.run_position import AFTER_EPOCH_START, VALIDATION_LOADERS
-from trainwright.trainer.saving import check_state, open_epoch, save_waiting
+from trainwright.trainer.run_position import AFTER_EPOCH_START
+from trainwright.trainer.saving import open_epoch
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_run import TrainingRun
 
 
-def fit(run: TrainingRun, resumption: Resumption | None) -> None:
-    """Train until the run's limits are reached; `run.state` says where to begin. Collective.
-
-    `resumption` is None in a fresh run.
-    """
-    state, hooks, stop, logbook = run.state, run.hooks, run.stop, run.logbook
-    if run.validation is not None:
-        state.mark_rng(VALIDATION_LOADERS)
-        if resumption is None:
-            sanity_check(run.validation)
-    run.data.load()
-    if run.settings.limit_train_batches == 0:
-        return
-    run.data.seek(run.trained.resume_source)
-    if resumption is not None:
-        run.data.warn_of_iterators()
-        resumption.begin()
-    if stop.number:  # a signal came in the sanity check
-        stop.commit()
-        return
-    warn_of_open_end(run.settings, run.callbacks)
-    logbook.start(run.module)
-    hooks.call("on_train_start")  # before the RNG is restored: it used random numbers in the original run too
-    if resumption is not None:
-        resumption.restore_rng()
-    check_state(run)
-    stop.agree()
+def fit(run: TrainingRun) -> None:
+    """Train from the run's position until its limits are reached. Collective."""
+    state, stop = run.state, run.stop
     # A validation that was abandoned has saved the run, so only the fit's end is left.
     with suppress(EvaluationAbandoned):
-        while not run.is_done:
+        while not is_done(run):
             fit_epoch(run)
             run.data.leave()
             if not state.epoch_ended:
@@ -90,23 +63,33 @@ def fit(run: TrainingRun, resumption: Resumption | None) -> None:
     state.restore_rng(AFTER_EPOCH_START)  # nothing was left to train
     stop.finish()
     if not stop.number:
-        hooks.call("on_before_train_end", partial(pass_over, run))
-    logbook.stop_collecting()
-    hooks.call("on_train_end")
+        run.hooks.call("on_before_train_end", partial(pass_over, run))
+    run.logbook.stop_collecting()
+    run.hooks.call("on_train_end")
+
+
+def is_done(run: TrainingRun) -> bool:
+    """Return whether no epoch is left to train, nor the rest of one that a stopped run was resumed within."""
+    last, is_stopped = run.settings.last_epoch, run.stop.is_due()
+    return (is_stopped and not run.state.is_unfinished) or (last is not None and run.state.epoch >= last)
 
 
 def fit_epoch(run: TrainingRun) -> None:
     """Train one epoch, or the rest of it. Collective."""
     batches = begin_epoch(run)
     train = run_training_step if run.plan.is_manual else train_batch
-    validates_within = run.validates_within
+    validates, has_plateau_steps = validates_within(run), follows_metric_by_step(run)
     for batch in batches:
         if not run.begin_batch(batch):
             break
-        end_batch(run, batch, train(run, batch))
-        if validates_within:
+        outputs = train(run, batch)
+        run.state.end_batch(batch.index)
+        if has_plateau_steps:
+            step_plateau_schedulers(run, batch.is_last)
+        run.end_batch(batch, outputs)
+        if validates:
             validate_within(run, batch)
-        if run.stop.is_due_after(run.state.progress.has_stepped or run.plan.is_manual, run.window.is_open):
+        if run.stop.is_due_after(run.state.progress.has_stepped or run.plan.is_manual):
             break
     end_epoch(run, batches.is_complete)
 
@@ -123,12 +106,8 @@ def begin_epoch(run: TrainingRun) -> EpochBatches:
             run.validation.renew()
     run.data.seek(run.trained.resume_source)
     run.hooks.call("on_train_epoch_start")
-    run.replace_schedulers()
-    state.restore_rng(AFTER_EPOCH_START)
-    run.logbook.resume_epoch()
-    run.begin_windows()
-    batches = run.epoch_batches()
-    if run.validates_within and state.batch and not batches.is_complete and validation_is_due(run):
+    batches = run.begin_batches()
+    if validates_within(run) and state.batch and not batches.is_complete and validation_is_due(run):
         validate(run, within=True)  # the checkpoint was saved before it
     return batches
 
@@ -151,37 +130,14 @@ def train_batch(run: TrainingRun, batch: Batch) -> Any:
     return outputs
 
 
-def end_batch(run: TrainingRun, batch: Batch, outputs: Any) -> None:
-    """Count a batch, call the hooks of its end, and write the row and the checkpoints that are due. Collective."""
-    state, plan, logbook = run.state, run.plan, run.logbook
-    state.end_batch(batch.index)
-    if run.has_plateau_steps and state.has_made_step:
-        step_plateau_schedulers(run, batch.is_last)
-    if state.progress.has_stepped and plan.log_every and state.batches_that_stepped % plan.log_every == 0:
-        logbook.mark_row_due()
-    if run.uneven_round is not None:
-        run.uneven_round.renew()
-    if plan.batch_end:
-        shown = read_outputs(outputs) if run.hooks.outputs_are_read else {}
-        run.hooks.call("on_train_batch_end", shown, batch.value, batch.index)
-    state.progress.end_batches()
-    if run.uneven_round is not None:
-        run.end_uneven_round()
-    if logbook.is_row_due:
-        logbook.log_step()
-    if run.waiting_saves:
-        save_waiting(run)
-
-
 def end_epoch(run: TrainingRun, is_complete: bool) -> None:
     """End an epoch, or leave it because the run stops within it, and let callbacks score and save it. Collective."""
     state, hooks = run.state, run.hooks
     run.end_batches()
     if run.stop.number:  # after a signal the resumed run does the rest of the epoch
         return
-    run.refuse_empty_epoch()
     if run.plan.is_manual:
-        warn_of_unstepped_gradients(run)
+        keep_unstepped_gradients(run)
     if not is_complete:
         leave_epoch(run)
     with state.ending_epoch(is_complete):
@@ -189,7 +145,7 @@ def end_epoch(run: TrainingRun, is_complete: bool) -> None:
     hooks.call_late()
     if is_complete:
         hooks.call("on_save_point")
-    save_waiting(run)  # after EarlyStopping, whose state belongs into the checkpoint
+    run.save_waiting()  # after EarlyStopping, whose state belongs into the checkpoint
     run.stop.agree()
     run.logbook.flush()
 
@@ -201,8 +157,7 @@ def leave_epoch(run: TrainingRun) -> None:
     on_train_epoch_end again, so nothing that this hook changes may be in the checkpoint.
     """
     run.state.stop_within_epoch(open_epoch(run))
-    run.logbook.reduce(run.module)  # the score of a checkpoint may be a metric of this epoch
+    run.logbook.reduce()  # the score of a checkpoint may be a metric of this epoch
     run.hooks.call("on_train_epoch_stop")
     run.hooks.call("on_save_point")
-    if run.choice.is_rerunnable:
-        run.stop.save_end()
+    run.stop.save_end()

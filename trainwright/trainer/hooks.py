@@ -50,7 +50,6 @@ from functools import cache, partial
 from itertools import chain
 from typing import Any
 
-from trainwright.arguments import check_takes
 from trainwright.callbacks.base import HOOKS, Callback
 from trainwright.distributed.ranks import Ranks
 from trainwright.module import Module, is_overridden
@@ -62,12 +61,22 @@ from trainwright.trainer.logbook import Logbook
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 Hooks = tuple[Callable[..., Any], ...]
 MODULE_HOOKS = tuple(name for name in vars(ModuleHooks) if not name.startswith("_"))
-SILENT = (
-    "training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_callbacks",
-    "configure_model", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step",
-    "val_dataloader", "transfer_batch_to_device", "setup", "teardown",
-)  # fmt: skip
-"""Further methods of a module. If one is misspelt, nothing else reports it."""
+EARLIER_HOOKS = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+}
+"""Hooks of earlier trainers without which results would be missing, and their replacements."""
+RENAMED_HOOKS = {
+    "configure_sharded_model": "configure_model",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+}
+"""Other hooks of earlier trainers."""
 UNTIMED_HOOKS = ("on_tune", "on_run_end")
 """Hooks called before the profiler is set up, or after it is closed."""
 
@@ -138,7 +147,8 @@ class HookTable:
 
     def agree(self, ranks: Ranks, call: str) -> None:
         """Reduce early on every rank if one rank has a hook that reads the values. Collective."""
-        self.reduced_early = frozenset(chain(*ranks.exchange(sorted(self.reduced_early), call)))
+        names = ranks.exchange(sorted(self.reduced_early), call)
+        self.reduced_early = frozenset(chain(*names))
 
     def __getitem__(self, name: str) -> Hooks:
         return self._calls[name]
@@ -173,51 +183,40 @@ def _priority_of(callback: Callback) -> int:
     """Return a callback's priority (TypeError if it is not an int)."""
     if not isinstance(callback.priority, int):
         raise TypeError(f"{type(callback).__name__}.priority is {callback.priority!r}. Set an int, such as -10.")
-    if hasattr(callback, "runs_last"):
-        raise TypeError(f"{type(callback).__name__} sets runs_last, which was removed. Set priority = -10 instead.")
     return callback.priority
 
 
 def check_hooks(owner: Module | Callback) -> None:
-    """Check the hooks that a user's class defines, and warn of methods whose names are almost those of hooks.
+    """Warn of methods of a user's class whose names are almost those of hooks.
 
     Raises:
-        TypeError: a hook does not take its arguments.
+        TypeError: it defines a hook of earlier trainers without which results would be missing.
     """
     base: type = Module if isinstance(owner, Module) else Callback
-    hooks = MODULE_HOOKS if base is Module else HOOKS
-    for kind in type(owner).__mro__:
-        if kind.__module__.partition(".")[0] in ("trainwright", "torch", "builtins"):
+    for name, method in inspect.getmembers_static(type(owner), inspect.isfunction):
+        if hasattr(base, name):
             continue
-        for name, method in vars(kind).items():
-            if not inspect.isfunction(method):
-                continue
-            if name in hooks:
-                call, given = getattr(owner, name), list(inspect.signature(getattr(base, name)).parameters.values())[1:]
-                least = [each.name for each in given if each.default is each.empty]
-                is_enough = _with_loader_index(call, len(least)) is call
-                check_takes(
-                    f"{type(owner).__name__}.{name}", call, least if is_enough else [each.name for each in given]
-                )
-            elif (
-                not hasattr(base, name)
-                and (meant := nearest_hook(name, base))
-                and not is_overridden(meant, owner, base)
-            ):
-                rank_zero_warn(
-                    f"{type(owner).__name__}.{name} is not a hook, so it is never called; did you mean {meant}? If it is a "
-                    "method of your own, give it another name.",
-                    stacklevel=2,
-                )
+        who = f"{type(owner).__name__}.{name}"
+        if name in EARLIER_HOOKS:
+            raise TypeError(
+                f"{who} is never called. Define {EARLIER_HOOKS[name]} instead, and keep outputs that you need on self."
+            )
+        is_own = method.__module__.partition(".")[0] in ("trainwright", "torch")
+        meant = "" if is_own else RENAMED_HOOKS.get(name) or nearest_hook(name, base)
+        if meant and not is_overridden(meant, owner, base):
+            rank_zero_warn(
+                f"{who} is not a hook, so it is never called; did you mean {meant}? If it is a method of your own, give it "
+                "another name.",
+                stacklevel=2,
+            )
 
 
 @cache
 def nearest_hook(name: str, base: type) -> str:
     """Return the hook whose name is almost this one, or ""."""
-    known = HOOKS if base is Callback else (*MODULE_HOOKS, *SILENT)
-    is_on = name.startswith("on")
-    similar = [each for each in known if (is_on if each.startswith("on_") else each in SILENT)]
-    return next(iter(difflib.get_close_matches(name, similar, n=1, cutoff=0.8 if is_on else 0.85)), "")
+    known = HOOKS if base is Callback else MODULE_HOOKS
+    similar = [hook for hook in known if hook.startswith("on_")] if name.startswith("on") else []
+    return next(iter(difflib.get_close_matches(name, similar, n=1, cutoff=0.8)), "")
 
 
 def _with_loader_index(call: Callable[..., Any], without: int) -> Callable[..., Any]:

@@ -15,10 +15,8 @@ from trainwright.loggers.base import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
 from trainwright.module import Module
-from trainwright.trainer.logged_value import Key, Loader, expanded, to_numbers
-from trainwright.trainer.metric_objects import metrics_in_use, refuse_shared
+from trainwright.trainer.logged_value import Key, Loader, to_numbers
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.reduction import end_loader, reduce_epoch
 from trainwright.trainer.run_position import Position
 
 
@@ -41,28 +39,28 @@ class Logbook:
         self._loggers = loggers if engine.rank == 0 else ()  # only rank 0 writes
         self._engine, self._state = engine, state
         self._is_silent = False
-        self._warned: set[str] = {"logger"} if loggers or engine.rank else set()
-        self._batches: dict[tuple[str, Loader | None], int] = {}
-        """Batches of the running evaluation, by stage and loader."""
-        self._earlier_batches: dict[tuple[str, Loader | None], int] = {}
+        self._warned: set[str] = set()
         self._callback: dict[str, Tensor | float] = {}
         self._logged: dict[str, Tensor | float] = {}
         self._shown: dict[str, Tensor | float] = {}
-        self._doubles: set[str] = set()
-        """The names that were logged as float64 tensors."""
-        self._latest = {"callback": self._callback, "logged": self._logged, "shown": self._shown}
         self._scored_at: dict[str, int] = {}
         """By metric of the latest validation, the optimizer step of the scored weights."""
         self._epoch_of: dict[str, int] = {}
         """By metric of the training, the epoch of its value."""
+        self._evaluation_batches: dict[tuple[str, Loader | None], int] = {}
+        """Batches of all evaluations of the run, by stage and loader."""
+        self._stores: dict[str, dict[Any, Any]] = {
+            **{"callback": self._callback, "logged": self._logged, "shown": self._shown},
+            **{"scored_at": self._scored_at, "epoch_of": self._epoch_of},
+            "evaluation_batches": self._evaluation_batches,
+        }
+        """What a checkpoint contains, by name."""
         self._held_rows: list[tuple[dict[str, float], int]] = []
         """Rows of a validation within fit, until it ends: a run that abandons the validation writes them when resumed."""
         self._outer: MetricCollector | None = None
         """The collector before the running evaluation."""
         self._not_of_evaluation: dict[str, int] | None = None
         """The Metric objects in use before the running evaluation, with their updates. None between evaluations."""
-        self._evaluated: set[str] = set()
-        """The Metric objects that evaluations of this run have logged."""
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -72,19 +70,18 @@ class Logbook:
             yield
         finally:
             self._is_silent = False
-            for values in self._latest.values():
-                values.clear()
+            for store in self._stores.values():
+                store.clear()
 
     def start(self, module: Module, stage: str = "train") -> MetricCollector:
         """Begin a training epoch or an evaluation ("train", "validation" or "test"), for which self.log then collects."""
         self._keep_steps()  # of the collector before
         self.has_begun = self.has_begun or not self._is_silent
-        others = self._evaluated if stage == "train" else ()
-        collector = MetricCollector(module, stage, self._engine.rank, self._warned, others)
+        collector = MetricCollector(module, stage, self._engine.rank, self._warned)
         if stage == "train":
             self.training_collector = collector
         else:
-            self._outer, self._not_of_evaluation = self.collector, metrics_in_use(module)
+            self._outer, self._not_of_evaluation = self.collector, collector.in_use()
         self.collector = collector
         return collector
 
@@ -114,7 +111,7 @@ class Logbook:
             return
         self._write(self._step_values(), self._state.logged_step)
 
-    def log_evaluation_step(self, batch_idx: int) -> None:
+    def log_evaluation_step(self) -> None:
         """Write a row with the step values of a batch of the current loader.
 
         Its x value is the number of this loader's batches before it, those of the run's earlier evaluations included.
@@ -124,24 +121,20 @@ class Logbook:
         collector = self.collector
         assert collector is not None
         counter = (collector.stage, collector.loader)
-        self._batches[counter] = batch_idx + 1
+        before = self._evaluation_batches.get(counter, 0)
+        self._evaluation_batches[counter] = before + 1
         if values := self._step_values():
-            self._held_rows.append((values, self._earlier_batches.get(counter, 0) + batch_idx))
+            self._held_rows.append((values, before))
             if self.training_collector is None:  # outside of fit no run resumes from within
                 self._write_held_rows()
 
     def _step_values(self) -> dict[str, float]:
         assert self.collector is not None
-        steps = [each for each in self.collector.steps() if each.logger and each.loader == self.collector.loader]
-        return to_numbers({each.step_name: each.last for each in steps if each.last is not None})
+        steps = self.collector.steps()
+        shown = [logged for logged in steps if logged.key.logger and logged.loader == self.collector.loader]
+        return to_numbers({logged.step_name: logged.last for logged in shown if logged.last is not None})
 
-    def end_loader(self, module: Module) -> None:
-        """Compute and reset the Metric objects of the loader that ends. Collective: call it while `collector.loader` is set."""
-        assert self.collector is not None
-        self._keep_steps()
-        end_loader(self.collector, module)
-
-    def reduce(self, module: Module) -> None:
+    def reduce(self) -> None:
         """Reduce the epoch's values so far, so that the hooks of its end can read them. Collective.
 
         Values that those hooks log are reduced by `finish`, in a second gather.
@@ -150,32 +143,29 @@ class Logbook:
         assert collector is not None
         self._keep_steps()
         self.reductions += 1
-        reduced = reduce_epoch(collector, module, self._engine.world_size, self._engine.device, collector.reduced)
-        collector.reduced.update(reduced)
-        for key, number in expanded(reduced).items():
-            self._keep_epoch(key, number)
+        for key, number in collector.reduce().items():
+            self._show(key, key.epoch_name, number)
+            # A score belongs to the weights of this step; after the next one it is outdated.
+            is_score = collector is not self.training_collector
+            dates, date = (self._scored_at, self._state.step) if is_score else (self._epoch_of, self._state.epoch)
+            if not key.rank_zero_only:
+                dates[key.base_name] = dates[key.epoch_name] = date
 
-    def finish(self, module: Module, num_loaders: int = 1) -> list[dict[str, float]]:
+    def finish(self, num_loaders: int = 1) -> list[dict[str, float]]:
         """Reduce the epoch's values over the ranks, write them as a row and return them by loader. Collective.
 
         A value without a loader is in the dict of every loader. A value of rank 0 only is not returned.
         """
         assert self.collector is not None
-        if self.collector is not self.training_collector:
-            self._evaluated |= self.collector.metrics()
-            if self.training_collector is not None:
-                before, now = self._not_of_evaluation or {}, metrics_in_use(module)
-                refuse_shared(self.training_collector.metrics() | (self._evaluated & before.keys()), before, now)
-        self.reduce(module)  # without the values that are reduced already
-        reduced = expanded(self.collector.reduced)
+        if self.training_collector not in (None, self.collector):
+            self._refuse_shared(self.collector.metrics() | self.training_collector.metrics())
+        self.reduce()  # without the values that are reduced already
+        reduced = dict(self.collector.reduced)
         self.collector.clear()
         if self.collector is self.training_collector:
             self.training_collector = None
         self.stop_collecting()
         self._write_held_rows()
-        for counter, count in self._batches.items():
-            self._earlier_batches[counter] = self._earlier_batches.get(counter, 0) + count
-        self._batches.clear()
         row = {key.epoch_name: number for key, number in reduced.items() if key.logger}
         self._write(row, self._state.logged_step)
         common = [(key, number) for key, number in reduced.items() if not key.rank_zero_only]
@@ -184,23 +174,26 @@ class Logbook:
             for index in range(num_loaders)
         ]
 
+    def _refuse_shared(self, paths: set[str]) -> None:
+        """Reject a Metric that training has updated and the running evaluation too (ValueError)."""
+        now = self.collector.in_use() if self.collector is not None else {}
+        for path, updates in (self._not_of_evaluation or {}).items():
+            if path in paths and now.get(path) != updates:
+                name = path.rpartition(".")[2]
+                raise ValueError(
+                    f"the Metric {path!r} is updated in training and in validation, so the value that self.log computes from "
+                    f"it would mix their samples. Create one for each, such as self.train_{name} and self.val_{name}; where "
+                    "they are to be mixed, log the value of its compute()."
+                )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the latest value of every metric, for a checkpoint. NOTE: waits for the device."""
         # A sanity check's values are dropped at its end, so no save within it may keep them.
         if self._is_silent:
             return {}
         self._keep_steps()
-        return {
-            **{name: to_numbers(values) for name, values in self._latest.items()},
-            "evaluation_batches": dict(self._earlier_batches),
-            "scored_at": dict(self._scored_at),
-            "epoch_of": dict(self._epoch_of),
-            **({"doubles": sorted(self._doubles)} if self._doubles else {}),
-        }
-
-    def latest(self) -> dict[str, Any]:
-        """Return the latest value of every metric as its user sees it, for the Trainer of another process."""
-        return {"callback": self.callback_metrics, "logged": self.logged_metrics, "shown": self.progress_bar_metrics}
+        counts = ("scored_at", "epoch_of", "evaluation_batches")
+        return {name: dict(store) if name in counts else to_numbers(store) for name, store in self._stores.items()}
 
     def load_state_dict(self, state: dict[str, Any], unfinished: dict[str, Any] | None = None) -> None:
         """Load the latest values from a checkpoint, of which an older version may lack some.
@@ -209,12 +202,8 @@ class Logbook:
         """
         if unfinished is not None:
             self.unfinished = unfinished
-        for name, values in self._latest.items():
-            values.update(state.get(name, {}))
-        self._earlier_batches.update(state.get("evaluation_batches", {}))
-        self._scored_at.update(state.get("scored_at", {}))
-        self._epoch_of.update(state.get("epoch_of", {}))
-        self._doubles.update(state.get("doubles", ()))
+        for name, store in self._stores.items():
+            store.update(state.get(name, {}))
 
     def logger_states(self) -> list[dict[str, Any]]:
         """Return the loggers' positions for a checkpoint, after a flush. Empty on ranks other than 0."""
@@ -239,12 +228,9 @@ class Logbook:
 
     def drop_evaluation(self, latest: dict[str, Any]) -> None:
         """Restore the latest values from before an evaluation that the run leaves."""
-        for values in self._latest.values():
-            values.clear()
-        self._scored_at.clear()
-        self._epoch_of.clear()
+        for store in self._stores.values():
+            store.clear()
         self.load_state_dict(latest)
-        self._batches.clear()
         self._held_rows.clear()
 
     def monitored(self, name: str, asker: str) -> float:
@@ -252,14 +238,10 @@ class Logbook:
         self._keep_steps()
         metrics = self._callback  # of which epoch values are not rounded
         if name not in metrics:
-            early = (
-                ""
-                if self._state.validations
-                else f" No validation has run yet: if it logs {name!r}, {AFTER_VALIDATIONS}."
-            )
+            early = f" No validation has run yet: if it logs {name!r}, {AFTER_VALIDATIONS}."
             raise ValueError(
                 f"{asker} follows {name!r}, which was not logged; there are {', '.join(sorted(metrics)) or 'no metrics'}. "
-                f"Log it with self.log, or change monitor.{early}"
+                f"Log it with self.log, or change monitor.{'' if self._state.validations else early}"
             )
         return float(metrics[name])  # NOTE: waits for the device if the value is a step's
 
@@ -283,12 +265,12 @@ class Logbook:
     def callback_metrics(self) -> dict[str, Tensor]:
         """Latest values of the metrics: an epoch's over all ranks, a training step's of this rank."""
         self._keep_steps()
-        return self._as_tensors(self._callback)
+        return _as_tensors(self._callback)
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         self._keep_steps()
-        return self._as_tensors(self._logged)
+        return _as_tensors(self._logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -303,41 +285,22 @@ class Logbook:
     def _keep_steps(self) -> None:
         """Keep new step values, which stay visible after the epoch that logged them."""
         collector = self.collector
-        self._doubles |= set() if collector is None else collector.doubles
-        for each in collector.steps() if collector is not None else ():
-            value = each.take_new()
-            if value is None:
-                continue
-            if collector is not None and collector.stage == "train" and not each.rank_zero_only:
-                self._callback[each.base_name] = self._callback[each.step_name] = value
-                for known in (self._scored_at, self._epoch_of):  # no longer an epoch's
-                    known.pop(each.base_name, None)
-                    known.pop(each.step_name, None)
-            if each.logger:
-                self._logged[each.step_name] = value
-            if each.prog_bar:
-                self._shown[each.step_name] = value
+        for logged in collector.steps() if collector is not None else ():
+            value = logged.take_new()
+            if value is not None:
+                self._show(logged.key, logged.step_name, value, to_callbacks=collector is self.training_collector)
 
-    def _keep_epoch(self, key: Key, number: float) -> None:
-        if not key.rank_zero_only:
-            for name in (key.base_name, key.epoch_name):
-                self._callback[name] = number
-                self._scored_at.pop(name, None)
-                self._epoch_of.pop(name, None)
-                # What an evaluation scored are the weights of this step; after the next one the value is outdated.
-                if self.collector is not self.training_collector:
-                    self._scored_at[name] = self._state.step
-                else:
-                    self._epoch_of[name] = self._state.epoch
+    def _show(self, key: Key, name: str, value: Tensor | float, to_callbacks: bool = True) -> None:
+        """Show a value under a name to the loggers and the progress bar, and under the base name too to callbacks."""
+        if to_callbacks and not key.rank_zero_only:
+            for shown in (key.base_name, name):
+                self._callback[shown] = value
+                self._scored_at.pop(shown, None)
+                self._epoch_of.pop(shown, None)
         if key.logger:
-            self._logged[key.epoch_name] = number
+            self._logged[name] = value
         if key.prog_bar:
-            self._shown[key.epoch_name] = number
-
-    def _as_tensors(self, values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
-        """Return the values as tensors of torch's default dtype, or float64 if they were logged so."""
-        kinds = {name: torch.float64 if name in self._doubles else torch.get_default_dtype() for name in values}
-        return {name: torch.as_tensor(value, dtype=kinds[name]) for name, value in values.items()}
+            self._shown[name] = value
 
     def _write_held_rows(self) -> None:
         held, self._held_rows = self._held_rows, []
@@ -353,23 +316,24 @@ class Logbook:
             logger.log_metrics({"epoch": self._state.epoch, **numbers}, step)
 
 
-def format_table(
-    title: str, metrics: Sequence[Mapping[str, float]], loaders: Sequence[str | None] | None = None
-) -> str:
+def format_table(title: str, metrics: Sequence[Mapping[str, float]], loaders: Sequence[str | None] = (None,)) -> str:
     """Return a table with a row for every metric and a column for every loader, without the loaders' suffixes.
 
-    `loaders` are the names of the loaders. None for a loader without a name, or if no loader has a name.
+    `loaders` has the name of every loader, or None.
     """
-    names = [*(loaders or ()), *[None] * len(metrics)][: len(metrics)]
-    suffixes = [f"/dataloader_idx_{index}" for index in range(len(names))]
-    heads = ["value"] if names == [None] else [name or f"loader {index}" for index, name in enumerate(names)]
+    heads = ["value"] if [*loaders] == [None] else [name or f"loader {index}" for index, name in enumerate(loaders)]
     rows: dict[str, list[str]] = {}
-    for index, (values, suffix) in enumerate(zip(metrics, suffixes, strict=True)):
+    for index, values in enumerate(metrics):
         for name, value in values.items():
-            rows.setdefault(name.removesuffix(suffix), [""] * len(metrics))[index] = f"{value:.6g}"
+            base_name = name.removesuffix(f"/dataloader_idx_{index}")
+            rows.setdefault(base_name, [""] * len(metrics))[index] = f"{value:.6g}"
     table = [[title, *heads], *([name, *cells] for name, cells in rows.items())]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  " + "  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)) for line in table]
-    lines = [line.rstrip() for line in lines]
-    rule = "-" * max(len(line) for line in lines)
+    lines = ["  ".join(["", *map(str.ljust, line, widths)]).rstrip() for line in table]
+    rule = "-" * max(map(len, lines))
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+
+
+def _as_tensors(values: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
+    """Return the values as tensors of torch's default dtype."""
+    return {name: torch.as_tensor(value, dtype=torch.get_default_dtype()) for name, value in values.items()}

@@ -1,15 +1,15 @@
 """Metrics: the values that self.log collects during one epoch of training or one evaluation.
 
 A value stays on its device: a step value is read only to be shown, an epoch value is summed there in float64. At an epoch's
-end one all_gather reduces the (sum, weight) pairs of every key (reduction.py). log_rules.py says which hooks may log.
+end one gather carries the keys of every rank with their (value, weight) pairs, since a rank without batches has logged
+nothing. A torchmetrics object gathers its own state, in the same order on every rank. logged_value.py says which hooks may log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import islice
-from numbers import Real
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
@@ -17,22 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.data.batch_stream import sample_counts
+from trainwright.distributed import collectives
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn, warn
-from trainwright.trainer.log_rules import (
-    LogSettings,
-    check_batch_size,
-    check_name,
-    check_settings,
-    choose_levels,
-    reduction_named,
-)
-from trainwright.trainer.logged_value import Key, Loader, LoggedValue, Reduced, read_all
-from trainwright.trainer.metric_objects import (
+from trainwright.trainer.logged_value import Key, Loader, LoggedValue, LogSettings, read_all
+from trainwright.trainer.vendor import (
+    compute_metrics,
     found_at,
-    merge_states,
-    metrics_in_use,
-    refuse_shared,
     reset_metrics,
     restore_metrics,
     states_of_metrics,
@@ -52,12 +43,9 @@ class MetricCollector:
         stage: "train", "validation" or "test".
         rank: the rank of this process. Ranks other than 0 ignore values that only rank 0 logs.
         warned: the subjects of this run's warnings so far.
-        others: paths of Metric objects that another stage logs.
     """
 
-    def __init__(
-        self, module: nn.Module, stage: str = "train", rank: int = 0, warned: set[str] | None = None, others: Any = ()
-    ) -> None:
+    def __init__(self, module: nn.Module, stage: str = "train", rank: int = 0, warned: set[str] | None = None) -> None:
         self.values: dict[tuple[str, str, Loader | None], LoggedValue] = {}
         """The logged values, by hook, name and loader."""
         self.hook = ""
@@ -67,49 +55,38 @@ class MetricCollector:
         self.batch: Any = None
         """The current batch. None between batches."""
         self.index = 0
-        """The number of the current batch."""
+        """The number of the current batch in its epoch or loader."""
         self.silent = False
         """True during a batch whose results are discarded."""
         self.is_uneven = False
         """True during a batch of a round in which ranks may have different numbers of samples."""
         self.stage = stage
-        self.computed: dict[Key, Reduced] = {}
+        self.computed: dict[Key, float] = {}
         """The values of the Metric objects of loaders that have ended, the same on all ranks."""
-        self.reduced: dict[Key, Reduced] = {}
+        self.reduced: dict[Key, float] = {}
         """The epoch values that were reduced over all ranks."""
-        self.warned: set[str] = {"logger"} if warned is None else warned
-        self.doubles: set[str] = set()
-        """The names that were logged as float64 tensors."""
-        self._module, self._rank, self._others = module, rank, others
-        self._paths: dict[int, str] | None = None  # by the Metric's id; made when a Metric is first logged
+        self.warned: set[str] = set() if warned is None else warned
+        self._module, self._rank = module, rank
         self._batch_size = 1.0
         self._batch_size_of: Any = None  # the batch itself: an id may be used again
 
     def begin_loader(self, loader: Loader | None) -> None:
-        """Begin an evaluation loader. None ends the latest one."""
+        """Begin an evaluation loader, or end the latest batches if it is None."""
         self.loader = loader
         self.batch = None
 
-    def begin_batch(self, batch: Any, step: str = "training_step", is_uneven: bool = False, *, index: int) -> None:
+    def begin_batch(self, batch: Any, index: int, step: str = "training_step", is_uneven: bool = False) -> None:
         """Begin a batch of a step, whose hook may log from here on."""
         self.batch, self.index = batch, index
         self.hook, self.is_uneven = step, is_uneven
 
-    def take_batch(self, batch: Any, index: int) -> None:
-        """Begin another batch within a step that pulls its batches."""
-        self.batch = batch
-        self.index = index
-
-    def end_batches(self) -> None:
-        self.batch = None
-
     def annotate(self, error: BaseException) -> None:
         """Add a batch's number and contents to an error of its step or of a hook with it."""
         kinds = (RuntimeError, ValueError, TypeError, LookupError)
-        frames = [frame for frame, _ in walk_tb(error.__traceback__) if isinstance(error, kinds)]
-        if self.batch is None or all(frame.f_code.co_name != self.hook for frame in frames):
+        if self.batch is None or not isinstance(error, kinds):
             return
-        error.add_note(f"In {self.hook}, with batch {self.index}: {_in_words(self.batch)}.")
+        if any(frame.f_code.co_name == self.hook for frame, _ in walk_tb(error.__traceback__)):
+            error.add_note(f"In {self.hook}, with batch {self.index}: {_in_words(self.batch)}.")
 
     def begin_uneven_round(self, silent: bool) -> None:
         """Begin a round in which ranks have different numbers of samples. With `silent` this rank has none."""
@@ -141,51 +118,23 @@ class MetricCollector:
         logged = self.values.get((self.hook, name, self.loader))
         if logged is None or logged.settings != settings:  # the checks cost time, so they are made once for a name
             if isinstance(value, Mapping) or is_collection(value):
-                self._log_each(name, value, settings, batch_size)
+                for key, part in flat_items(value):
+                    self.log(f"{name}/{key}", part, settings, batch_size)
                 return
-            logged = self._first_time(name, value, LogSettings(*settings), logged)
-        if logged.is_ignored:
-            return
-        number: Tensor | float
-        if type(value) is float:  # the exact types first: this runs at every batch
-            number = value
-        elif isinstance(value, Tensor):
-            if value.dim() and value.numel() != 1:
-                raise ValueError(
-                    f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}. Expected one element. Reduce it "
-                    "first, for example with .mean()."
-                )
-            if type(value) is Tensor and value.is_cpu and not logged.enable_graph:
-                number = value.item()  # host memory is read without waiting, in 0.2 us; a copy takes 1.3 us
-            else:
-                if hasattr(value, "full_tensor"):
-                    raise TypeError(
-                        f"log({name!r}) was given a value that was computed from sharded parameters themselves, of which "
-                        "every rank has a part. Pass value.full_tensor(), computed on every rank."
-                    )
-                value = value.reshape(()) if value.dim() else value  # otherwise (1,) and () could not be stacked
-                number = value.detach().clone()  # the user may change the tensor in place before it is read
-        elif isinstance(value, Real):  # int, bool, numpy's numbers
-            number = float(value)
-        elif is_metric(value):
+            logged = self._begin(name, LogSettings(*settings), logged)
+        if type(value) not in (Tensor, float) and is_metric(value):
             self._log_metric(logged, value)
             return
-        else:
-            raise TypeError(
-                f"self.log({name!r}, ...) got {a_type_of(value)}. Expected a number, a tensor of one element, a "
-                "torchmetrics Metric, or a flat dict of these."
-            )
-        logged.show(value.clone() if logged.enable_graph and isinstance(value, Tensor) else number)
-        if logged.on_epoch:
-            weight = 1.0
-            if logged.reduce_fx == "mean":
-                if batch_size is None:
-                    weight = self._found_batch_size(name)
-                else:
-                    weight = (
-                        batch_size if type(batch_size) is int and batch_size > 0 else check_batch_size(name, batch_size)
-                    )
-            logged.add(number, weight)
+        if logged.is_ignored:
+            return
+        weight: float = 1.0
+        if logged.on_epoch and logged.reduce_fx == "mean":
+            if batch_size is None:
+                weight = self._found_batch_size(name)
+            else:
+                is_usual = type(batch_size) is int and batch_size > 0
+                weight = batch_size if is_usual else check_batch_size(name, batch_size)
+        logged.add(value, weight)
 
     def steps(self) -> list[LoggedValue]:
         return [logged for logged in self.values.values() if logged.on_step and logged.last is not None]
@@ -193,6 +142,36 @@ class MetricCollector:
     def metrics(self) -> set[str]:
         """Return the paths of the Metric objects that were logged."""
         return {path for logged in self.values.values() if (path := logged.key.attribute)}
+
+    def in_use(self) -> dict[str, int]:
+        """Return how often each of the module's Metric objects was updated since its reset, by path, without zeros."""
+        metrics = {path: child for path, child in self._module.named_modules() if is_metric(child)}
+        return {path: metric.update_count for path, metric in metrics.items() if metric.update_count}
+
+    def end_loader(self) -> None:
+        """Compute and reset the Metric objects of the current loader. Collective: call on every rank."""
+        # The module is the same on all ranks, so all return here or none does.
+        if self.loader is None or not any(is_metric(child) for child in self._module.modules()):
+            return
+        of_loader = [logged for logged in self.values.values() if logged.loader == self.loader and logged.on_epoch]
+        ranks = collectives.gather_object([list(logged.key) for logged in of_loader if logged.key.attribute])
+        keys = {Key(*fields) for rank in ranks for fields in rank}
+        self.computed.update(compute_metrics(self._module, keys))
+        reset_metrics(self._module, keys)
+
+    def reduce(self) -> dict[Key, float]:
+        """Reduce the epoch values that `reduced` lacks over all ranks, and return them. Collective: call on every rank.
+
+        They are in the order of logging, a value of rank 0 only on rank 0. Metric objects are computed, not reset.
+        """
+        counting = [logged for logged in self.values.values() if logged.on_epoch and not logged.is_ignored]
+        values = {logged.key: logged for logged in counting if logged.key not in self.reduced}
+        computed = {key: number for key, number in self.computed.items() if key not in self.reduced}
+        of_ranks = _gathered(_pairs_of(values), [*values, *computed])
+        computed |= compute_metrics(self._module, [key for key in of_ranks if key.attribute and key not in computed])
+        reduced = {key: computed[key] if key.attribute else _combine(key, of_ranks[key]) for key in of_ranks}
+        self.reduced.update(reduced)
+        return reduced
 
     def clear(self) -> None:
         """Drop the values, and reset the logged Metric objects."""
@@ -208,106 +187,69 @@ class MetricCollector:
 
         `only` restricts the Metric objects to these paths. NOTE: waits for the device.
         """
-        logged_values, in_use = list(self.values.values()), metrics_in_use(self._module)
-        numbers_of = [logged.numbers() for logged in logged_values]
-        rest = iter(read_all([number for numbers in numbers_of for number in numbers]))  # one transfer for all
+        in_use = self.in_use()
         return {
-            "values": [
-                logged.state_dict(list(islice(rest, len(numbers))))
-                for logged, numbers in zip(logged_values, numbers_of, strict=True)
-            ],
+            "values": _states_of(list(self.values.values())),
             "metrics": states_of_metrics(self._module, in_use if only is None else in_use.keys() & set(only)),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Replace this epoch's logged values by a checkpoint's. `device` is the device of this rank."""
         self.values.clear()
-        for each in state["values"]:
-            if each["attribute"] and not is_metric(found_at(self._module, each["attribute"])):
+        for value in state["values"]:
+            if value["attribute"] and not is_metric(found_at(self._module, value["attribute"])):
                 continue  # the module no longer has it
-            logged = LoggedValue.restored(each, device, self._rank)
-            self.values[logged.hook, logged.name, None] = logged
+            logged = LoggedValue.restored(value, device, self._rank)
+            self.values[logged.key.hook, logged.name, None] = logged
         restore_metrics(self._module, state["metrics"])
 
-    def _log_each(self, name: str, values: Any, settings: tuple[Any, ...], batch_size: Any) -> None:
-        """Log the values of a flat dict under name/key."""
-        check_name(name)
-        options = LogSettings(*settings)._replace(metric_attribute=None)
-        for key, value in flat_items(values):
-            if isinstance(value, Mapping):
-                raise ValueError(
-                    f"self.log({name!r}, ...) got a dict that holds a dict under {key!r}. Expected a flat dict. Log the "
-                    f"inner one by itself, as {f'{name}/{key}'!r}."
-                )
-            self.log(f"{name}/{key}", value, options, batch_size)
-
-    def _first_time(self, name: str, value: Any, settings: LogSettings, known: LoggedValue | None) -> LoggedValue:
+    def _begin(self, name: str, settings: LogSettings, known: LoggedValue | None) -> LoggedValue:
         """Add the entry of a name that is new in this hook, or continue from the checkpoint's entry (`known`).
 
         Raises:
             ValueError: the name is logged with other settings than before.
         """
-        check_name(name)
+        if not isinstance(name, str):
+            raise TypeError(f"a metric's name is a str; self.log got {name!r}, {a_type_of(name)}. Use str(...).")
         if known is not None and not known.is_restored:
             pairs = zip(settings._fields, known.settings, settings, strict=True)
             changes = ", ".join(f"{field}={old!r} and then {new!r}" for field, old, new in pairs if old != new)
             raise ValueError(
                 f"self.log({name!r}, ...) was called in {self.hook} with {changes}. Use one setting for a name, or two names."
             )
-        levels = choose_levels(name, self.hook, settings)
-        check_settings(name, settings, is_metric=is_metric(value))
-        reduce_fx = reduction_named(settings.reduce_fx)
-        logged = LoggedValue(self.hook, name, self.loader, settings, levels, reduce_fx, self._rank)
-        if self.loader is not None and not settings.add_dataloader_idx:
-            others = [each.loader for each in self.values.values() if each.base_name == logged.base_name]
-            if set(others) - {None, self.loader}:
-                raise ValueError(
-                    f"self.log({name!r}, add_dataloader_idx=False) is called with two loaders, whose values would be mixed "
-                    "under one name. Leave add_dataloader_idx at True, or use a different name for each loader."
-                )
-        if isinstance(value, Tensor) and value.is_complex():
-            raise TypeError(f"self.log({name!r}, ...) got a complex tensor. Expected a real one. Log its .abs().")
-        if isinstance(value, Tensor) and value.dtype == torch.float64:
-            self.doubles |= {logged.base_name, logged.step_name, logged.key.epoch_name}
-        if settings.logger and "logger" not in self.warned:
-            self.warned.add("logger")
-            warn(f"self.log({name!r}, logger=True) writes no row: the Trainer has no logger.", stacklevel=4)
-        if self._others:
-            refuse_shared(self._others, {}, metrics_in_use(self._module))
+        if settings.sync_dist_group is not None:
+            raise ValueError(
+                f"self.log({name!r}, ...) got sync_dist_group={settings.sync_dist_group!r}; only None is accepted, as epoch "
+                "values are reduced over all ranks. Leave it out, or reduce over the group yourself before logging."
+            )
+        logged = LoggedValue(self.hook, name, self.loader, settings, self._rank)
+        same = (value for value in self.values.values() if value.key.base_name == logged.key.base_name and value.loader)
+        if self.loader is not None and any(value.loader != self.loader for value in same):
+            raise ValueError(
+                f"self.log({name!r}, add_dataloader_idx=False) is called with two loaders, whose values would be mixed "
+                "under one name. Leave add_dataloader_idx at True, or use a different name for each loader."
+            )
         if known is not None:
             logged.take_over(known)
         self.values[self.hook, name, self.loader] = logged
         return logged
 
     def _log_metric(self, logged: LoggedValue, metric: Metric) -> None:
-        if logged.metric is None:
-            logged.follow(metric, self._attribute_of(logged, metric))
-        elif logged.metric is not metric:
+        if logged.key.rank_zero_only:
             raise ValueError(
-                f"self.log({logged.name!r}, ...) got another Metric than before in {self.hook}. Use a different name for each."
+                f"self.log({logged.name!r}, ...) got a Metric with rank_zero_only=True; a Metric gathers its state over all "
+                "ranks. Leave rank_zero_only out."
             )
-        if logged.on_step:
-            logged.show(step_value(logged.name, metric))
-
-    def _attribute_of(self, logged: LoggedValue, metric: Metric) -> str:
-        """Return the path of the module's attribute for a Metric. ValueError if the module does not have it."""
-        given = logged.settings.metric_attribute
-        if given is not None:
-            if found_at(self._module, given) is not metric:
-                raise ValueError(
-                    f"self.log({logged.name!r}, metric_attribute={given!r}) got a Metric that {type(self._module).__name__} "
-                    "does not hold there. Give the path of the attribute that holds it, or leave metric_attribute out."
-                )
-            return given
-        if self._paths is None:
-            self._paths = {id(child): path for path, child in self._module.named_modules() if is_metric(child)}
-        attribute = self._paths.get(id(metric))
-        if attribute is None:
+        path = logged.key.attribute or logged.settings.metric_attribute
+        if not path:
+            path = next((path for path, child in self._module.named_modules() if child is metric), "")
+        if found_at(self._module, path) is not metric:
             raise ValueError(
-                f"self.log({logged.name!r}, ...) got a Metric that is not an attribute of the module. Assign it in __init__ "
-                "(self.accuracy = ...), so that it moves to the device and is reset, or give its path as metric_attribute=."
+                f"self.log({logged.name!r}, ...) got a Metric that is not an attribute of the module, or is another one than "
+                "before. Assign it in __init__ (self.accuracy = ...), so that it moves to the device and is reset, and log "
+                "every Metric under a name of its own."
             )
-        return attribute
+        logged.observe(path, step_value(logged.name, metric) if logged.on_step else None)
 
     def _found_batch_size(self, name: str) -> float:
         batch = self.batch
@@ -336,24 +278,56 @@ class MetricCollector:
             )
 
 
-def merged(states: list[dict[str, Any]], module: nn.Module) -> tuple[dict[str, Any] | None, list[str]]:
-    """Merge several ranks' states of an epoch. Also return the Metric objects that cannot be merged.
+def merged(states: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return several ranks' values of an epoch as one state, and the paths of Metric objects, whose states are dropped.
 
-    The merged state is None if there are no states.
+    The state is None if there are no states.
     """
-    if len(states) < 2:
-        return (states[0] if states else None), []
-    values: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    metrics: dict[str, list[dict[str, Any]]] = {}
-    for state in states:
-        for each in state["values"]:
-            values.setdefault((each["hook"], each["name"]), []).append(each)
-        for path, each in state["metrics"].items():
-            metrics.setdefault(path, []).append(each)
-    together = {path: merge_states(found_at(module, path), each) for path, each in metrics.items()}
-    kept = {path: each for path, each in together.items() if each is not None}
-    return {"values": [LoggedValue.merged(each) for each in values.values()], "metrics": kept}, sorted(
-        together.keys() - kept
+    values: dict[tuple[str, str], LoggedValue] = {}
+    for value in (value for state in states for value in state["values"]):
+        logged = LoggedValue.restored(value, torch.device("cpu"))  # on the host, where sums are float64
+        first = values.setdefault((logged.key.hook, logged.name), logged)
+        if first is not logged:
+            first.absorb(logged)
+    paths = sorted({path for state in states for path in state["metrics"]})
+    return ({"values": _states_of(list(values.values())), "metrics": {}} if states else None), paths
+
+
+def _pairs_of(values: Mapping[Key, LoggedValue]) -> dict[Key, list[float]]:
+    """Return [value, weight] of every plain value. NOTE: waits for the device."""
+    totals = {key: logged.total() for key, logged in values.items() if not key.attribute}
+    numbers = read_all([total for total, _ in totals.values()])
+    return {key: [number, totals[key][1]] for key, number in zip(totals, numbers, strict=True)}
+
+
+def _gathered(pairs: dict[Key, list[float]], keys: list[Key]) -> dict[Key, list[list[float]]]:
+    """Return the pairs of all ranks by key, this rank's `keys` first. Collective: call on every rank."""
+    of_ranks = {key: [pairs[key]] if key.rank_zero_only else [] for key in keys}
+    shared = [[list(key), pairs.get(key, [])] for key in keys if not key.rank_zero_only]
+    for fields, pair in chain.from_iterable(collectives.gather_object(shared)):
+        of_ranks.setdefault(Key(*fields), []).append(pair)
+    return of_ranks
+
+
+def _combine(key: Key, pairs: list[list[float]]) -> float:
+    totals = [total for total, weight in pairs if weight > 0]
+    if not totals:
+        return float("nan")
+    if key.reduce_fx in ("min", "max"):
+        values = torch.tensor(totals, dtype=torch.float64)
+        return float(values.min() if key.reduce_fx == "min" else values.max())  # NaN if one is NaN
+    return sum(totals) / (sum(weight for _, weight in pairs) if key.reduce_fx == "mean" else 1)
+
+
+def check_batch_size(name: str, batch_size: Any) -> float:
+    """Return a batch size as a float; ValueError unless it is a positive number."""
+    if not isinstance(batch_size, Tensor):
+        with suppress(TypeError, ValueError):
+            if 0 < float(batch_size) < float("inf"):
+                return float(batch_size)
+    raise ValueError(
+        f"self.log({name!r}, ...) got batch_size={batch_size!r}, {a_type_of(batch_size)}. Expected a positive number. Read a "
+        "tensor with .item(), which waits for the device, and omit the call for a batch that has nothing to average."
     )
 
 
@@ -367,5 +341,14 @@ def _in_words(batch: Any) -> str:
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
     if isinstance(batch, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_in_words(each)}' for key, each in list(batch.items())[:8])}}}"
+        return f"{{{', '.join(f'{key!r}: {_in_words(value)}' for key, value in list(batch.items())[:8])}}}"
     return f"({', '.join(map(_in_words, batch[:8]))})" if isinstance(batch, (list, tuple)) else type(batch).__name__
+
+
+def _states_of(logged_values: list[LoggedValue]) -> list[dict[str, Any]]:
+    numbers_of = [logged.numbers() for logged in logged_values]
+    rest = iter(read_all([number for numbers in numbers_of for number in numbers]))  # one transfer for all
+    return [
+        logged.state_dict(list(islice(rest, len(numbers))))
+        for logged, numbers in zip(logged_values, numbers_of, strict=True)
+    ]

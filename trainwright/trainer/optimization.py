@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.data.transfer import map_tensors
-from trainwright.engine.optimizers import SchedulerConfig, clear_gradients, may_use_closure, needs_closure
+from trainwright.engine.optimizers import SchedulerConfig, clear_gradients
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Clipping, release
@@ -22,17 +20,14 @@ from trainwright.trainer.uneven_round import discarded
 
 
 def run_training_step(run: TrainingRun, batch: Batch) -> Any:
-    """Return the outputs of training_step on a batch; None for a batch that is None, which is skipped."""
+    """Return the outputs of training_step on a batch, or None for a batch that is None, which is skipped."""
     if not batch.arguments:
         return skip_none(run.engine.world_size)
-    outputs = run.engine.run(run.module, "training_step", *batch.arguments)
-    if not batch.is_taken:
-        batch.refuse("training_step")
-    return outputs
+    return run.engine.run(run.module, "training_step", *batch.arguments)
 
 
 def read_loss(outputs: Any, world_size: int) -> Tensor | None:
-    """Return the loss in training_step's outputs; None to skip the batch."""
+    """Return the loss in training_step's outputs, or None to skip the batch."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
@@ -45,34 +40,11 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
             f"training_step returned None on one of {world_size} ranks, which skips the batch only there. Return a loss on "
             "every rank (0.0 * the loss, to let it count for nothing)."
         )
-    given = a_type_of(outputs)
-    if isinstance(outputs, dict):
-        given = f"a dict with the keys {', '.join(map(repr, outputs)) or 'none'}"
-        if "loss" in outputs:
-            given = f"a dict whose 'loss' is {a_type_of(outputs['loss'])}"
+    types = {name: type(value).__name__ for name, value in outputs.items()} if isinstance(outputs, dict) else {}
     raise TypeError(
-        f"training_step returned {given}. Expected a loss tensor, a dict with one under 'loss', or None to "
-        "skip the batch."
+        f"training_step returned {f'a dict of {types}' if types else a_type_of(outputs)}. Expected a loss tensor, a dict with "
+        "one under 'loss', or None to skip the batch."
     )
-
-
-def explain_second_backward(error: RuntimeError) -> None:
-    """Raise torch's error of a second backward through a graph with the likely causes; leave other errors alone."""
-    if "backward through the graph a second time" in str(error):
-        raise RuntimeError(
-            "the loss that training_step returned leads to a graph that a backward has already freed. If training_step calls "
-            "loss.backward() itself, leave that out, or set automatic_optimization = False and step there too; if it keeps a "
-            "tensor from an earlier batch (a hidden state), detach it."
-        ) from error
-
-
-def read_outputs(outputs: Any) -> dict[str, Any]:
-    """Return training_step's outputs as on_train_batch_end gets them: a dict without graphs, with the loss as "loss"."""
-    if outputs is None:
-        return {}
-    if isinstance(outputs, Tensor):
-        return {"loss": outputs.detach()}
-    return dict(map_tensors(Tensor.detach, outputs)) if isinstance(outputs, Mapping) else {"outputs": outputs}
 
 
 def clear_with_hooks(run: TrainingRun, batch: Batch) -> None:
@@ -93,11 +65,17 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
     After a dummy batch, restore the state that it has changed.
     """
     plan, loss = run.plan, outputs if type(outputs) is Tensor else read_loss(outputs, run.engine.world_size)
-    if loss is None:
-        run.count_empty()
-    elif run.optimizer is not None:
-        if loss.numel() != 1 or not loss.requires_grad:
-            refuse_loss(loss)
+    if loss is not None and run.optimizer is not None:
+        if loss.numel() != 1:
+            raise RuntimeError(
+                f"training_step returned a loss of shape {tuple(loss.shape)}. Expected one element. Reduce it, for example "
+                "with .mean()."
+            )
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "training_step returned a loss that no parameter requiring a gradient led to. Compute it from the module's "
+                "parameters, outside of torch.no_grad and without .detach() or .item()."
+            )
         scaled = loss
         if batch.is_uneven or run.accumulate > 1:
             scaled = run.window.scale(loss, batch.weight)
@@ -108,7 +86,11 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
         try:
             run.engine.backward(scaled, plan.overrides.get("backward"))
         except RuntimeError as error:
-            explain_second_backward(error)
+            if "backward through the graph a second time" in str(error):
+                error.add_note(
+                    "If training_step calls loss.backward() itself, leave that out. If it keeps a tensor of an earlier batch "
+                    "(a hidden state), detach it."
+                )
             raise
         if plan.after_backward:
             run.hooks.call("on_after_backward")
@@ -117,30 +99,10 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
     return loss
 
 
-def refuse_loss(loss: Tensor) -> NoReturn:
-    """Raise RuntimeError for a loss that no backward can be run on."""
-    if loss.numel() != 1:
-        raise RuntimeError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}. Expected one element. Reduce it, for example with "
-            ".mean()."
-        )
-    raise RuntimeError(
-        "training_step returned a loss that no parameter requiring a gradient led to. Compute it from the module's parameters, "
-        "outside of torch.no_grad and without .detach() or .item()."
-    )
-
-
-def warn_of_unstepped_gradients(run: TrainingRun) -> None:
-    """Store gradients of manual optimization that wait for a step over an epoch's end, or warn that no checkpoint does."""
-    if run.window.is_open and not run.engine.strategy.capabilities.gradients_are_parameters:
-        rank_zero_warn(
-            f"Epoch {run.state.epoch} ended with gradients that no optimizer has stepped, and "
-            f"strategy={run.engine.strategy.name!r} cannot checkpoint them, so a resumed run loses them. Step before the epoch "
-            "ends (trainer.is_last_batch).",
-            stacklevel=2,
-        )
-    elif run.window.is_open:
-        run.state.keep_gradients()
+def keep_unstepped_gradients(run: TrainingRun) -> None:
+    """Store gradients of manual optimization that wait for a step over an epoch's end, where a strategy can checkpoint them."""
+    if run.window.is_open and run.engine.strategy.capabilities.gradients_are_parameters:
+        run.state.keep_gradients(run.window)
     run.window.drop()
 
 
@@ -212,19 +174,17 @@ class StepClosure:
         self._seen = self._fingerprint()
         self._is_first = True
 
-    def _fingerprint(self) -> list[tuple[int, int, int]]:
-        """Return the versions of the parameters and the gradients, and which gradients there are."""
-        return [
-            (each._version, 0 if each.grad is None else id(each.grad), 0 if each.grad is None else each.grad._version)
-            for each in parameters_of(self._optimizer)
-        ]
+    def _fingerprint(self) -> list[tuple[int, int] | None]:
+        """Return the identity and the version of every parameter and gradient."""
+        tensors = [tensor for parameter in parameters_of(self._optimizer) for tensor in (parameter, parameter.grad)]
+        return [None if tensor is None else (id(tensor), tensor._version) for tensor in tensors]
 
     def __call__(self) -> Tensor | None:
-        if self._is_first and self._fingerprint() == self._seen:
-            self._is_first = False
-            return None if self._loss is None else self._mean(self._loss)
+        is_unchanged = self._is_first and self._fingerprint() == self._seen
         self._is_first = False
-        return self._recompute()
+        if not is_unchanged:
+            return self._recompute()
+        return None if self._loss is None else self._mean(self._loss)
 
     def _recompute(self) -> Tensor:
         run = self._run
@@ -254,37 +214,17 @@ class StepClosure:
         return loss if self._run.engine.world_size == 1 else self._run.engine.reduce(loss, "mean")
 
 
-def closure_is_wanted(accumulate: int, engine: Any, optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step gets a closure: it needs one, or is the user's own class and may use one.
-
-    Raises:
-        ValueError: it needs one, which these settings rule out.
-    """
-    # A later call could repeat only the window's last batch, and would use scaled gradients under a loss scale.
-    can_be_given = accumulate == 1 and engine.precision.takes_closure and engine.strategy.capabilities.takes_closure
-    if needs_closure(optimizer) and not can_be_given:
-        raise ValueError(
-            f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times; that "
-            f"cannot be done with accumulate_grad_batches={accumulate}, precision={engine.precision.name!r} and "
-            f"strategy={engine.strategy.name!r}. Use accumulate_grad_batches=1, a precision without a loss scale, and one "
-            "device or ddp, or choose another optimizer."
-        )
-    return can_be_given and (needs_closure(optimizer) or may_use_closure(optimizer))
-
-
 def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: bool) -> None:
     """Step the schedulers of an interval whose frequency divides the count."""
     if run.plan.is_manual:
         return
     overrides = run.plan.overrides
     for config in run.trained.schedulers:
-        if config.interval != interval or config.is_plateau != plateau or count % config.frequency:
+        if config.interval != interval or bool(config.reduce_on_plateau) != plateau or count % config.frequency:
             continue
-        metric = None
-        if plateau:
-            metric = _monitored(run, config)
-            if metric is None:
-                continue
+        metric = _monitored(run, config) if plateau else None
+        if plateau and metric is None:
+            continue
         if "lr_scheduler_step" in overrides:
             overrides["lr_scheduler_step"](config.scheduler, metric)
         elif metric is None:
@@ -294,7 +234,7 @@ def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: boo
 
 
 def _monitored(run: TrainingRun, config: SchedulerConfig) -> float | None:
-    """Return rank 0's value of the metric that a scheduler follows; None, with a warning, if it is optional and missing.
+    """Return rank 0's value of the metric that a scheduler follows, or None, with a warning, if it is optional and missing.
 
     Collective: call on every rank, whatever it has logged itself.
     """

@@ -1,4 +1,4 @@
-"""Resume: restores a run's state from a checkpoint. The engine restores model, optimizers and precision."""
+"""Resume: takes a fit to its loop, from a checkpoint if there is one. The engine loads model, optimizers and precision."""
 
 from __future__ import annotations
 
@@ -15,64 +15,88 @@ from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.engine.engine_checkpoints import OpenCheckpoint
 from trainwright.engine.named_state import hold_gradients
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.trainer.evaluate import sanity_check
 from trainwright.trainer.metrics import merged
+from trainwright.trainer.oversights import warn_of_open_end
 from trainwright.trainer.run import Run
-from trainwright.trainer.run_position import AFTER_EPOCH_START, CHECKPOINT, EPOCH_START
-from trainwright.trainer.saving import edit_with_hooks
+from trainwright.trainer.run_position import AFTER_EPOCH_START, CHECKPOINT, EPOCH_START, VALIDATION_LOADERS
+from trainwright.trainer.saving import check_state, edit_with_hooks
 from trainwright.trainer.training_run import TrainingRun
 
 
 class Resumption:
-    """Resumes a fit from a checkpoint, in this order. Others do the steps in parentheses.
+    """Takes a fit from its setup to its loop, and restores the run's state from a checkpoint if the call has one.
 
-        (loggers)    continue in the checkpoint's run folder, before anything is set up: Run.opened, in run.py
-        parts        callbacks and the datamodule load their state, before optimizers are made: a callback that changes the
-                     module or adds parameter groups can do so again in on_fit_start
-        state        after on_fit_start: weights, optimizers, the callbacks' sharded state (averaged weights), counters,
-                     position in the data, the user's should_stop, gradients that wait for a step of manual
-                     optimization, schedulers, metrics
-        (data)       the loaders begin at that position: fit() in fit.py calls TrainData.seek
-        begin        callbacks that had stopped the run stop it again; the loggers drop the rows after the checkpoint
-        generators   after on_train_start: callbacks make up for what the killed run left undone, then the generators are put
-                     to where the checkpoint's epoch began, since the hooks of its start draw from them again
-        (the epoch)  after those hooks: the checkpoint's own generators, and the metrics logged so far; begin_epoch() in fit.py
+    `run` has all steps in their order, except two. Before the setup, Run.opened continues in the checkpoint's run folder.
+    After the hooks of the first epoch's start, which draw the same random numbers as in the original run,
+    TrainingRun.begin_batches restores the RNG state of the save and the metrics logged so far in the epoch.
 
     All methods are collective: call them on every rank.
     """
 
-    def __init__(self, run: TrainingRun, checkpoint: StoredCheckpoint, fresh: tuple[str, ...]) -> None:
+    def __init__(self, run: TrainingRun, checkpoint: StoredCheckpoint | None, fresh: tuple[str, ...]) -> None:
         self._run, self._checkpoint, self._fresh = run, checkpoint, fresh
-        self._unused: list[str] = []
-        """The keys of the callback states that no callback has loaded."""
-        self._opened: OpenCheckpoint | None = None
 
-    def parts(self) -> None:
-        """Open the checkpoint, and load the state of callbacks and datamodule, without a change of the RNG state."""
+    def run(self) -> bool:
+        """Take all steps; return whether there is anything to train."""
+        run, checkpoint = self._run, self._checkpoint
+        if checkpoint is not None:
+            # Before optimizers are made: a callback that changes the module or adds parameter groups does so again in
+            # on_fit_start.
+            opened, unused = self._load_parts(checkpoint)
+        run.prepare()
+        if checkpoint is not None:
+            self._load_state(checkpoint, opened, unused)
+        if run.validation is not None:
+            run.state.mark_rng(VALIDATION_LOADERS)
+            if checkpoint is None:
+                sanity_check(run.validation)
+        run.data.load()
+        if run.settings.limit_train_batches == 0:
+            return False
+        run.data.seek(run.trained.resume_source)
+        run.data.warn_of_iterators()
+        if checkpoint is not None:
+            run.hooks.call("on_resume_start")  # callbacks that had stopped the run stop it again
+            run.stop.agree()
+            run.logbook.drop_later_rows()
+        if run.stop.number:  # a signal came in the sanity check
+            run.stop.save()
+            return False
+        warn_of_open_end(run.settings, run.trainer.callbacks)
+        run.logbook.start(run.module)
+        run.hooks.call("on_train_start")  # before the RNG is restored: it used random numbers in the original run too
+        if checkpoint is not None:
+            self._restore_rng()
+        check_state(run)
+        run.stop.agree()
+        return True
+
+    def _load_parts(self, checkpoint: StoredCheckpoint) -> tuple[OpenCheckpoint, list[str]]:
+        """Load the state of callbacks and datamodule without a change of the RNG state.
+
+        Return the opened checkpoint and the keys of the callback states that no callback has loaded.
+        """
         run = self._run
         with isolate_rng():
-            self._opened = open_with_hooks(run, self._checkpoint)
+            opened = open_with_hooks(run, checkpoint)
             # A raw loop saves none. Only another ModelCheckpoint can miss the scores of one.
-            unused = load_states(run.callbacks, self._opened.state.get("callbacks", {}))
-            scores = bool(run.checkpoint_callbacks)
-            self._unused = [key for key in unused if ", save_top_k=" not in key or (scores and monitor_of(key))]
-            restore_datamodule(run, self._opened.state)
+            unused = load_states(run.trainer.callbacks, opened.state.get("callbacks", {}))
+            scores = bool(run.trainer.checkpoint_callbacks)
+            restore_datamodule(run, opened.state)
+        return opened, [key for key in unused if ", save_top_k=" not in key or (scores and monitor_of(key))]
 
-    def state(self) -> None:
-        """Load the run's state.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged, or another run's.
-        """
-        run, path = self._run, self._checkpoint.path
-        assert self._opened is not None
+    def _load_state(self, checkpoint: StoredCheckpoint, opened: OpenCheckpoint, unused: list[str]) -> None:
+        """Load weights, optimizers, counters and the state of the parts (CheckpointError if it is damaged or another run's)."""
+        run, path = self._run, checkpoint.path
         strict = run.module.strict_loading is not False
         check = partial(run.engine.script.check, path=path, fresh=self._fresh)
-        restored = run.engine.load(self._opened, strict=strict, check=check, fresh=self._fresh)
-        load = partial(run.hooks.call, "load_sharded_state_dict", self._checkpoint, self._opened.tensors)
+        restored = run.engine.load(opened, strict=strict, check=check, fresh=self._fresh)
+        load = partial(run.hooks.call, "load_sharded_state_dict", checkpoint, opened.tensors)
         run.engine.ranks.run_on_all(load, "the load of a checkpoint")
         state, own = restored.state, restored.rank_state or {}
         position, gradients = state["position"], own.get("gradients", [])
-        if position.get("holds_gradients") and not self._can_hold(gradients):
+        if position.get("holds_gradients") and not self._can_hold(checkpoint, gradients):
             position = {**position, "holds_gradients": False}
         run.state.resume(position, own.get("epoch_rng"), restored.rng)
         sources = restored.nearest_rank_state.get("sources") or [()]
@@ -85,13 +109,17 @@ class Resumption:
             )
         if run.state.holds_gradients:
             hold_gradients(run.engine.modules, gradients)
-        run.engine.script.resume(state, path, self._fresh, self._unused)
+        run.engine.script.resume(state, path, self._fresh)
+        if unused:
+            rank_zero_warn(
+                f"{path}: it has states that no callback loads, so this run continues without them: {', '.join(unused)}.",
+                stacklevel=2,
+            )
         for config in run.trained.schedulers if run.state.step else ():
             if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
                 optimizer._opt_called = True  # it stepped before this process began, and torch would warn of the order
-        unfinished = self._unfinished_metrics(restored.rank_state) if run.state.batch else None
+        unfinished = self._unfinished_metrics(checkpoint, restored.rank_state) if run.state.batch else None
         run.logbook.load_state_dict(state.get("metrics", {}), unfinished)
-        run.update_trained(resume_source=path)
         last, epoch = run.settings.last_epoch, run.state.epoch
         if last is not None and epoch >= last and run.state.batch == 0:
             run.trainer.print(
@@ -100,13 +128,7 @@ class Resumption:
         else:
             run.trainer.print(f"resuming from {path}: epoch {epoch}, batch {run.state.batch}, step {run.state.step}")
 
-    def begin(self) -> None:
-        """Let callbacks that had stopped the run stop it again, and the loggers drop the rows after the checkpoint."""
-        self._run.hooks.call("on_resume_start")
-        self._run.stop.agree()
-        self._run.logbook.drop_later_rows()
-
-    def restore_rng(self) -> None:
+    def _restore_rng(self) -> None:
         """Let callbacks make the saves that the killed run missed, then rewind the RNG to the epoch's start."""
         run, state = self._run, self._run.state
         saved = state.rng.pop(CHECKPOINT, None)
@@ -119,33 +141,32 @@ class Resumption:
         if state.batch:
             state.rng[AFTER_EPOCH_START] = saved
 
-    def _can_hold(self, gradients: Sequence[Mapping[str, Tensor]]) -> bool:
+    def _can_hold(self, checkpoint: StoredCheckpoint, gradients: Sequence[Mapping[str, Tensor]]) -> bool:
         """Return whether this job is like the job that saved these gradients. Warn if it differs."""
-        run, saved_under = self._run, self._checkpoint.header.get("strategy")
-        if saved_under == run.engine.strategy.name and len(gradients) == len(run.engine.modules):
-            return True
-        rank_zero_warn(
-            f"{self._checkpoint.path} holds gradients that wait for a step, as {self._checkpoint.world_size} processes under "
-            f"{saved_under!r} had them. On {run.engine.world_size} under {run.engine.strategy.name!r} the run continues "
-            "without them.",
-            stacklevel=2,
-        )
-        return False
+        engine = self._run.engine
+        is_alike = checkpoint.header.get("strategy") == engine.strategy.name and len(gradients) == len(engine.modules)
+        if not is_alike:
+            rank_zero_warn(
+                f"{checkpoint.path} holds gradients that wait for a step. Another strategy or number of processes continues "
+                "without them.",
+                stacklevel=2,
+            )
+        return is_alike
 
-    def _unfinished_metrics(self, own: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _unfinished_metrics(self, checkpoint: StoredCheckpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the epoch's logged values of this rank, or at a different world size a share of all ranks' values."""
-        checkpoint, engine = self._checkpoint, self._run.engine
+        engine = self._run.engine
         if checkpoint.world_size == engine.world_size:
             return (own or {}).get("metrics")
         # Each saved rank's values go to exactly one rank, or the epoch's sums would count them twice.
         ranks = range(engine.rank, checkpoint.world_size, engine.world_size)
         states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in ranks]
-        together, left_out = merged([each for each in states if each], self._run.module)
+        together, left_out = merged([each for each in states if each])
         if left_out:
             rank_zero_warn(
                 f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
-                f"{engine.world_size}: the metrics {', '.join(left_out)} define no cross-rank reduction, so for this epoch "
-                "their values cover only the batches after the resume.",
+                f"{engine.world_size}: for this epoch the metric objects {', '.join(left_out)} cover only the batches "
+                "after the resume.",
                 stacklevel=2,
             )
         return together

@@ -28,9 +28,9 @@ from trainwright.loggers.base import RunResult
 from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
 from trainwright.profilers.base import instrument, is_measuring
-from trainwright.rank_zero import rank_zero_warn, say
+from trainwright.rank_zero import say
 from trainwright.strategies.base import Clipping
-from trainwright.trainer.checkpoint_choice import Choice, FolderLocks
+from trainwright.trainer.checkpoint_choice import Choice, lock_folders
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.logbook import Logbook
 from trainwright.trainer.run_position import Position
@@ -86,15 +86,8 @@ class Outcome:
             if self.error is None:
                 self.error = error
                 raise
-            say(f"trainwright: {_name_of(call)} failed too: {type(error).__name__}: {error}")
-
-
-def _name_of(call: Callable[..., Any]) -> str:
-    """Return a function's name, for a method with the class of its object."""
-    function = getattr(call, "func", call)
-    owner = getattr(function, "__self__", None)
-    name = getattr(function, "__qualname__", repr(function))
-    return name if owner is None else f"{type(owner).__name__}.{function.__name__}"
+            name = getattr(getattr(call, "func", call), "__qualname__", repr(call))
+            say(f"trainwright: {name} failed too: {type(error).__name__}: {error}")
 
 
 class Run:
@@ -122,10 +115,14 @@ class Run:
         self.stages: Stages = Stages() if previous is None else previous.stages
         if previous is None or call == "fit":
             self.state = state or Position()
-            self.stop = self._make_stop()
-            self.trained = Trained(self.settings.accumulate_grad_batches)
+            rerunnable = choice.is_rerunnable
+            self.stop = Stop(self.engine, self.settings, self.state, self.trainer, is_rerunnable=rerunnable)
+            source = None if choice.checkpoint is None else choice.path
+            self.trained = Trained(self.settings.accumulate_grad_batches, source)
         else:
             self.state, self.stop, self.trained = previous.state, previous.stop, previous.trained
+        self.waiting: list[tuple[bool, Callable[[], None]]] = []
+        """The saves that wait, in order: whether the checkpoint has weights only, and the function that writes it."""
         self.logbook = Logbook(self.loggers, self.engine, self.state)
         profiler = self.profiler if is_measuring(self.profiler) else None
         if module is not None:  # None until the first call
@@ -139,17 +136,6 @@ class Run:
         self.is_prepared = False
         """Whether the loop may run, or has begun."""
         self._closing: list[Callable[[], None]] = []
-
-    def _make_stop(self) -> Stop:
-        trainer, saving = self.trainer, [each for each in self.checkpoint_callbacks if each.keeps_any]
-        return Stop(
-            self.engine,
-            self.settings,
-            self.state,
-            # The first one alone: others would save the same state again.
-            save=lambda name: "".join(each.save_stop(trainer, name) for each in saving[:1]),
-            keeps_any=bool(saving),
-        )
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -183,11 +169,6 @@ class Run:
         pins = has_pinned_memory(self.engine.device.type)
         return {"shard": self.settings.use_distributed_sampler, "pin_memory": pins}
 
-    @property
-    def uses_inference_mode(self) -> bool:
-        """Return whether evaluations run under torch.inference_mode: on request, and outside fit only."""
-        return self.settings.inference_mode and self.call != "fit"
-
     def update_trained(self, **changes: Any) -> None:
         """Replace some of the objects that the fit has made."""
         self.trained = replace(self.trained, **changes)
@@ -212,34 +193,38 @@ class Run:
             clipping = Clipping(value=limit) if algorithm == "value" else Clipping(norm=limit)
             self.engine.strategy.clip_gradients(inner, clipping)
 
+    def save(self, weights_only: bool, write: Callable[[], None]) -> bool:
+        """Call `write`, or queue it if no checkpoint may be written now; return whether it was called. Collective."""
+        if not self.state.may_save(weights_only):
+            self.waiting.append((weights_only, write))
+            return False
+        write()
+        return True
+
+    def save_waiting(self) -> None:
+        """Write the checkpoints of the queue that may be written now. Collective."""
+        if not self.state.progress.is_within_window:
+            waiting, self.waiting = self.waiting, []
+            for request in waiting:
+                self.save(*request)
+
     def close_at_end(self, close: Callable[[], None]) -> None:
         """Have something called when the run ends, such as the end of loaders' workers."""
         self._closing.append(close)
 
     def prepare_module(self, module: Module) -> None:
-        """Convert batch norm (ValueError on the CPU) and compile, as the settings ask, before the module moves."""
+        """Convert batch norm and compile, as the settings ask, before the module moves."""
         if self.settings.sync_batchnorm and self.engine.world_size > 1:
-            if self.engine.device.type == "cpu":
-                raise ValueError(
-                    "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not compute on the CPU. Leave it at False."
-                )
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         if self.settings.compile:
             options = self.settings.compile if isinstance(self.settings.compile, dict) else {}
             self.compiled = Compiled(module, options)
-            if not self.compiled.modules:
-                rank_zero_warn(
-                    f"compile= has nothing to compile: {type(module).__name__} has no submodule with a forward; "
-                    "put the network into one.",
-                    stacklevel=2,
-                )
 
     def changes(self) -> dict[str, Any]:
         """Return the results of this run, as plain data for a Trainer in another process."""
         return {
             "state": self.state.plain(),
-            "batches": self.stages.counts(),
-            "metrics": self.logbook.latest(),
+            "metrics": self.logbook.state_dict(),
             "should_stop": self.stop.requested,
             "accumulate_grad_batches": self.trained.accumulate_grad_batches,
             "ckpt_path": self.ckpt_path,
@@ -249,7 +234,7 @@ class Run:
     def load_changes(self, changed: dict[str, Any]) -> None:
         """Load the results that `changes` returned in another process."""
         self.state, self.choice = Position.of_plain(changed["state"]), Choice(changed["ckpt_path"])
-        self.stop, self.stages = self._make_stop(), Stages.of_counts(changed["batches"])
+        self.stop = Stop(self.engine, self.settings, self.state, self.trainer)
         self.stop.request(changed["should_stop"])
         self.trained = Trained(changed["accumulate_grad_batches"], changed["resume_source"])
         self.logbook = Logbook(self.loggers, self.engine, self.state)
@@ -287,8 +272,7 @@ class Run:
             if is_measuring(self.profiler):
                 stack.callback(instrument(engine, self.profiler))
             stack.callback(self._withdraw_loggers, outcome)
-            locks = FolderLocks(engine.ranks, self.trainer.print)
-            stack.callback(locks.release)
+            locks = stack.enter_context(ExitStack())
             for logger in reversed(self.loggers) if engine.rank == 0 else ():
                 stack.callback(self._close_logger, logger, outcome)
             # Reversed, so that they are called in the order of the hooks.
@@ -304,18 +288,23 @@ class Run:
                 engine.finish_save()
             except BaseException as error:
                 outcome.error = error
-                if self.logbook.collector is not None:
-                    self.logbook.collector.annotate(error)
-                if self.is_prepared:
-                    self.state.progress.fail(self.obstacle(error))
-                self.stop.note_end(error)
-                # A save in flight can commit while every rank lives, whatever they raise, but not if a rank is gone.
-                outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
-                for hook in self.hooks["on_exception"]:
-                    outcome.after(hook, error)
-                if datamodule is not None:
-                    outcome.after(hook_of(datamodule, "on_exception", DataModule), error)
+                self._fail(error, outcome)
                 raise
+
+    def _fail(self, error: BaseException, outcome: Outcome) -> None:
+        """Record the error that ends the run, and call on_exception."""
+        engine = self.engine
+        if self.logbook.collector is not None:
+            self.logbook.collector.annotate(error)
+        if self.is_prepared:
+            self.state.progress.fail(self.obstacle(error))
+        self.stop.note_end(error)
+        # A save in flight can commit while every rank lives, whatever they raise, but not if a rank is gone.
+        outcome.after(engine.writer.drop if is_secondary_failure(error) else engine.finish_save)
+        for hook in self.hooks["on_exception"]:
+            outcome.after(hook, error)
+        if self.datamodule is not None:
+            outcome.after(hook_of(self.datamodule, "on_exception", DataModule), error)
 
     def _position(self) -> tuple[tuple[int, ...], str]:
         """Return how far the run is, in counts that are the same on every rank, and in words. Another thread calls it."""
@@ -329,13 +318,13 @@ class Run:
             parts.append(collector.hook)
         return (self.state.progress.batches_begun, self.logbook.reductions), ", ".join(parts)
 
-    def _start_loggers(self, locks: FolderLocks) -> None:
+    def _start_loggers(self, locks: ExitStack) -> None:
         """Let the loggers choose their folders, and lock the checkpoint folders before anything is written. Collective."""
         ranks, choice = self.engine.ranks, self.choice
         # Rank 0's, because the working directories of the ranks may differ.
         self.root = ranks.broadcast(self.root, START_OF_LOGGERS)
         saving = self.checkpoint_callbacks if self.call == "fit" and not self.settings.fast_dev_run else []
-        locks.take(each.given_dirpath for each in saving)
+        lock_folders(ranks, [callback.given_dirpath for callback in saving], locks)
         path = choice.path or ""
         if choice.continues:
             matches = ranks.decide(lambda: match_states(self.loggers, choice.loggers, path), START_OF_LOGGERS)
@@ -347,9 +336,7 @@ class Run:
             logger.begin_fit()
         agreed = partial(ranks.broadcast, call=START_OF_LOGGERS)
         start_loggers(self.loggers, agreed, is_writer=self.engine.rank == 0, call=self.call)
-        locks.take(each.folder_in(self.trainer) for each in saving)
-        # Under the locks no other run can change the folders any more.
-        choice.refuse_overtaken(ranks)
+        lock_folders(ranks, [callback.folder_in(self.trainer) for callback in saving], locks)
 
     def _set_up(self) -> None:
         """Prepare the data on one process of each node, then set up every part in the order of hooks.py. Collective."""

@@ -1,4 +1,4 @@
-"""Position: the counters, the phase and the RNG states of a run, in one object that a checkpoint stores."""
+"""Position: the counters, the phase and the RNG states of a run, which a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum, StrEnum, auto
+from operator import attrgetter
 from typing import Any
 
 from trainwright.data.seeding import rng_state, set_rng_state
@@ -106,6 +107,7 @@ class Progress:
         self.status = TrainerStatus.INITIALIZING
         self.obstacle = ""
         """Why a failed run cannot be resumed exactly from here; "" if it can."""
+        self.has_failed = False
         self._window: AccumulationWindow | None = None
         self.is_last_batch = False
         """Whether the current training batch is the epoch's last."""
@@ -121,7 +123,7 @@ class Progress:
     def begin(self, call: str, window: AccumulationWindow | None) -> None:
         """Begin a call of the Trainer. `window` is the accumulation window of a fit."""
         self.phase, self.fn, self.status = Phase.OUTSIDE, TrainerFn(call), TrainerStatus.RUNNING
-        self._window = window
+        self._window, self.has_failed = window, False
 
     def end(self, has_failed: bool) -> None:
         """End the call."""
@@ -163,7 +165,7 @@ class Progress:
 
     def fail(self, obstacle: str) -> None:
         """Record that the run has failed, and why it cannot be saved here, "" if it can."""
-        self.obstacle = obstacle
+        self.obstacle, self.has_failed = obstacle, True
         # In EPOCH_LEFT a save would wait for an end of the epoch that does not come.
         if not obstacle and self.phase is Phase.EPOCH_LEFT:
             self.phase = Phase.STOPPED
@@ -311,30 +313,15 @@ class Position:
         finally:
             vars(self).update(now)
 
-    @property
-    def fn(self) -> TrainerFn | None:
-        """Return the Trainer's present or latest call."""
-        return self.progress.fn
-
-    @property
-    def stage(self) -> RunningStage | None:
-        """Return the stage within the call. None outside of a call."""
-        return self.progress.stage
-
-    @property
-    def status(self) -> TrainerStatus:
-        """Return how far the call is."""
-        return self.progress.status
+    fn = property(attrgetter("progress.fn"), doc="The Trainer's present or latest call.")
+    stage = property(attrgetter("progress.stage"), doc="The stage within the call. None outside of a call.")
+    status = property(attrgetter("progress.status"), doc="How far the call is.")
+    stopped = property(attrgetter("progress.status.stopped"), doc="Whether the call has ended.")
 
     @property
     def finished(self) -> bool:
         """Return whether the call has ended without an exception."""
-        return self.status is TrainerStatus.FINISHED
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether the call has ended."""
-        return self.status.stopped
+        return self.progress.status is TrainerStatus.FINISHED
 
     @property
     def logged_step(self) -> int:
@@ -407,18 +394,20 @@ class Position:
         was_stepped, self.schedulers_stepped = self.schedulers_stepped, True
         return not was_stepped
 
-    def postpone_schedulers(self) -> None:
-        """Let step-wise schedulers that follow a metric wait for the validation after their step."""
-        self.schedulers_wait = True
+    def postpone_schedulers(self, is_due: bool) -> bool:
+        """Let step-wise schedulers that follow a metric wait if a validation is due after their step; return `is_due`."""
+        self.schedulers_wait = is_due
+        return is_due
 
     def claim_postponed_schedulers(self) -> bool:
         """Return whether such schedulers have waited, and count them as stepped."""
         waited, self.schedulers_wait = self.schedulers_wait, False
         return waited
 
-    def keep_gradients(self) -> None:
-        """Store gradients that wait over an epoch's end for a step of manual optimization."""
+    def keep_gradients(self, window: AccumulationWindow) -> None:
+        """Store gradients that wait over an epoch's end for a step of manual optimization, and begin another window."""
         self.holds_gradients = True
+        window.drop()
 
     @contextmanager
     def ending_epoch(self, is_complete: bool) -> Iterator[None]:
@@ -437,6 +426,18 @@ class Position:
         self.load_state_dict(position)
         marked = {EPOCH_START: epoch_start, CHECKPOINT: rng}
         self.rng |= {name: state for name, state in marked.items() if state is not None}
+
+    def may_save(self, weights_only: bool) -> bool:
+        """Return whether a run could resume from a checkpoint that is written now.
+
+        A checkpoint within an epoch has no gradients that wait for a step. A batch that is not counted would be trained
+        twice. No run resumes within an epoch's end.
+        """
+        progress = self.progress
+        is_counted = self.total_batches != progress.batches_before
+        # In a batch that has failed, a save would wait for an end that does not come.
+        is_within_batch = progress.is_in_batch and not is_counted and not progress.has_failed
+        return not progress.is_within_window and (weights_only or not (is_within_batch or progress.phase in ENDING))
 
     def next_epoch(self) -> None:
         """Advance to the next epoch."""

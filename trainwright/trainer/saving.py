@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainwright.callbacks.base import Callback
-from trainwright.checkpoint.contents import encode_state, extra_states
+from trainwright.checkpoint.contents import encode_state
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.checkpoint.shards import check_storable
@@ -19,13 +18,9 @@ from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import rng_state
 from trainwright.data.transfer import map_leaves
 from trainwright.engine.named_state import computed_keys, held_gradients, model_pieces
-from trainwright.errors import CheckpointError
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import UNSAVED_KEYS
-from trainwright.strategies.divided_optimizers import parameters_of, unwrap_optimizer
-from trainwright.strategies.module_checks import sparse_weights
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import CHECKPOINT, EPOCH_LEFT, EPOCH_START, OpenEpoch
 from trainwright.trainer.training_run import TrainingRun
@@ -44,7 +39,7 @@ def check_save(run: Run, weights_only: bool) -> bool:
             stacklevel=4,
         )
         weights_only = True
-    if not weights_only and run.running_call != "fit" and not run.engine.optimizers:
+    if not weights_only and run.call != "fit" and not run.engine.optimizers:
         raise RuntimeError(
             "the latest run was an evaluation, which has no optimizer to save. Pass weights_only=True, or save after fit."
         )
@@ -69,7 +64,7 @@ def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
         return state
     epoch = run.state.open_epoch
     copied = None if epoch is None else epoch.callbacks
-    own = callback_states(run.trainer.callbacks if copied is None else run.checkpoint_callbacks)
+    own = callback_states(run.trainer.callbacks if copied is None else run.trainer.checkpoint_callbacks)
     return {
         **state,
         "position": {**run.state.state_dict(), "places": data["places"]},
@@ -78,12 +73,6 @@ def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
         "callbacks": {**(copied or {}), **own},
         "loggers": run.logbook.logger_states() if epoch is None else epoch.loggers,
     }
-
-
-def position_in_data(run: Run) -> LoaderState:
-    """Return the position in the training data of the current or the latest fit."""
-    assert run.trained.data is not None
-    return run.trained.data.state_dict()
 
 
 def sharded_state(run: Run) -> dict[str, Mapping[str, Tensor]]:
@@ -99,26 +88,15 @@ def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
     return {each.state_key: state for each in callbacks if (state := each.state_dict())}
 
 
-def check_state(run: Run) -> None:
+def check_state(run: TrainingRun) -> None:
     """Refuse, before anything is trained, state that checkpoints cannot hold (CheckpointError on every rank). Collective."""
     engine = run.engine
-    if run.settings.fast_dev_run or not any(each.keeps_any for each in run.checkpoint_callbacks):
+    if run.settings.fast_dev_run or not any(each.keeps_any for each in run.trainer.checkpoint_callbacks):
         return
 
-    sparse = {id(weight) for _, _, weight in sparse_weights(engine.modules)}
-    stepped = [unwrap_optimizer(each) for each in engine.optimizers]
-    others = [each for each in stepped if _makes_own_state(each) or not sparse.isdisjoint(map(id, parameters_of(each)))]
-
     def look() -> None:
-        for optimizer in engine.optimizers:
-            for group in optimizer.param_groups:
-                stored = {key: value for key, value in group.items() if key not in UNSAVED_KEYS}
-                encode_state(stored, f"a parameter group of {type(optimizer).__name__}")
         try:
-            state = {
-                **run_state(run, position_in_data(run)),
-                "extra": [extra_states(module) for module in engine.modules],
-            }
+            state = run_state(run, run.data.state_dict())
         except Exception:  # a state_dict may not be ready before the first batch, and the save will report the error
             return
         encode_state(state, "state")
@@ -128,48 +106,18 @@ def check_state(run: Run) -> None:
         for piece in model_pieces(engine.strategy, engine.modules) if edit_with_hooks(run, SAVE_HOOK) is None else ():
             check_storable(piece.name, piece.tensor)
 
-    for optimizer in others:
-        _check_first_step(optimizer)
     subject = "checkpoints of this run could not be written"
     engine.ranks.run_on_all(look, "the start of fit", subject=subject)
-
-
-def _check_dense(optimizer: Optimizer, key: str, tensor: Tensor) -> None:
-    """Refuse sparse state, and name optimizers without it (CheckpointError)."""
-    if tensor.layout is torch.sparse_coo:
-        raise CheckpointError(
-            f"tensor '{key} of {type(optimizer).__name__}' is sparse, as the gradients of a layer with sparse=True are. A "
-            "checkpoint stores dense tensors. Use torch.optim.SparseAdam, or SGD without momentum, or leave sparse out."
-        )
-
-
-def _makes_own_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is not torch's or DeepSpeed's, whose state is plain tensors, and steps by itself."""
-    is_known = type(optimizer).__module__.startswith(("torch.optim", "deepspeed.ops."))
-    return not is_known and hasattr(optimizer, "_optimizer_step_post_hooks")
-
-
-def _check_first_step(optimizer: Optimizer) -> None:
-    """Check, once, the state that an optimizer makes in its first step."""
-
-    def look(stepped: Optimizer, *_: Any) -> None:
-        handle.remove()
-        for state in stepped.state.values():
-            for key, value in state.items() if isinstance(state, dict) else ():
-                local = getattr(value, "_local_tensor", value)  # the part of a DTensor
-                if isinstance(local, Tensor):
-                    _check_dense(stepped, key, local)
-                    check_storable(f"{key} of {type(stepped).__name__}", local)
-
-    handle = optimizer.register_step_post_hook(look)
 
 
 def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
     """Write a checkpoint as Trainer.save_checkpoint does. Return False if it waits until the run may be saved. Collective."""
     weights_only = check_save(run, weights_only)
-    if isinstance(run, TrainingRun) and not run.may_save(weights_only):
-        run.waiting_saves.append((path, weights_only, blocking, overwrite))
-        return False
+    return run.save(weights_only, partial(_write, run, path, weights_only, blocking, overwrite))
+
+
+def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:
+    """Write a checkpoint of the run's present state. Collective."""
     if run.logbook.is_row_due:
         run.logbook.log_step()  # no resumed run would write it
     number = run.state.count_save()  # before the state is read, because the checkpoint contains its number
@@ -187,15 +135,6 @@ def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, ove
         overwrite=overwrite,
         parts=sharded_state(run),
     )
-    return True
-
-
-def save_waiting(run: TrainingRun) -> None:
-    """Write the checkpoints that waited for the end of the batch, its window or the epoch. Collective."""
-    if run.window.is_open:
-        return
-    for _ in range(len(run.waiting_saves)):  # one that has to wait on is requested again
-        save_checkpoint(run, *run.waiting_saves.pop(0))
 
 
 def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
@@ -217,8 +156,10 @@ def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:
 def open_epoch(run: Run) -> OpenEpoch:
     """Return the state after the latest batch, for checkpoints of a run that stops within the epoch."""
     logbook, callbacks = run.logbook, None
-    if any(each.keeps_any for each in run.checkpoint_callbacks):  # whose states can be stored, so they can be copied
-        states = callback_states(each for each in run.trainer.callbacks if each not in run.checkpoint_callbacks)
+    if any(
+        each.keeps_any for each in run.trainer.checkpoint_callbacks
+    ):  # whose states can be stored, so they can be copied
+        states = callback_states(each for each in run.trainer.callbacks if each not in run.trainer.checkpoint_callbacks)
         callbacks = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, states)
     return OpenEpoch(logbook.state_dict(), logbook.epoch_state(), logbook.logger_states(), callbacks)
 

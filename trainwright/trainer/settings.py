@@ -13,54 +13,16 @@ DEFAULT_MAX_EPOCHS = 1000
 
 REPLACED = {
     "gpus": "pass devices=, with accelerator='gpu'",
-    "tpu_cores": "TPUs are not supported; pass devices= with accelerator='cpu' or 'gpu'",
-    "num_processes": "pass devices=",
-    "auto_select_gpus": "pass devices= with a number or a list of GPUs",
-    "amp_backend": "pass precision='16-mixed' or 'bf16-mixed'",
     "resume_from_checkpoint": "pass ckpt_path= to trainer.fit",
-    "track_grad_norm": "log the norm in on_before_optimizer_step",
     "auto_lr_find": "pass a LearningRateFinder in callbacks=, or call tw.Tuner(trainer).lr_find(module)",
     "auto_scale_batch_size": "pass a BatchSizeFinder in callbacks=, or call tw.Tuner(trainer).scale_batch_size(module)",
     "replace_sampler_ddp": "pass use_distributed_sampler=",
-    "multiple_trainloader_mode": "pass a CombinedLoader(loaders, mode=...) to trainer.fit",
-    "move_metrics_to_cpu": "nothing replaces it: metrics stay on their device until they are read",
     "checkpoint_callback": "pass enable_checkpointing=, and a ModelCheckpoint in callbacks=",
     "progress_bar_refresh_rate": "pass TQDMProgressBar(refresh_rate=...) in callbacks=, or enable_progress_bar=False",
-    "process_position": "pass TQDMProgressBar(process_position=...) in callbacks=",
-    "weights_summary": "pass ModelSummary(max_depth=...) in callbacks=, or enable_model_summary=False",
-    "weights_save_path": "pass ModelCheckpoint(dirpath=...) in callbacks=",
-    "stochastic_weight_avg": "pass a StochasticWeightAveraging in callbacks=",
-    "log_gpu_memory": "pass a DeviceStatsMonitor in callbacks=",
-    "flush_logs_every_n_steps": "pass flush_logs_every_n_steps= to CSVLogger",
-    "terminate_on_nan": "pass EarlyStopping(..., check_finite=True) in callbacks=, or detect_anomaly=True",
-    "prepare_data_per_node": "set it in the module or the DataModule",
-    "distributed_backend": "pass strategy=",
-    "model_registry": "ckpt_path= takes a path or an fsspec URL; the registry is missing",
     "epochs": "pass max_epochs=",
     "steps": "pass max_steps=",
 }
 """Arguments of earlier trainers, and what replaces them."""
-
-
-MISSING = {
-    "validate_loop": "trainer.limit_val_batches can be set between two runs",
-    "test_loop": "trainer.limit_test_batches can be set between two runs",
-    "predict_loop": "trainer.limit_predict_batches can be set between two runs",
-    "tuner": "pass a LearningRateFinder or a BatchSizeFinder in callbacks=",
-    "tune": "pass a LearningRateFinder or a BatchSizeFinder in callbacks=",
-    "scaler": "trainer.precision_plugin has the loss scaler in '16-mixed'",
-    "root_gpu": "trainer.strategy.root_device is this process's device",
-    "num_gpus": "use trainer.num_devices",
-    "gpus": "use trainer.num_devices",
-    "use_amp": "use trainer.precision",
-    "training_type_plugin": "use trainer.strategy",
-    "call_hook": "call the method of the module or the callback itself",
-    "val_check_batch": "trainer.val_check_interval is the setting",
-    "distributed_sampler_kwargs": "any sampler's order is divided over the processes, unless use_distributed_sampler=False",
-    "reset_train_dataloader": "the loaders are made when fit needs them",
-    "reset_val_dataloader": "the loaders are made when fit needs them",
-}
-"""Attributes of Lightning's Trainer that this one does not have, and the replacement."""
 
 LEAST_NUMBERS = {
     "max_epochs": -1, "min_epochs": 0, "min_steps": 0, "num_sanity_val_steps": -1, "max_steps": -1, "num_nodes": 1,
@@ -70,10 +32,26 @@ MAY_BE_NONE = (
     "max_epochs", "min_epochs", "min_steps", "num_sanity_val_steps", "check_val_every_n_epoch", "log_every_n_steps",
 )  # fmt: skip
 
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "gradient_clip_algorithm": ("norm", "value", None),
+    "deterministic": (True, False, "warn", None),
+    **dict.fromkeys(
+        ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_report", "benchmark"),
+        (True, False, None),
+    ),
+    **dict.fromkeys(
+        (
+            "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",
+            "enable_autolog_hparams", "fused_optimizers",
+        ),
+        (True, False),
+    ),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Settings:
-    """The limits, intervals and switches of a run; the Trainer's docstring says what each means."""
+    """The limits, intervals and switches of a run, as the Trainer's docstring describes them."""
 
     num_nodes: int = 1
     fast_dev_run: bool | int = False
@@ -131,39 +109,22 @@ class Settings:
             yield from _whole_number(self, "fast_dev_run", 0)
 
     def _wrong_choices(self) -> Iterable[str]:
-        if self.gradient_clip_algorithm not in (None, "norm", "value"):
-            yield (
-                f"gradient_clip_algorithm={self.gradient_clip_algorithm!r}: expected 'norm' (the total norm) or "
-                "'value' (each element)"
-            )
-        if self.deterministic not in (None, True, False, "warn"):
-            yield f"deterministic={self.deterministic!r}: expected True, False, 'warn' or None"
+        for name, allowed in ALLOWED.items():
+            value = getattr(self, name)
+            if not isinstance(value, (str, bool, type(None))) or value not in allowed:
+                *first, last = map(repr, allowed)
+                yield f"{name}={value!r}: expected {', '.join(first)} or {last}"
         options: object = self.compile
         if not isinstance(options, (bool, dict)):
             yield f"compile={options!r}: expected True, False or a dict of torch.compile's options"
-        for name in (
-            "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_report", "benchmark",
-        ):  # fmt: skip
-            if not isinstance(getattr(self, name), (bool, type(None))):
-                yield f"{name}={getattr(self, name)!r}: expected True, False or None"
-        for name in (
-            "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",
-            "enable_autolog_hparams", "fused_optimizers",
-        ):  # fmt: skip
-            if not isinstance(getattr(self, name), bool):
-                yield f"{name}={getattr(self, name)!r}: expected True or False"
 
     def _wrong_times(self) -> Iterable[str]:
         interval = self.val_check_interval
-        if isinstance(interval, int) and (isinstance(interval, bool) or interval < 1):
+        is_wrong = isinstance(interval, float) and not 0.0 < interval <= 1.0
+        if is_wrong or (isinstance(interval, int) and (isinstance(interval, bool) or interval < 1)):
             yield (
-                f"val_check_interval={interval!r}: expected a number of batches of at least 1 (int), a fraction of the epoch "
-                "(float), or a time"
-            )
-        elif isinstance(interval, float) and not 0.0 < interval <= 1.0:
-            yield (
-                f"val_check_interval={interval!r}: a float is a fraction of the epoch, above 0.0 and up to 1.0; pass an int "
-                "for a number of batches"
+                f"val_check_interval={interval!r}: expected a number of batches of at least 1 (an int), a fraction of the "
+                "epoch above 0.0 and up to 1.0 (a float), or a time"
             )
         for name in ("max_time", "val_check_interval"):
             value = getattr(self, name)
@@ -191,13 +152,13 @@ class Settings:
             )  # fmt: skip
             wanted = ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name))
             if wanted:
-                yield f"barebones=True leaves out what costs time, but {wanted} asks for it; leave out one"
+                yield f"barebones=True omits what costs time, but {wanted} asks for it. Omit one"
 
-    def shared(self, saving: Iterable[Any]) -> dict[str, Any]:
-        """Return the settings that have to be the same on every rank, with the classes of the callbacks that save."""
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The settings that have to be the same on every rank."""
         own = ("enable_", "detect_anomaly", "benchmark")  # each rank may print and look for errors in its own way
-        shared = {name: value for name, value in vars(self).items() if not name.startswith(own)}
-        return {**shared, "callbacks that save": [type(each).__name__ for each in saving]}
+        return {name: value for name, value in vars(self).items() if not name.startswith(own)}
 
     @property
     def effective(self) -> Settings:
@@ -222,24 +183,10 @@ class Settings:
 
     @property
     def last_epoch(self) -> int | None:
-        """The number of epochs to train; None if unlimited."""
+        """The number of epochs to train, or None if unlimited."""
         if self.max_epochs is None:
             return DEFAULT_MAX_EPOCHS if self.max_steps == -1 and self.max_time is None else None
         return None if self.max_epochs == -1 else self.max_epochs
-
-    def trains_once(self, are_made: bool) -> bool:
-        """Return whether a fit may read its training data from an iterator; `are_made`: a hook makes the loaders."""
-        # Without a number of epochs an iterator may last for the run, and with a number of batches each epoch takes the next
-        # ones of it; if it ends before, the loader says so.
-        is_new = are_made and self.reload_dataloaders_every_n_epochs == 1
-        return self.last_epoch in (None, 1) or is_new or isinstance(self.limit_train_batches, int)
-
-    def validates_once(self, are_made: bool) -> bool:
-        """Return whether a fit may read its validation data from an iterator; `are_made`: a hook makes the loaders."""
-        interval = self.val_check_interval
-        is_at_ends = interval is None or (isinstance(interval, float) and interval == 1.0)  # an int 1 is each batch
-        is_once = self.last_epoch == 1 or (are_made and self.reload_dataloaders_every_n_epochs == 1)
-        return (is_once and is_at_ends) or isinstance(self.limit_val_batches, int)  # the sanity check leaves it alone
 
     @property
     def clip_norm(self) -> float | None:
@@ -251,22 +198,18 @@ class Settings:
 
     @property
     def log_every(self) -> int:
-        """The steps between two rows of step values; 0 for none."""
+        """The steps between two rows of step values, 0 for none."""
         return 50 if self.log_every_n_steps is None else self.log_every_n_steps
 
     @property
-    def sanity_steps(self) -> int:
-        """The validation batches to run before training; -1 for all."""
-        given = self.num_sanity_val_steps
-        return 2 if given is None else -1 if given == float("inf") else given
-
-    @property
-    def shown_sanity_steps(self) -> int | float:
-        return float("inf") if self.sanity_steps == -1 else self.sanity_steps
+    def sanity_steps(self) -> int | float:
+        """The validation batches to run before training, inf for all."""
+        steps = self.num_sanity_val_steps
+        return 2 if steps is None else float("inf") if steps == -1 else steps
 
     @property
     def validation_seconds(self) -> float | None:
-        """The time between two validations; None if they are not due by time."""
+        """The time between two validations, or None if they are not due by time."""
         interval = self.val_check_interval
         if interval is None or isinstance(interval, (int, float)):
             return None
@@ -297,10 +240,3 @@ def _limit(settings: Settings, name: str) -> list[str]:
     return [
         f"{name}={value!r}: expected a number of batches (int), a fraction from 0.0 to 1.0 (float), or None for all"
     ]
-
-
-def missing(name: str) -> AttributeError:
-    """Return the error for an attribute that the Trainer does not have."""
-    if name not in MISSING:
-        return AttributeError(f"'Trainer' object has no attribute {name!r}", name=name)
-    return AttributeError(f"trainer.{name} does not exist here: {MISSING[name]}. See docs/migrating.md.", name=name)

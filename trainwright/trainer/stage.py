@@ -52,19 +52,6 @@ class Stages:
         self.train_dataloader = dataloader
         self.num_training_batches = num_batches
 
-    def counts(self) -> dict[str, Any]:
-        """Return the numbers of batches as plain data, for the Trainer of another process."""
-        lists = {name: each.num_batches for name, each in vars(self).items() if isinstance(each, Stage)}
-        return {**lists, "num_training_batches": self.num_training_batches}
-
-    @classmethod
-    def of_counts(cls, counts: dict[str, Any]) -> Stages:
-        """Return the stages with the numbers that `counts` has returned."""
-        taken: dict[str, Any] = {
-            name: Stage(num_batches=each) if isinstance(each, list) else each for name, each in counts.items()
-        }
-        return cls(**taken)
-
 
 def limited(length: int | None, limit: int | float | None) -> int | None:
     """Return how many batches a limit leaves: a number of them, a fraction of a known length, or all (None)."""

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from numbers import Integral
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
@@ -27,7 +28,6 @@ from trainwright.module import Module
 from trainwright.precision import Precision
 from trainwright.strategies import Strategy
 from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.loops import FitLoop
 from trainwright.trainer.parts import arranged_loggers, settings_of
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import Position
@@ -39,7 +39,7 @@ C = TypeVar("C", bound=Callback)
 
 
 class Forwarded(Generic[T]):
-    """A read-only attribute of the Trainer, found at `path` among its parts; `default` is shown for None."""
+    """A read-only attribute of the Trainer, found at `path` among its parts. `default` is shown for None."""
 
     def __init__(self, path: str, doc: str, default: Any = None) -> None:
         self._read, self._default, self.__doc__ = attrgetter(path), default, doc
@@ -53,11 +53,8 @@ class Forwarded(Generic[T]):
         found = self._read(trainer)
         return cast(T, self._default if found is None else found)
 
-    # Without it an assignment would hide the attribute on this Trainer.
     def __set__(self, trainer: Any, value: Any) -> None:
-        raise AttributeError(
-            f"trainer.{self._name} cannot be set: it shows what the Trainer was given, or what it does."
-        )
+        raise AttributeError(f"trainer.{self._name} cannot be set.")
 
 
 class Setting(Forwarded[T]):
@@ -103,7 +100,7 @@ class Status:
     strategy = Forwarded[Strategy]("engine.strategy", "The strategy.")
     accelerator = Forwarded[str]("engine.device.type", "The kind of device, by torch's name for it.")
     precision = Forwarded[str]("engine.precision.name", "The precision's name, such as '16-mixed'.")
-    precision_plugin = Forwarded[Precision]("engine.precision", "The precision; in '16-mixed' it has the loss scaler.")
+    precision_plugin = Forwarded[Precision]("engine.precision", "The precision. In '16-mixed' it has the loss scaler.")
     global_rank = Forwarded[int]("engine.rank", "The number of this process in the job, from 0.")
     local_rank = Forwarded[int]("engine.local_rank", "The number of this process on its node, from 0.")
     node_rank = Forwarded[int]("engine.environment.node_rank", "The number of this node in the job, from 0.")
@@ -111,7 +108,7 @@ class Status:
 
     @property
     def world_size(self) -> int:
-        """Return the number of processes of the job; if each call starts the job, of the next one."""
+        """Return the number of processes of the job, or of the next job if each call starts one."""
         return self.engine.num_workers or self.engine.world_size
 
     @property
@@ -121,7 +118,7 @@ class Status:
 
     @property
     def device_ids(self) -> list[int]:
-        """Return the numbers of the devices of this node's processes; those of the processes on a CPU."""
+        """Return the numbers of the devices of this node's processes, or their own numbers on a CPU."""
         given = device_numbers(self._arguments["devices"], self.engine.device.type)
         return given or (list(range(self.num_devices)) if self.num_devices > 1 else [self.engine.device.index or 0])
 
@@ -134,14 +131,12 @@ class Status:
     lightning_module = Forwarded[Module | None]("run.module", "The module of the current or the latest run.")
     datamodule = Forwarded[DataModule | None]("run.datamodule", "The DataModule of the current or the latest run.")
     optimizers = Forwarded[list[Optimizer]]("run.trained.optimizers", "What configure_optimizers returned.")
-    lr_scheduler_configs = Forwarded[list[SchedulerConfig]](
-        "run.trained.schedulers", "The schedulers and when they step."
-    )
+    lr_scheduler_configs = Forwarded[list[SchedulerConfig]]("run.trained.schedulers", "The schedulers.")
     default_root_dir = Forwarded[str]("run.root", "Where logs and checkpoints go unless a part has its own folder.")
 
     @property
     def ckpt_path(self) -> str | None:
-        """Return the checkpoint that the run was given; between two runs, set it for the calls that are given none."""
+        """Return the checkpoint that the run was given. Set it between two runs for later calls without one."""
         return self.run.ckpt_path if self.run.running_call is not None or self._ckpt_path is None else self._ckpt_path
 
     @ckpt_path.setter
@@ -152,7 +147,7 @@ class Status:
 
     @property
     def loggers(self) -> list[Logger]:
-        """Return the loggers; set them between two runs, as the argument `logger`."""
+        """Return the loggers. Set them between two runs, as the argument `logger`."""
         return self._loggers
 
     @loggers.setter
@@ -170,13 +165,16 @@ class Status:
 
     @property
     def log_dir(self) -> str | None:
-        """Return the first logger's folder of this run; without loggers default_root_dir, and None if none has a folder."""
+        """Return the first logger's folder of this run, default_root_dir without loggers, and None if none has a folder."""
         if not self.loggers:
             return self.default_root_dir
         return next((logger.log_dir for logger in self.loggers if logger.log_dir), None)
 
     def _all(self, kind: type[C]) -> list[C]:
-        return [each for each in self.callbacks if isinstance(each, kind)]
+        return [callback for callback in self.callbacks if isinstance(callback, kind)]
+
+    def _first(self, kind: type[C]) -> C | None:
+        return next(iter(self._all(kind)), None)
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
@@ -186,7 +184,7 @@ class Status:
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
         """Return the first ModelCheckpoint among the callbacks."""
-        return next(iter(self._all(ModelCheckpoint)), None)
+        return self._first(ModelCheckpoint)
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
@@ -196,60 +194,57 @@ class Status:
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
         """Return the first EarlyStopping among the callbacks."""
-        return next(iter(self._all(EarlyStopping)), None)
+        return self._first(EarlyStopping)
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
         """Return the progress bar, if any."""
-        return next(iter(self._all(ProgressBar)), None)
+        return self._first(ProgressBar)
 
-    max_epochs = Setting[int]("last_epoch", "The number of epochs to train; -1 for no limit.", -1)
+    max_epochs = Setting[int]("last_epoch", "The number of epochs to train, -1 for no limit.", -1)
     min_epochs = Setting[int | None]("min_epochs", "Epochs that are trained even if should_stop is set.")
-    max_steps = Setting[int]("max_steps", "Optimizer steps to train; -1 for no limit.")
+    max_steps = Setting[int]("max_steps", "Optimizer steps to train, -1 for no limit.")
     min_steps = Setting[int | None]("min_steps", "Steps that are trained even if should_stop is set.")
     limit_train_batches = Setting[Batches]("limit_train_batches", "Batches of an epoch: a number or a fraction.", 1.0)
     limit_val_batches = Setting[Batches]("limit_val_batches", "Batches of a validation: a number or a fraction.", 1.0)
     limit_test_batches = Setting[Batches]("limit_test_batches", "Batches of a test: a number or a fraction.", 1.0)
-    limit_predict_batches = Setting[Batches](
-        "limit_predict_batches", "Batches to predict: a number or a fraction.", 1.0
-    )
-    overfit_batches = Setting[Batches]("overfit", "The number or fraction of batches to overfit; 0.0 for none.", 0.0)
-    val_check_interval = Setting[Any](
-        "val_check_interval", "The interval between validations: a fraction of an epoch, batches, or a time.", 1.0
-    )
+    limit_predict_batches = Setting[Batches]("limit_predict_batches", "Batches to predict, or a fraction.", 1.0)
+    overfit_batches = Setting[Batches]("overfit", "The number or fraction of batches to overfit, 0.0 for none.", 0.0)
+    val_check_interval = Setting[Any]("val_check_interval", "A fraction of an epoch, batches, or a time.", 1.0)
     check_val_every_n_epoch = Setting[int | None]("check_val_every_n_epoch", "Epochs between two validations.")
-    num_sanity_val_steps = Setting[Batches]("shown_sanity_steps", "Validation batches before training; inf for all.")
+    num_sanity_val_steps = Setting[Batches]("sanity_steps", "Validation batches before training, inf for all.")
     reload_dataloaders_every_n_epochs = Setting[int]("reload_dataloaders_every_n_epochs", "0 for never.")
-    log_every_n_steps = Setting[int]("log_every", "Steps between two rows of step values; 0 for none.")
+    log_every_n_steps = Setting[int]("log_every", "Steps between two rows of step values, 0 for none.")
     gradient_clip_val = Setting[float | None]("gradient_clip_val", "The limit of the gradients.")
     gradient_clip_algorithm = Setting[str | None]("gradient_clip_algorithm", '"norm" or "value".')
     enable_autolog_hparams = Setting[bool]("enable_autolog_hparams", "Whether loggers get the hyper-parameters.")
-    fast_dev_run = Forwarded[bool | int]("_settings.fast_dev_run", "Batches of a trial run; False in a real run.")
-    barebones = Forwarded[bool]("_settings.barebones", "Whether everything that adds overhead is left out.")
+    fast_dev_run = Forwarded[bool | int]("_settings.fast_dev_run", "Batches of a trial run, False in a real run.")
+    barebones = Forwarded[bool]("_settings.barebones", "Whether everything that adds overhead is off.")
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches of one optimizer step; a callback may change it at an epoch's start."""
+        """Batches of one optimizer step. A callback may change it at an epoch's start."""
         return self.run.trained.accumulate_grad_batches
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(
                 f"trainer.accumulate_grad_batches={value!r} is not accepted. Set it to an integer of at least 1."
             )
+        value = int(value)
         if self.run.running_call is None:
-            self._change_setting("accumulate_grad_batches", int(value))
-        self.run.update_trained(accumulate_grad_batches=int(value))
+            self._change_setting("accumulate_grad_batches", value)
+        self.run.update_trained(accumulate_grad_batches=value)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Return the number of optimizer steps that the fit will make; math.inf without a limit.
+        """Return the number of optimizer steps that the fit will make, or math.inf without a limit.
 
         It loads the training data if that is not loaded yet, as in setup and configure_optimizers. Collective then.
 
         Raises:
-            RuntimeError: before a fit, unless max_steps alone limits it.
+            RuntimeError: before a fit, unless only max_steps limits it.
         """
         last, most = self._settings.last_epoch, self._settings.max_steps
         limit = math.inf if most == -1 else most
@@ -265,46 +260,35 @@ class Status:
             )
         if batches == math.inf:
             return limit
-        schedulers = self._all(GradientAccumulationScheduler)
-        if not schedulers:
-            # Rounded up in each epoch, because no window reaches into the next one.
-            return min(math.ceil(batches / self.run.trained.accumulate_grad_batches) * last, limit)
-        windows = [schedulers[0].get_accumulate_grad_batches(epoch) for epoch in range(last)]
-        return min(sum(math.ceil(batches / window) for window in windows), limit)
+        scheduler = self._first(GradientAccumulationScheduler)
+        length = self.run.trained.accumulate_grad_batches
+        lengths = [scheduler.get_accumulate_grad_batches(epoch) if scheduler else length for epoch in range(last)]
+        # Rounded up in each epoch, because no window reaches into the next one.
+        return min(sum(math.ceil(batches / length) for length in lengths), limit)
 
     @property
     def fit_loop(self) -> FitLoop:
         """Return the limits and counters of fit as Lightning's loop has them."""
-        return FitLoop(self._settings, self.run.state, self._change_setting)
+        return FitLoop(self, self.run.state)
 
     num_training_batches = Forwarded[Batches]("run.stages.num_training_batches", "Batches of an epoch on this rank.")
-    num_val_batches = Forwarded[list[Batches]](
-        "run.stages.validation.num_batches", "Batches of each validation loader."
-    )
-    num_sanity_val_batches = Forwarded[list[Batches]](
-        "run.stages.sanity_check.num_batches", "Batches of each loader in the sanity check."
-    )
+    num_val_batches = Forwarded[list[Batches]]("run.stages.validation.num_batches", "Batches of every loader.")
+    num_sanity_val_batches = Forwarded[list[Batches]]("run.stages.sanity_check.num_batches", "Batches of the check.")
     num_test_batches = Forwarded[list[Batches]]("run.stages.test.num_batches", "Batches of each test loader.")
     num_predict_batches = Forwarded[list[Batches]]("run.stages.predict.num_batches", "Batches of each predict loader.")
     train_dataloader = Forwarded[Any]("run.stages.train_dataloader", "The training loaders, as they were given.")
     val_dataloaders = Forwarded[Any]("run.stages.validation.dataloaders", "The validation loaders, as they were given.")
     test_dataloaders = Forwarded[Any]("run.stages.test.dataloaders", "The test loaders, as they were given.")
     predict_dataloaders = Forwarded[Any]("run.stages.predict.dataloaders", "The predict loaders, as they were given.")
-    batch_indices = Forwarded[list[Any] | None](
-        "run.stages.predict.batch_indices", "In predict, the dataset's indices of the batch's samples, if known."
-    )
+    batch_indices = Forwarded[list[Any] | None]("run.stages.predict.batch_indices", "The samples' indices in predict.")
 
     state = Forwarded[Position]("run.state", "The counters of the run.")
-    current_epoch = Forwarded[int](
-        "run.state.shown_epoch", "The epoch's number, from 0; after fit, the epochs trained."
-    )
-    global_step = Forwarded[int]("run.state.step", "Optimizer steps made, of all optimizers under manual optimization.")
+    current_epoch = Forwarded[int]("run.state.shown_epoch", "The epoch, from 0. After fit, the epochs trained.")
+    global_step = Forwarded[int]("run.state.step", "Optimizer steps made, of all optimizers.")
     sanity_checking = Forwarded[bool]("run.state.progress.is_sanity_check", "Whether the sanity check runs.")
-    is_dummy_batch = Forwarded[bool](
-        "run.logbook.is_silenced", "Whether the batch only keeps collectives in step with other ranks."
-    )
+    is_dummy_batch = Forwarded[bool]("run.logbook.is_silenced", "Whether this rank has no sample for the batch.")
     enable_validation = Forwarded[bool]("run.enable_validation", "Whether this fit validates.")
-    interrupted = Forwarded[bool]("run.stop.was_cut", "Whether an exception, such as that of Ctrl-C, ended the run.")
+    interrupted = Forwarded[bool]("run.stop.was_cut", "Whether an exception, such as Ctrl-C, ended the run.")
 
     @property
     def is_last_batch(self) -> bool:
@@ -318,7 +302,7 @@ class Status:
 
     @property
     def validating(self) -> bool:
-        """Return whether a validation runs, within fit too; the sanity check does not count."""
+        """Return whether a validation runs, within fit too, but not the sanity check."""
         is_within_fit = self.run.running_call == "fit" and self.run.state.progress.is_evaluating
         return self.run.running_call == "validate" or (is_within_fit and not self.sanity_checking)
 
@@ -343,13 +327,29 @@ class Status:
         return self.run.stop.received == signal.SIGTERM
 
     metrics = Forwarded[Logbook]("run.logbook", "The metrics of the run: monitored, record and is_outdated.")
-    callback_metrics = Forwarded[dict[str, Tensor]](
-        "run.logbook.callback_metrics",
-        "The latest value of every metric: over all ranks for an epoch, else this rank's for a step.",
-    )
-    logged_metrics = Forwarded[dict[str, Tensor]](
-        "run.logbook.logged_metrics", "The metrics that go to the loggers, under the names they have there."
-    )
-    progress_bar_metrics = Forwarded[dict[str, float]](
-        "run.logbook.progress_bar_metrics", "The metrics logged with prog_bar=True, as Python numbers."
-    )
+    callback_metrics = Forwarded[dict[str, Tensor]]("run.logbook.callback_metrics", "The latest value of every metric.")
+    logged_metrics = Forwarded[dict[str, Tensor]]("run.logbook.logged_metrics", "The metrics that go to the loggers.")
+    progress_bar_metrics = Forwarded[dict[str, float]]("run.logbook.progress_bar_metrics", "Those with prog_bar=True.")
+
+
+class FitLoop:
+    """`trainer.fit_loop`: the limits of a fit, which the Trainer's attributes change too, and its counters at this moment."""
+
+    __slots__ = ("_trainer", "epoch_loop", "epoch_progress")
+
+    max_epochs, min_epochs = Status.max_epochs, Status.min_epochs
+    max_steps, min_steps = Status.max_steps, Status.min_steps
+
+    def __init__(self, trainer: Status, state: Position) -> None:
+        self._trainer = trainer
+        self.epoch_progress = SimpleNamespace(current=SimpleNamespace(completed=state.shown_epoch))
+        self.epoch_loop = SimpleNamespace(
+            batch_idx=state.batch - 1, total_batch_idx=state.total_batches - 1, global_step=state.step
+        )
+
+    @property
+    def _settings(self) -> Settings:
+        return self._trainer._settings
+
+    def _change_setting(self, name: str, value: Any) -> None:
+        self._trainer._change_setting(name, value)

@@ -1,9 +1,9 @@
 """Stop: whether a fit stops here, and how it ends after a signal (SIGTERM, SIGUSR1, Ctrl-C).
 
-    a rank is signalled       SignalWatch records it and requests two sync points, whose threads notify all ranks
-    in training               "stop": all ranks stop at one optimizer step
-    in a validation           "abandonment": all ranks leave it, and the run is saved as it was before
-    at that point             the ranks exchange the signal, and ModelCheckpoint saves once
+    a rank is signalled       SignalWatch records it and calls Stop.request_points, whose sync points notify all ranks
+    in training               Stop.is_due ends the loop of every rank at one optimizer step, once they know the signal
+    in a validation           Stop.after_loader: all ranks leave it, and the run is saved as it was before
+    the loop has ended        Stop.finish calls Stop.save, and that ModelCheckpoint.save_stop and Trainer.save_checkpoint
     after fit's cleanup       rank 0 prints it and has SLURM requeue the job on SIGUSR1, and all ranks raise RunStopped
 
 A signal changes nothing for a run that is ending anyway, by max_steps or by should_stop.
@@ -12,10 +12,10 @@ A signal changes nothing for a run that is ending anyway, by max_steps or by sho
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.distributed.environment import requeue_job
 from trainwright.distributed.signals import SignalWatch, exit_code, is_interactive
@@ -35,19 +35,12 @@ class Stop:
     """The stop of one fit: by max_steps, because a rank has set `requested`, or by a signal.
 
     The loop asks it after every batch that stepped, and after every batch of manual optimization. Entered around the fit, it
-    raises RunStopped at the end of a fit that a signal has stopped.
-
-    `save`, collective, saves the run under a name ("stop", "end") and returns the path, "" if nothing is saved. `keeps_any`
-    is whether the run keeps any checkpoint.
+    raises RunStopped at the end of a fit that a signal has stopped. `trainer` has the ModelCheckpoints that save the run. If
+    `is_rerunnable`, the same command may be repeated, and is then to find the run's end.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        settings: Settings,
-        state: Position,
-        save: Callable[[str], str],
-        keeps_any: bool,
+        self, engine: Engine, settings: Settings, state: Position, trainer: Any, *, is_rerunnable: bool = False
     ) -> None:
         self.requested = False
         """The value of `trainer.should_stop`."""
@@ -61,14 +54,13 @@ class Stop:
         """Whether Ctrl-C, or a KeyboardInterrupt or SystemExit that a hook raised, has ended the latest run."""
         self.was_cut = False
         """Whether an exception of any kind, or a signal, has ended the latest run."""
-        self._engine, self._settings, self._state = engine, settings, state
-        self._save, self._keeps_any = save, keeps_any
-        self._watch = SignalWatch(self._request_points)
+        self._engine, self._settings, self._state, self._trainer = engine, settings, state, trainer
+        self._watch = SignalWatch(self.request_points)
         self.point: SyncPoint | None = None
         """The sync point at which all ranks stop training. None outside of fit."""
         self._abandonment: SyncPoint | None = None
-        """Where all ranks leave a validation before one batch."""
-        self._is_committed = False
+        """The sync point at which all ranks leave a validation before one batch."""
+        self._is_saved, self._is_rerunnable = False, is_rerunnable
         self._evaluations = 0
 
     @property
@@ -114,36 +106,41 @@ class Stop:
             raise RuntimeError("stop_soon works in trainer.fit only.")
         self.point.request()
 
-    def _request_points(self) -> None:
-        for each in (self.point, self._abandonment):
-            if each is not None:
-                each.request()
+    def request_points(self) -> None:
+        """Notify all ranks of this rank's signal. Callable from any thread."""
+        for point in (self.point, self._abandonment):
+            if point is not None:
+                point.request()
 
-    def is_due(self, window_is_open: bool) -> bool:
+    def is_due(self) -> bool:
         """Return, the same on every rank, whether the run ends at this optimizer step. Call it at every step on every rank."""
-        settings, state, is_alone = self._settings, self._state, self._engine.world_size == 1
+        settings, state = self._settings, self._state
         if -1 < settings.max_steps <= state.step:
             return True
-        if window_is_open:  # no checkpoint within an epoch holds gradients
+        if state.progress.is_within_window:  # no checkpoint within an epoch has gradients
             return False
-        if self.point is not None:
-            if self.point.is_reached(state.step):
-                # The point serves both: without a signal, some rank has set should_stop or called stop_soon.
-                if not self.agree_on_signal():
-                    self.requested = self.is_agreed = True
-            elif self.requested and not self.is_agreed and not is_alone:
-                self.point.request()  # perhaps only this rank has set it
-        if self.number:
-            return True
-        if not self.requested or not (self.is_agreed or is_alone):
-            return False
-        return state.epoch >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
+        assert self.point is not None
+        if self.point.is_reached(state.step):
+            # The point serves both: without a signal, some rank has set should_stop or called stop_soon.
+            if not self.agree_on_signal():
+                self.requested = self.is_agreed = True
+        elif self.requested and not self._is_requested:
+            self.point.request()  # perhaps only this rank has set it
+        if self.number or not self.requested:
+            return self.number != 0
+        is_long_enough = state.epoch >= (settings.min_epochs or 0) and state.step >= (settings.min_steps or 0)
+        return self._is_requested and is_long_enough
 
-    def is_due_after(self, has_stepped: bool, window_is_open: bool) -> bool:
+    def is_due_after(self, has_stepped: bool) -> bool:
         """Return whether the run ends after a batch: `is_due`, if there is any reason to look."""
         assert self.point is not None
         may_end = self._settings.max_steps != -1 or self.point.is_pending or self.requested
-        return has_stepped and may_end and self.is_due(window_is_open)
+        return has_stepped and may_end and self.is_due()
+
+    @property
+    def _is_requested(self) -> bool:
+        """Return whether all ranks know that the run is to end."""
+        return self.requested and (self.is_agreed or self._engine.world_size == 1)
 
     def agree(self) -> None:
         """Stop every rank here if one of them is to stop. Collective: call on every rank."""
@@ -160,22 +157,23 @@ class Stop:
         return bool(self.number)
 
     @property
-    def ends_by_itself(self) -> bool:
-        """Return, the same on every rank, whether the run ends here without a signal, and a resumed run would not train on."""
-        is_at_limit = -1 < self._settings.max_steps <= self._state.step
-        return is_at_limit or (self.requested and (self.is_agreed or self._engine.world_size == 1))
-
-    def may_abandon(self, window_is_open: bool) -> bool:
+    def may_abandon(self) -> bool:
         """Return, the same on every rank, whether a signal abandons an evaluation that begins now.
 
-        Not within an accumulation window: no checkpoint holds its gradients, and its end changes the weights.
+        Not within an accumulation window: no checkpoint has its gradients, and its end changes the weights.
         """
-        return self._abandonment is not None and not window_is_open and not self.ends_by_itself
+        is_within_window = self._state.progress.is_within_window
+        return self._abandonment is not None and not is_within_window and not self._ends_by_itself
 
-    def begin_evaluation(self, window_is_open: bool) -> SyncPoint | None:
+    @property
+    def _ends_by_itself(self) -> bool:
+        """Return whether the run ends here without a signal, and a resumed run would not train on."""
+        return -1 < self._settings.max_steps <= self._state.step or self._is_requested
+
+    def begin_evaluation(self) -> SyncPoint | None:
         """Begin an evaluation; return the sync point to check before every batch, None if it cannot be abandoned."""
         self._evaluations += 1
-        return self._abandonment if self.may_abandon(window_is_open) else None
+        return self._abandonment if self.may_abandon else None
 
     def is_left(self, loader: int, batch: int) -> bool:
         """Return whether all ranks abandon the running evaluation before this batch."""
@@ -193,23 +191,31 @@ class Stop:
 
     def finish(self) -> None:
         """Save if a signal has ended the loop, or has arrived since. Collective: call on every rank."""
-        if (self.number or not self.ends_by_itself) and self.agree_on_signal():
-            self.commit()
+        if (self.number or not self._ends_by_itself) and self.agree_on_signal():
+            self.save()
 
-    def commit(self, generators: dict[str, Any] | None = None) -> None:
-        """Save the run once, with these generators if given. Collective: call on every rank."""
-        if self._is_committed:
+    def save(self, rng: dict[str, Any] | None = None) -> None:
+        """Save the stopped run once, with this RNG state if there is one. Collective: call on every rank."""
+        if self._is_saved:
             return
-        self._is_committed = True
+        self._is_saved = True
         with isolate_rng():
-            if generators is not None:
-                set_rng_state(generators)
-            self.path = self._save("stop")
+            if rng is not None:
+                set_rng_state(rng)
+            if (checkpoint := self._checkpoint) is not None:
+                self.path = checkpoint.save_stop(self._trainer)
 
     def save_end(self) -> None:
-        """Save a run that has ended by itself, so that the same command finds nothing left to train. Collective."""
-        if not self.number and self._settings.limit_train_batches != 0:
-            self._save("end")
+        """Save a rerunnable run that ended by itself, so that the same command finds nothing left to train. Collective."""
+        checkpoint, has_trained = self._checkpoint, self._settings.limit_train_batches != 0
+        if self._is_rerunnable and not self.number and has_trained and checkpoint is not None:
+            checkpoint.save_stop(self._trainer, "end")
+
+    @property
+    def _checkpoint(self) -> ModelCheckpoint | None:
+        """Return the first ModelCheckpoint that keeps any checkpoint: another would save the same state again."""
+        checkpoints: list[ModelCheckpoint] = self._trainer.checkpoint_callbacks
+        return next((checkpoint for checkpoint in checkpoints if checkpoint.keeps_any), None)
 
     @property
     def _code(self) -> int:
@@ -222,12 +228,13 @@ class Stop:
             return
         name = signal.Signals(self.number).name
         what = "Ctrl-C" if self.number == signal.SIGINT else name
-        where = f"trainwright: {what} has stopped the run in epoch {self._state.epoch}, at step {self._state.step}"
+        text = f"trainwright: {what} has stopped the run in epoch {self._state.epoch}, at step {self._state.step}"
         if self.path:
-            said = f'{where}; it is saved as {self.path}. Run the same command with ckpt_path="auto" to resume.'
+            text += f'; it is saved as {self.path}. Run the same command with ckpt_path="auto" to resume.'
+        elif self._checkpoint is not None:
+            text += "; nothing was saved, since the weights are not finite."
         else:
-            reason = "the weights are not finite" if self._keeps_any else "this run has no ModelCheckpoint that saves"
-            said = f"{where}; nothing was saved, since {reason}."
+            text += "; nothing was saved, since this run has no ModelCheckpoint that saves."
         if self.path and name == "SIGUSR1" and (requeued := requeue_job()):
-            said = f"{said}\ntrainwright: {requeued}"
-        say(said)
+            text += f"\ntrainwright: {requeued}"
+        say(text)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,54 +19,51 @@ from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
 from trainwright.engine.engine import Engine
-from trainwright.loggers.base import Logger
+from trainwright.engine.script_settings import refuse_unlike_arguments
+from trainwright.errors import a_type_of
+from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.module import Module, hook_of
-from trainwright.overrides import aside, overridable
+from trainwright.overrides import overridable
+from trainwright.paths import absolute
 from trainwright.precision import Precision
 from trainwright.profilers import Profiler, resolve_profiler
 from trainwright.strategies import Strategy
-from trainwright.trainer.checkpoint_choice import Choice
-from trainwright.trainer.evaluate import Evaluation, evaluate
+from trainwright.trainer.checkpoint_choice import CheckpointSearch, Choice
+from trainwright.trainer.evaluate import Evaluation, evaluate, predict
 from trainwright.trainer.fit import fit
-from trainwright.trainer.inputs import check_compile, choose_precision, choose_root
 from trainwright.trainer.logbook import format_table
 from trainwright.trainer.parts import (
     PARTS,
+    TRIAL,
     arranged_callbacks,
     arranged_loggers,
+    check_compile,
+    choose_precision,
     copied,
-    making_modules,
     set_switches,
     settings_of,
-    trial_arguments,
     with_the_modules,
 )
-from trainwright.trainer.predict import predict
-from trainwright.trainer.preparation import Request, choose_checkpoint, prepare_fit, read_evaluation, read_fit
-from trainwright.trainer.remote_call import OWN_ARGUMENTS, call_remotely, changes
+from trainwright.trainer.preparation import Request, read_evaluation, read_fit
+from trainwright.trainer.remote_call import call_remotely, changes
 from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.saving import save_checkpoint
-from trainwright.trainer.settings import REPLACED, Settings, missing
+from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.status import Status
 from trainwright.trainer.training_run import TrainingRun
 
-NOT_COPIED = (
-    "_arguments", "_fresh", "_settings", "_callbacks_of_module", "callbacks", "engine", "_loggers", "profiler", "run",
-)  # fmt: skip
-"""Attributes of a Trainer that its copy makes itself."""
-
 
 class Trainer(Status):
-    """Trains, validates, tests and predicts with a Module; strategy, precision, callbacks and loggers are its parts.
+    """Trains, validates, tests and predicts with a Module. Strategy, precision, callbacks and loggers are its parts.
 
     Args:
         accelerator: "auto" (whichever accelerator torch has here, else the CPU), "gpu", "cpu", or a torch device type such as
             "cuda" (ROCm too), "mps", "xpu" or a registered backend's.
         strategy: how processes share the work: "auto" (single_device, or ddp on several processes), a name, or a Strategy.
-        devices: number of processes on this node, one per device; a list of device numbers; -1 for all devices (CPU: all
+        devices: number of processes on this node, one per device, or a list of device numbers, or -1 for all devices (CPU: all
             cores). "auto": the launcher's number if launched, otherwise all GPUs, otherwise 1.
         num_nodes: nodes of the job. torchrun, srun or `trainwright launch` starts more than one, or the script on each node
             with NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
@@ -75,35 +72,35 @@ class Trainer(Status):
         logger: True for the CSV logger, False for none, a Logger or a list of them.
         callbacks: a Callback or a list of them.
         fast_dev_run: run this many batches (True: one) in each loop, and write nothing.
-        max_epochs: epochs to train; None is 1000 unless max_steps or max_time is given, -1 no limit.
+        max_epochs: epochs to train, None is 1000 unless max_steps or max_time is given, -1 no limit.
         min_epochs, min_steps: what is trained even if should_stop is set before.
-        max_steps: optimizer steps to train; -1 for no limit.
+        max_steps: optimizer steps to train, -1 for no limit.
         max_time: time to train: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch on each rank, as
-            a number (int) or a fraction (float); None for all.
+            a number (int) or a fraction (float), None for all.
         overfit_batches: train and validate on this number or fraction of batches, without shuffling.
         val_check_interval: validate within an epoch after each such fraction of it (float), number of training batches (int)
-            or time (as max_time); None to validate at its end.
-        check_val_every_n_epoch: epochs between two validations; None lets val_check_interval count across epochs.
-        num_sanity_val_steps: validation batches to run before training; -1 for all, None for 2.
-        log_every_n_steps: steps between two rows of step values in the loggers; None for 50, 0 for no rows.
+            or time (as max_time), None to validate at its end.
+        check_val_every_n_epoch: epochs between two validations, None lets val_check_interval count across epochs.
+        num_sanity_val_steps: validation batches to run before training, -1 for all, None for 2.
+        log_every_n_steps: steps between two rows of step values in the loggers, None for 50, 0 for no rows.
         enable_checkpointing, enable_progress_bar, enable_model_summary: add the default callback.
-        enable_report: add RunReport, which writes report.html into the run's folder; None if a logger of files has one.
+        enable_report: add RunReport, which writes report.html into the run's folder, None if a logger of files has one.
         accumulate_grad_batches: batches of one optimizer step.
-        gradient_clip_val: the limit of the gradients; None for no limit.
+        gradient_clip_val: the limit of the gradients, None for no limit.
         gradient_clip_algorithm: "norm" (the total norm) or "value" (each element).
         deterministic: use torch's deterministic algorithms: True, or "warn" to only warn if an operation has none.
         benchmark: let cuDNN try which algorithm is the fastest.
         inference_mode: validate, test and predict under torch.inference_mode instead of torch.no_grad. Tensors that the module
             or a metric makes there cannot be trained with later.
-        use_distributed_sampler: shard the data over the ranks; False if the loaders do that themselves.
+        use_distributed_sampler: shard the data over the ranks, False if the loaders do that themselves.
         profiler: "simple", "advanced", "pytorch", or a Profiler.
         detect_anomaly: have autograd name the operation that made a NaN.
         barebones: disable everything that adds overhead: logging, checkpoints, progress bar, summary, sanity check.
         plugins: a Precision.
         sync_batchnorm: compute batch norm over all ranks.
-        reload_dataloaders_every_n_epochs: epochs after which the loader hooks are called again; 0 for never.
-        default_root_dir: the folder of logs and checkpoints, a path or an fsspec URL; None for the working directory.
+        reload_dataloaders_every_n_epochs: epochs after which the loader hooks are called again, 0 for never.
+        default_root_dir: the folder of logs and checkpoints, a path or an fsspec URL, None for the working directory.
         enable_autolog_hparams: write the hyper-parameters to the loggers.
         compile: True, or a dict of torch.compile's options: compile in place the submodules that the steps call.
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
@@ -174,7 +171,7 @@ class Trainer(Status):
         fused_optimizers: bool = True,
         **unknown: Any,
     ) -> None:
-        # First, while the local variables are the arguments alone.
+        # First, while the local variables are only the arguments.
         given = locals()
         self._arguments = {name: value for name, value in given.items() if name not in ("self", "unknown")}
         refuse_unknown("Trainer", unknown, self._arguments, REPLACED)
@@ -182,7 +179,9 @@ class Trainer(Status):
         self._fresh = {name: copied(given[name]) for name in PARTS}
         """Copies of parts that were given as objects, for another Trainer."""
         self._settings = settings_of(self._arguments)
-        root = choose_root(default_root_dir)
+        if not isinstance(default_root_dir, (str, os.PathLike, type(None))):
+            raise TypeError(f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}. Expected a path.")
+        root = absolute(default_root_dir or ".")
         self.profiler = resolve_profiler(profiler)
         self._loggers = arranged_loggers(logger, root, self._settings)
         self.callbacks = arranged_callbacks(callbacks, self._settings, self._loggers)
@@ -190,10 +189,8 @@ class Trainer(Status):
         self.engine = Engine(**places, precision=choose_precision(precision, plugins), can_call_workers=True)
         check_compile(self._settings.compile, self.engine.strategy)
         set_switches(self._settings)  # once nothing is left that could be refused
-        self._callbacks_of_module: tuple[list[Callback], list[Callback]] = ([], [])
-        """The callbacks of configure_callbacks, and those of the Trainer's own that they have replaced."""
         self.run = Run(self._parts(root), "fit", None, None, Choice(), None)
-        """The present or the latest call; before the first one it has no module."""
+        """The present or the latest call. Before the first one it has no module."""
 
     @refuses_unknown
     def fit(
@@ -213,7 +210,7 @@ class Trainer(Status):
             model: has training_step and configure_optimizers, and validation_step to be validated.
             train_dataloaders: a DataLoader or an iterable of batches; several in a list, a dict or a CombinedLoader; or a
                 DataModule. None: the module's train_dataloader hook.
-            val_dataloaders: the same for validation; a dict's keys name the loaders.
+            val_dataloaders: the same for validation. A dict's keys name the loaders.
             datamodule: a DataModule, instead of the loaders.
             ckpt_path: the checkpoint to resume from: a path; "best"; "last", the newest of ModelCheckpoint's folder, which
                 must be complete; or "auto", the newest complete one if any, so that the same command can be repeated until the
@@ -222,7 +219,7 @@ class Trainer(Status):
             verify: how the checkpoint is checked before anything changes: "full" (every file's digest), "size" or "off".
             fresh: what a resume takes from the script instead of from the checkpoint, one name or both. "schedulers": they
                 begin at their step 0, at the script's learning rate. "optimizer_settings": learning rate, weight decay and
-                other options, but not the state, such as momentum; a schedule continues in proportion to the new initial rate.
+                other options, but not the state, such as momentum. A schedule continues in proportion to the new initial rate.
                 Without it the checkpoint's settings are used, and one warning names those that differ.
 
         Raises:
@@ -232,7 +229,7 @@ class Trainer(Status):
         """
         self._refuse_nested("fit")
         path = self._ckpt_path if ckpt_path is None else ckpt_path
-        request = read_fit(model, train_dataloaders, val_dataloaders, datamodule, path, verify, fresh)
+        request = read_fit(model, train_dataloaders, datamodule, path, verify, fresh)
         parts, choice = self._begin(request)
         if self.engine.num_workers:
             options = {"val_dataloaders": val_dataloaders, "verify": verify, "fresh": request.fresh}
@@ -245,21 +242,11 @@ class Trainer(Status):
             run.hooks.call("on_tune", {**loaders, "datamodule": datamodule})
         self.run = run
         # The stop is outermost, because it raises RunStopped once everything else is closed.
-        with run.stop, run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
+        with run.stop, self.run.opened(), torch.autograd.set_detect_anomaly(self._settings.detect_anomaly):
             run.stop.open()
-            resumption = None if choice.checkpoint is None else Resumption(run, choice.checkpoint, request.fresh)
-            if resumption is not None:
-                resumption.parts()
-            prepare_fit(run)
-            run.hooks.call("on_fit_start")
-            run.log_hyper_parameters()  # after a search's callback has set the value that the saved run has found
-            # Before the schedulers' state is loaded, since a callback's scheduler has state as well.
-            run.replace_schedulers()
-            if resumption is not None:
-                resumption.state()
-            fit(run, resumption)
-            if choice.is_rerunnable:
-                run.stop.save_end()
+            if Resumption(run, choice.checkpoint, request.fresh).run():
+                fit(run)
+            run.stop.save_end()
             run.hooks.call("on_fit_end")
 
     def trial(self, **changes: Any) -> Trainer:
@@ -270,9 +257,12 @@ class Trainer(Status):
         Args:
             changes: arguments that differ, such as callbacks= and max_steps=.
         """
-        settings = trial_arguments({**self._arguments, **self._fresh}, bool(self.loggers))
-        with aside():
-            trial = Trainer(**{**settings, **changes})
+        settings = {**self._arguments, **{name: copied(part) for name, part in self._fresh.items()}, **TRIAL}
+        settings["logger"] = SilentLogger() if self.loggers else False  # a step may write to self.logger
+        if overfit := settings["overfit_batches"]:  # it would set the validation's batches too
+            settings |= {"overfit_batches": 0.0, "limit_train_batches": overfit}
+        trial = Trainer.__new__(Trainer)
+        Trainer.__init__.__wrapped__(trial, **settings | changes)  # type: ignore[attr-defined]  # without overrides
         shown = replace(trial._settings, max_epochs=self.max_epochs, max_steps=self.max_steps)
         trial._trial_settings, trial._settings = trial._settings, shown
         return trial
@@ -288,7 +278,7 @@ class Trainer(Status):
         weights_only: bool | None = None,
         verify: Verify = "full",
     ) -> list[dict[str, float]]:
-        """Evaluate a module with validation_step; arguments and result are those of `test`. Collective."""
+        """Evaluate a module with validation_step. Arguments and result are those of `test`. Collective."""
         given = (model, dataloaders, ckpt_path, datamodule, verify)
         return self._measure("validate", "validation", given, verbose)
 
@@ -306,7 +296,7 @@ class Trainer(Status):
         """Evaluate a module with test_step, print its metrics on rank 0 and return them. Collective.
 
         Args:
-            model: the module; None for the latest run's, with the weights of its best checkpoint if there is one.
+            model: the module, or None for the latest run's, with the weights of its best checkpoint if there is one.
             dataloaders: a DataLoader or an iterable of batches, several in a list or a dict of names, or a DataModule. None:
                 the module's test_dataloader hook.
             ckpt_path: the weights to load: a path, "best", "last" (the newest) or "auto" (the newest that is complete); None
@@ -335,7 +325,7 @@ class Trainer(Status):
 
         Every rank gets the outputs of all. The arguments are those of `test`. With return_predictions=False nothing is kept: a
         TensorPredictionWriter writes the outputs, or your callback's on_predict_batch_end takes them. With "own" each rank gets
-        its own outputs, of any kind; where the call starts the processes, those of rank 0.
+        its own outputs, of any kind. Where the call starts the processes, those of rank 0.
 
         Returns:
             A list with an entry for each batch; with several loaders a list of such lists; None with return_predictions=False.
@@ -358,25 +348,23 @@ class Trainer(Status):
         blocking: bool = True,
         overwrite: bool = True,
     ) -> bool:
-        """Write a checkpoint; return whether it is written, or begun with blocking=False. Collective: call on every rank.
+        """Write a checkpoint, and return whether it is written, or begun with blocking=False. Collective: call on every rank.
 
         Args:
             filepath: a path or an fsspec URL.
-            weights_only: save the weights alone, from which no fit resumes.
-            storage_options: not accepted; put them into the URL or fsspec's configuration.
+            weights_only: save only the weights, from which no fit resumes.
+            storage_options: not accepted. Put them into the URL or fsspec's configuration.
             blocking: False copies everything to host memory and lets a thread write it while training continues. One such save
                 is in flight at a time: the next save or load, the end of the run and the program's end wait for it and raise
                 its error.
             overwrite: replace an earlier checkpoint at this path, even the one that the run was resumed from, so that a script
                 can be repeated. Other files in its folder stay. A kill at any moment leaves the old or the new checkpoint at
-                the path; where the file system cannot exchange two directories (NFS), the new one may be at a path with `-v1`.
+                the path. Where the file system cannot exchange two directories (NFS), the new one may be at a path with `-v1`.
                 A file, a link, a damaged checkpoint, and on an object store any checkpoint, are rejected. False rejects every
                 path that exists.
 
-        From on_train_batch_start to the schedulers' steps the save waits for the batch's end, or a resumed run would repeat it;
-        within an accumulation window for its end, since a checkpoint within an epoch holds no gradients; between an epoch's
-        last batch and the end of its validation, hooks and schedulers for that. It returns False then. A save of the weights
-        alone waits for a window only.
+        Within a batch, an accumulation window or an epoch's end the save waits for its end, and returns False. A save of the
+        weights waits for a window only.
 
         Raises:
             CheckpointError: on every rank.
@@ -387,16 +375,18 @@ class Trainer(Status):
         return save_checkpoint(self.run, str(filepath), weights_only, blocking, overwrite)
 
     def stop_soon(self) -> None:
-        """Stop all ranks at the same optimizer step of this fit; call it on any rank and from any thread.
+        """Stop all ranks at the same optimizer step of this fit. Call it on any rank and from any thread.
 
-        On several ranks that needs steps that average gradients; under manual optimization without any, set should_stop on
+        On several ranks that needs steps that average gradients. Under manual optimization without any, set should_stop on
         every rank.
         """
         self.run.stop.request_soon()
 
-    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
         """Return a context that makes modules in the run's dtype and on its device, without values if `empty_init`."""
-        return making_modules(self.engine, bool(empty_init))
+        with self.engine.precision.init_context(), torch.device("meta") if empty_init else self.engine.device:
+            yield
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only, and flush, so that a file of stdout and stderr has their lines in order."""
@@ -409,7 +399,7 @@ class Trainer(Status):
     def should_stop(self) -> bool:
         """Set it to True, on any rank, to end the run.
 
-        One process ends after this optimizer step; several after this validation or epoch if it is set there, otherwise
+        One process ends after this optimizer step, several after this validation or epoch if it is set there, otherwise
         within the next two steps.
         """
         return self.run.stop.requested
@@ -418,33 +408,8 @@ class Trainer(Status):
     def should_stop(self, value: bool) -> None:
         self.run.stop.request(value)
 
-    if not TYPE_CHECKING:  # a type checker names unknown attributes itself
-
-        def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):  # a property failed, perhaps in the user's code: again, for its own error
-                return object.__getattribute__(self, name)
-            raise missing(name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the Trainer for a copy or a pickle: its arguments, parts, module and counters, not its processes.
-
-        The copy joins or starts its own as a new Trainer does; in a job of several processes, copy it on every rank.
-        """
-        arguments = {**self._arguments, **self._fresh}
-        return {
-            "arguments": {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS},
-            "others": (self.run.module, self._callbacks_of_module, self.run.state.plain()),
-            "parts": (self.callbacks, self.loggers, self.profiler),
-            "run": self.run.changes(),
-            "attributes": {name: each for name, each in vars(self).items() if name not in NOT_COPIED},
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Not type(self): a subclass's constructor may take other arguments.
-        Trainer.__init__(self, **state["arguments"])
-        self._take_parts(state["others"], *state["parts"])
-        self.run.load_changes(state["run"])
-        vars(self).update(state["attributes"])
+    def __reduce__(self) -> Any:
+        raise TypeError("A Trainer cannot be copied or pickled. Make another Trainer with the same arguments.")
 
     def _parts(self, root: str) -> Parts:
         settings = self._trial_settings or self._settings
@@ -452,23 +417,25 @@ class Trainer(Status):
 
     def _begin(self, request: Request) -> tuple[Parts, Choice]:
         """Return the parts of a call and its checkpoint, once the module has given its callbacks. Collective."""
-        # First: configure_callbacks may return the ModelCheckpoint that ckpt_path='best' or 'last' is about.
-        self.callbacks = self._callbacks_for(request.module, request.call)
-        parts = self._parts(self.run.root)
-        return parts, choose_checkpoint(parts, self.checkpoint_callbacks, request)
-
-    def _callbacks_for(self, module: Module, call: str) -> list[Callback]:
-        """Return the callbacks of a call: the Trainer's own, and this module's in place of an earlier module's."""
-        if call != "fit" and self.run.module is module:
-            return self.callbacks  # those of its fit, with what they have learned there
-        of_module, replaced = self._callbacks_of_module
-        own = [each for each in self.callbacks if each not in of_module] + replaced
-        merged = with_the_modules(own, hook_of(module, "configure_callbacks", Module)())
-        self._callbacks_of_module = (
-            [each for each in merged if each not in own],
-            [each for each in own if each not in merged],
+        # First: configure_callbacks may return the ModelCheckpoint that ckpt_path='best' or 'last' is about. An evaluation of
+        # the latest module keeps the callbacks of its fit, with their state.
+        if request.call == "fit" or self.run.module is not request.module:
+            returned = hook_of(request.module, "configure_callbacks", Module)()
+            self.callbacks = with_the_modules(self.callbacks, returned)
+        parts, callbacks = self._parts(self.run.root), self.checkpoint_callbacks
+        saving = [type(each).__name__ for each in callbacks]
+        refuse_unlike_arguments({**parts.settings.shared, "callbacks that save": saving}, "Trainer", self.engine.ranks)
+        search = CheckpointSearch(
+            self.engine,
+            callbacks,
+            self.loggers,
+            self.run.root,
+            request.call,
+            request.verify,
+            is_trial=request.call == "fit" and bool(self.fast_dev_run),
+            say=self.print,
         )
-        return merged
+        return parts, search.choose(request.ckpt_path)
 
     def _measure(self, call: str, stage: str, given: tuple[Any, ...], verbose: bool) -> list[dict[str, float]]:
         def work(evaluation: Evaluation) -> list[dict[str, float]]:
@@ -503,10 +470,10 @@ class Trainer(Status):
         # If the strategy drops optimizers together with other state, the module stays as the fit has left it.
         stays = bool(trained) and not engine.strategy.capabilities.keeps_optimizers
         self.run = run
-        with run.opened(stays):
+        with self.run.opened(stays):
             # Before the strategy wraps the module, since on_load_checkpoint may still build layers.
             opened = open_with_hooks(run, choice.checkpoint) if choice.checkpoint is not None else None
-            run.prepare_module(module)
+            self.run.prepare_module(module)
             if not stays:
                 engine.prepare_module(module, None)
             if opened is not None:
@@ -518,15 +485,15 @@ class Trainer(Status):
         # The optimizers of the fit can still be saved, unless the module has other weights now.
         engine.optimizers = trained
         if not trained:
-            run.update_trained(optimizers=[], prepared_optimizers=[], schedulers=[])
+            self.run.update_trained(optimizers=[], prepared_optimizers=[], schedulers=[])
         return result
 
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
-        """Make a call in processes started for it; return its result."""
+        """Make a call in processes started for it, and return its result."""
         self.run.stop.note_end(None)
-        others = (run.call, run.ckpt_path, self._callbacks_of_module, self.run.module is run.module, self.state.plain())
+        others = (run.call, run.ckpt_path, self.run.module is run.module, self.state.plain())
         try:
-            result = call_remotely(run, call_in_worker, self._arguments, others, options)
+            result = call_remotely(self, run, call_in_worker, self._arguments, others, options)
         except KeyboardInterrupt as error:
             self.run.stop.note_end(error)
             raise
@@ -536,9 +503,8 @@ class Trainer(Status):
     def _take_parts(self, others: tuple[Any, ...], *parts: Any) -> None:
         """Continue the work of a Trainer of another process, with copies of its parts, its module and its counters."""
         self.callbacks, self._loggers, self.profiler = parts
-        module, self._callbacks_of_module, state = others
-        parts_of_run = self._parts(self.run.root)
-        self.run = Run(parts_of_run, "fit", module, None, Choice(), None, Position.of_plain(state))
+        module, state = others
+        self.run = Run(self._parts(self.run.root), "fit", module, None, Choice(), None, Position.of_plain(state))
 
 
 def call_in_worker(
@@ -552,11 +518,11 @@ def call_in_worker(
     others: tuple[Any, ...],
     **options: Any,
 ) -> dict[str, Any]:
-    """Make a call of a Trainer on a rank of the job that was started for it; return what it has changed. Collective."""
+    """Make a call of a Trainer on a rank of the job that was started for it, and return its changes. Collective."""
     from trainwright.trainer import trainer as home  # the argument hides the class
 
-    call, path, callbacks_of_module, is_known, state = others
+    call, path, is_known, state = others
     trainer = home.Trainer(**Trainer)
-    trainer._take_parts((model if is_known else None, callbacks_of_module, state), callbacks, loggers, profiler)
+    trainer._take_parts((model if is_known else None, state), callbacks, loggers, profiler)
     result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
-    return changes(trainer.run, result, folder)
+    return changes(trainer, result, folder)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.combined import ShardedCombination, shard
+from trainwright.data.combined_loader import is_read_once
 from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loader_state import NOT_BEGUN, LoaderState
 from trainwright.data.loaders import ShardedLoader
@@ -14,8 +15,7 @@ from trainwright.data.stateful_iterable import ONCE
 from trainwright.engine.engine import Engine
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.trainer.inputs import iterators_of
-from trainwright.trainer.oversights import warn_of_dropped_samples
+from trainwright.trainer.oversights import parts_of
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 class TrainData:
     """The training data of one fit. Its loader owns the position in the data, the run's state the epoch and the batch.
 
-    `options` go to `shard`. If training_step `pulls` its batches, they are read one ahead to know the last. `note` is called
-    with the user's loaders and this rank's batches in an epoch, whenever they change.
+    `options` go to `shard`. `note` is called with the user's loaders and this rank's batches in an epoch, whenever they change.
     """
 
     def __init__(
@@ -40,11 +39,10 @@ class TrainData:
         state: Position,
         options: dict[str, bool],
         *,
-        pulls: bool,
         note: Callable[[Any, int | float], None],
     ) -> None:
         self._source, self._engine, self._settings, self._state = source, engine, settings, state
-        self._options, self._note, self._validates, self._pulls = options, note, False, pulls
+        self._options, self._note, self._validates = options, note, False
         self._loader: ShardedLoader | ShardedCombination | None = None
         self._users: Any = None
         self._loaded = NOT_BEGUN
@@ -54,8 +52,6 @@ class TrainData:
         self.most_batches: int | None = None
         self.validate_every: int | None = None
         """Batches between two validations. None to validate at an epoch's end, or by time."""
-        self.uneven: Mapping[int, list[int]] = {}
-        """The loader's uneven rounds (StatefulLoader.uneven)."""
 
     @property
     def loader(self) -> ShardedLoader | ShardedCombination:
@@ -104,19 +100,10 @@ class TrainData:
             ValueError: no batches, different lengths across ranks, or an interval that does not fit.
         """
         settings, engine = self._settings, self._engine
-        self._users = self._source.load(settings.trains_once(self._source.owner is not None))
+        self._users = self._source.load()
         self.close()  # the old workers end before new ones start
-        self._loader = loader = shard(
-            self._users,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            mode="train",
-            **self._options,
-        )
+        self._loader = loader = self._shard("train")
         loader.load_state_dict(position)
-        self.uneven = loader.uneven
-        if self._pulls:
-            loader.read_ahead()
         length, limit = limited(loader.length, settings.limit_train_batches), settings.limit_train_batches
         # Compared before the first batch: a rank that ended early would leave the others waiting in a collective.
         lengths = engine.ranks.exchange(str(loader.length), "the start of the data")
@@ -131,24 +118,21 @@ class TrainData:
                 "too small). Give it data."
             )
         compare_first_draws(loader, engine.ranks, "training")
-        warn_of_dropped_samples(self._users)
         if self._validates:
             self._plan_validation()
         self._measure()
 
     def again(self) -> ShardedLoader | ShardedCombination:
         """Return another shard of the same loaders, at the start of the next epoch's order, as evaluations shard them."""
-        engine = self._engine
         one_by_one = isinstance(self._loader, ShardedCombination) and self._loader.combination == "sequential"
-        loader = shard(
-            self._users,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            mode="train" if one_by_one else "padded",  # padded does not support loaders that come one after the other
-            **self._options,
-        )
-        loader.set_epoch(engine.seed, self._state.epoch)
+        # "padded" does not support loaders that come one after the other.
+        loader = self._shard("train" if one_by_one else "padded")
+        loader.set_epoch(self._engine.seed, self._state.epoch)
         return loader
+
+    def _shard(self, mode: Any) -> ShardedLoader | ShardedCombination:
+        engine = self._engine
+        return shard(self._users, rank=engine.rank, world_size=engine.world_size, mode=mode, **self._options)
 
     def close(self) -> None:
         if self._loader is not None:
@@ -189,12 +173,11 @@ class TrainData:
 
     def warn_of_iterators(self) -> None:
         """Warn of an iterator in a resumed run, since earlier epochs may have read another iterator."""
-        once = iterators_of(self._users) if self._state.epoch else []
-        if once:
+        once = next(filter(is_read_once, parts_of(self._users)), None) if self._state.epoch else None
+        if once is not None:
             rank_zero_warn(
-                f"the run continues in epoch {self._state.epoch}, and reads {a_type_of(once[0])} from its start as if "
-                "that were this epoch's: an iterator cannot say what earlier epochs have read. Pass one that begins there, or "
-                "an object whose __iter__ starts again.",
+                f"the run continues in epoch {self._state.epoch}, and reads {a_type_of(once)} from its start. Pass an iterator "
+                "that begins at this epoch's data, or an object whose __iter__ starts again.",
                 stacklevel=2,
             )
 

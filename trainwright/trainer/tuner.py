@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder
-from trainwright.callbacks.learning_rate_finder import LearningRateFinder
-from trainwright.callbacks.learning_rate_search import LearningRateSearch
+from trainwright.callbacks.learning_rate_finder import LearningRateFinder, LearningRateSearch
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -95,8 +94,8 @@ class Tuner:
 def _data_of(
     call: str, method: str, train: Any, val: Any, others: Any, datamodule: DataModule | None
 ) -> dict[str, Any]:
-    if method != "fit":
-        raise ValueError(f"{call}(method={method!r}): only 'fit' is searched.")
-    if others is not None:
-        raise ValueError(f"{call}(dataloaders=) is for other methods than 'fit'. Pass train_dataloaders=.")
+    if method != "fit" or others is not None:
+        raise ValueError(
+            f"{call} searches only 'fit'. Leave out method= and dataloaders=, and pass train_dataloaders=."
+        )
     return {"train_dataloaders": train, "val_dataloaders": val, "datamodule": datamodule}

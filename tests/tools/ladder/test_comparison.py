@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from html_page import LOADING, Page
 from rungs import attempt, record, result
 
 from trainwright.metric_direction import direction_of
-from trainwright.tools.ladder.advice import choice_lines, notes, sentence
+from trainwright.tools.ladder.advice import choice_lines, notes
 from trainwright.tools.ladder.attempt import Result, RungRecord
 from trainwright.tools.ladder.comparison import ComparedMetric, Comparison, choose_metric
 from trainwright.tools.ladder.ladder_table import csv_text, markdown_table, terminal_table, write_files
@@ -219,31 +217,6 @@ def test_the_choice_is_shown_as_arguments_of_an_accelerator() -> None:
     assert "calls neither" not in " ".join(notes(comparison, ["train.py", "{seed}"], "cuda"))
 
 
-def cut(name: str, rate: float, **changes: Any) -> Result:
-    return scored(name, rate, planned_steps=math.inf, **changes)
-
-
-def test_a_choice_that_pays_off_in_longer_runs() -> None:
-    late = tuple((step, 30 + 0.05 * step) for step in range(1, 21))
-    compiled = cut("compile", 150, points=late, steps_per_second=20.0, compile=True)
-    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), compiled], None), ["train.py"]))
-    assert said.startswith("Choose compile, 1.50 times as fast as the unchanged script once it is warmed up.")
-    assert "The first 20 steps of compile took 31 s, unchanged 2.5 s. Its start, such as compiling, pays off" in said
-    assert "pays off after 590 steps. Then it is 1.50 times as fast." in said  # 28.5 s at 0.05 s a step
-    sharded = cut("ddp", 150, points=late, steps_per_second=20.0, devices=2)
-    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), sharded], None), ["train.py"]))
-    assert "pays off in longer runs only." in said  # its steps are larger
-    at_once = tuple((step, 0.2 * step) for step in range(1, 21))
-    twice = cut("ddp", 150, points=at_once, steps_per_second=10.0, devices=2)
-    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), twice], None), ["train.py"]))
-    assert "pays off" not in said  # 20 steps take 4 s instead of 2.5, with twice the samples
-    assert "pays off" not in " ".join(choice_lines(compared(), ["train.py"]))
-    rates = {"batches_per_second": 80.0, "steps_per_second": 20.0}  # four batches a step
-    accumulated = cut("compile", 150, points=late, compile=True, **rates)
-    said = " ".join(choice_lines(Comparison([cut("unchanged", 100), accumulated], None), ["train.py"]))
-    assert "pays off after 590 steps." in said
-
-
 def test_the_choice_is_the_first_to_end() -> None:
     late = tuple((step, 240 + 0.05 * step) for step in range(1, 21))
     compiled = scored("compile", 424, points=late, seconds=250.0, steps_per_second=40.0, compile=True)
@@ -264,12 +237,6 @@ def test_the_choice_is_the_first_to_end() -> None:
     )
 
 
-def test_an_older_checkpoint_of_the_user_is_noted() -> None:
-    first = replace(attempt("unchanged"), older=("saved/best.ckpt",))
-    said = list(notes(Comparison([Result((first,))], None), ["train.py"], "cpu"))
-    assert said[0].startswith("The runs saved under other names than saved/best.ckpt, which existed before the ladder.")
-
-
 def test_slow_steps_are_noted() -> None:
     plans = scored("bf16-mixed", 300, slow_steps=52, slow_seconds=8.44, seconds=16.5)
     few = scored("compile", 300, slow_steps=1, slow_seconds=0.1)
@@ -285,20 +252,6 @@ def test_slow_steps_are_noted() -> None:
     assert "attention" not in said
 
 
-def test_rungs_are_listed() -> None:
-    pair = {"devices": 2, "strategy": "ddp"}
-    worse = [scored(name, 180, 0.5, **pair) for name in ("ddp", "ddp_sharded", "fsdp")]
-    missing = [result(name, "skipped", "no DeepSpeed") for name in ("deepspeed_stage_2", "deepspeed_stage_3")]
-    said = " ".join(notes(Comparison([scored("unchanged", 100), *worse, *missing], ACCURACY), ["a.py"], "cpu"))
-    assert "ddp, ddp_sharded and fsdp made fewer steps" in said
-    assert "deepspeed_stage_2 and deepspeed_stage_3 were skipped: no DeepSpeed." in said
-
-
-def test_a_reason_ends_with_one_full_stop() -> None:
-    for reason, said in (("no.", "no."), ("no", "no."), ("no weights ...", "no weights ...")):
-        assert sentence(reason) == said
-
-
 def test_the_code_to_copy_has_a_seed() -> None:
     faster = {"devices": 2, "strategy": "ddp", "owner": "Accelerator", "seed": 1}
     comparison = Comparison([result("unchanged", seed=1), result("ddp", samples_per_second=500.0, **faster)], None)
@@ -312,32 +265,6 @@ def test_a_rung_whose_settings_the_script_has_is_not_chosen() -> None:
     assert comparison.choice() is comparison.first
     said = " ".join(notes(comparison, ["train.py"], "cpu"))
     assert "The script already has the settings of bf16-mixed. Any difference between the two is noise." in said
-
-
-def test_runs_of_one_step_have_no_speed() -> None:
-    none = {"samples_per_second": None, "batches_per_second": None, "steps_per_second": None, "steps": 1}
-    first = Comparison([result("unchanged", **none), scored("ddp", 100)], None)
-    assert first.counts_samples
-    said = " ".join(notes(first, ["train.py"], "cpu"))
-    assert "Runs of unchanged took fewer than two steps, too few to measure a speed." in said
-    assert "count the batches" not in said
-    assert "which is too short to compare rungs" in next(choice_lines(first, ["train.py"]))
-
-
-def test_a_loop_that_tests_in_each_epoch_has_a_test_when_it_is_cut() -> None:
-    cut = result("unchanged", is_cut=True, metrics={}, printed={"test": {"test acc": 0.9}})
-    metric = choose_metric(cut.attempts[0])
-    said = " ".join(notes(Comparison([cut], metric), ["train.py"], "cpu"))
-    assert "--steps ends a loop with an Accelerator before its end, so this is its latest test until then." in said
-    assert "no test metric" not in said
-
-
-def test_a_worse_metric_on_several_devices_is_explained() -> None:
-    first, pair = scored("unchanged", 100), scored("ddp", 180, 0.5, devices=2, strategy="ddp")
-    why = "ddp made fewer steps on larger batches, since every device keeps the script's batch size"
-    assert any(each.startswith(why) for each in notes(Comparison([first, pair], ACCURACY), ["a.py"], "cpu"))
-    slow = scored("bf16-mixed", 180, 0.5, precision="bf16-mixed")
-    assert not any("larger batches" in each for each in notes(Comparison([first, slow], ACCURACY), ["a.py"], "cpu"))
 
 
 def test_the_script_is_kept_for_a_reason() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import errno
 import json
-import os
 import re
 import signal
 import sys
@@ -17,7 +16,7 @@ from deadlines import deadline
 from rungs import record
 from started import Started, python
 
-from trainwright.tools.ladder import climb, ladder
+from trainwright.tools.ladder import ladder
 from trainwright.tools.ladder.attempt import Attempt
 from trainwright.tools.ladder.climb import Climb
 from trainwright.tools.ladder.ladder import ladder_command
@@ -104,51 +103,12 @@ def test_options_after_the_script_are_passed_to_it(
     assert Path("ladder/train-1/unchanged/arguments").read_text().split()[-len(given) :] == given
 
 
-def test_each_run_begins_without_the_files_of_the_one_before(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are moved into its folder. The checkpoint of the user stays, and a note names it."""
-    program = f"""#!/bin/sh
-folder=$(dirname "$TRAINWRIGHT_RUNG")
-[ -e saved/best-v1.ckpt ] && exit 1
-mkdir -p saved/best-v1.ckpt
-echo "{fake}/saved/best-v1.ckpt\n{fake}/saved/gone.ckpt" > "$folder/new_paths.txt"
-cp "$RECORD" "$folder/rank0.json"
-"""
-    (fake / "interpreter").write_text(program)
-    older = fake / "saved/best.ckpt"
-    older.mkdir(parents=True)
-    assert ladder_command(["--cpu", "--rungs", "bf16-mixed,compile", "--out", "out", "train.py"], None) == 0
-    assert list((fake / "saved").iterdir()) == [older]
-    assert all((fake / "out" / name / "saved/saved/best-v1.ckpt").exists() for name in ("unchanged", "bf16-mixed"))
-    assert "The runs saved under other names than saved/best.ckpt, which existed before" in capsys.readouterr().out
-
-
-def test_a_long_run_shows_its_progress(
-    fake: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (fake / "interpreter").write_text(f"{FAKE}echo epoch 1\nsleep 1\n")
-    monkeypatch.setattr(climb, "LINE_SECONDS", 0.3)
-    assert ladder_command(["--rungs", "unchanged", "train.py"], None) == 0
-    assert re.search(r"^unchanged runs: \d+ s  epoch 1$", capsys.readouterr().err, re.MULTILINE)
-
-
 def test_a_script_that_is_too_short_is_named_at_once(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (fake / "record.json").write_text(json.dumps(vars(record(steps_per_second=100.0))))
     assert ladder_command(["--cpu", "--rungs", "bf16-mixed", "--steps", "20", "train.py"], None) == 0
     said = capsys.readouterr().out
     assert said.index("No rung will be chosen: its steps took less than 2 s") < said.index("bf16-mixed  failed")
     assert "compare rungs; pass a higher --steps." in said
-
-
-def test_a_second_interrupt_does_not_wait(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that ignores SIGTERM is killed with its child processes."""
-    interrupting = "trap '' TERM\necho $$ > pid\nsleep 0.5\nkill -INT $PPID\nsleep 1\nkill -INT $PPID\nsleep 600"
-    (fake / "interpreter").write_text(f"#!/bin/sh\n{interrupting}\n")
-    assert ladder_command(["--out", "out", "train.py"], None) == 130
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(Path("pid").read_text()), 0)
-    said = capsys.readouterr().out
-    assert "The ladder was interrupted in its first rung, the unchanged script, so there is nothing to compare." in said
-    assert "Its output is in out/unchanged/output.log." in said
 
 
 def test_unwritable_files_do_not_hide_the_table(
@@ -172,24 +132,6 @@ def test_unwritable_files_do_not_hide_the_table(
     assert "16-mixed failed: [Errno 28] No space left on device. Its output is in" in said
     assert "Keep the script unchanged" in said
     assert "The files could not be written: [Errno 28] No space left on device." in said
-
-
-def test_variables_of_the_config_are_set_before_devices_are_counted(
-    fake: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (fake / "config.yaml").write_text("env:\n  SEEN_BY_A_LADDER: '1'\n")
-    monkeypatch.setenv("SEEN_BY_A_LADDER", "")  # so that it is removed at the end
-    monkeypatch.delenv("SEEN_BY_A_LADDER")
-    seen = []
-
-    def resolve(name: str) -> str:
-        seen.append(os.environ.get("SEEN_BY_A_LADDER"))
-        return "cpu"
-
-    monkeypatch.setattr(ladder, "resolve_device_type", resolve)
-    options = ["--config-file", str(fake / "config.yaml"), "--rungs", "unchanged"]
-    assert ladder_command([*options, "train.py"], None) == 0
-    assert seen == ["1"]
 
 
 @pytest.mark.parametrize(("flags", "kind"), [([], "cpu"), (["--no-cpu"], "auto")])
@@ -264,14 +206,6 @@ def test_the_ladder_rejects_wrong_options(arguments: list[str], said: str, capsy
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
     assert not Path("ladder").exists()
-
-
-def test_a_file_where_the_results_would_go(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("train.py").touch()
-    Path("ladder").touch()
-    with pytest.raises(SystemExit):
-        ladder_command(["train.py"], None)
-    assert "the folder ladder cannot be made: a file has this name; pass another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -79,35 +79,6 @@ def test_a_trainer_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert record.seconds_to_end == pytest.approx(record.seconds + 39 / record.steps_per_second)
 
 
-def test_several_fits_follow_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    set_rung(monkeypatch, tmp_path / "rung")
-    for _ in range(2):
-        tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(16))
-    record = RungRecord.read(tmp_path / "rung")
-    assert record is not None
-    assert [step for step, _ in record.points] == list(range(1, 9))
-    assert [second for _, second in record.points] == sorted(second for _, second in record.points)
-    assert (record.planned_steps, record.seconds_to_end) == (8, record.seconds)
-
-
-class Evaluating(tw.Callback):
-    """Evaluates with another Trainer after an epoch."""
-
-    def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
-        tw.Trainer(**QUIET).validate(Classifier(), make_loader(8), verbose=False)
-
-
-def test_an_evaluation_within_a_fit_does_not_end_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    set_rung(monkeypatch, tmp_path / "rung")
-    trainer = tw.Trainer(max_epochs=3, accumulate_grad_batches=2, callbacks=Evaluating(), **QUIET)
-    trainer.fit(Classifier(), make_loader(16))
-    record = RungRecord.read(tmp_path / "rung")
-    assert record is not None
-    assert [step for step, _ in record.points] == list(range(1, record.steps + 1)) == [1, 2, 3, 4, 5, 6]
-    assert record.steps_per_second is not None
-    assert record.batches_per_second == pytest.approx(2 * record.steps_per_second)
-
-
 class Fitting(tw.Callback):
     """Trains another model after an epoch."""
 
@@ -129,45 +100,6 @@ def test_a_fit_within_a_fit_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp
     assert record.metrics["validation"]["count"] == 8
 
 
-class Probing(tw.Callback):
-    """Trains another model after an epoch, in a loop."""
-
-    def on_train_epoch_end(self, trainer: tw.Trainer, module: tw.Module) -> None:
-        train_loop()
-
-
-def test_a_loop_within_a_fit_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    set_rung(monkeypatch, tmp_path / "rung", steps=3)  # fewer than the loop makes
-    trainer = tw.Trainer(max_epochs=3, callbacks=Probing(), **QUIET)
-    trainer.fit(Classifier(), make_loader(8))
-    record = RungRecord.read(tmp_path / "rung")
-    assert record is not None
-    assert (record.owner, record.steps, record.is_cut) == ("Trainer", 3, False)
-    assert [step for step, _ in record.points] == [1, 2, 3]
-    assert record.samples_per_second is not None
-
-
-def train_loop() -> None:
-    accelerator = tw.Accelerator(accelerator=ACCELERATOR)
-    net = make_net()
-    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), make_loader(16))
-    for batch in loader:
-        accelerator.backward(loss_of(net, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.host
-def test_a_loop_of_a_forked_process_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    set_rung(monkeypatch, tmp_path / "rung")
-    process = multiprocessing.get_context("fork").Process(target=train_loop)
-    process.start()
-    process.join()
-    record = RungRecord.read(tmp_path / "rung")
-    assert record is not None
-    assert (process.exitcode, record.owner, record.steps) == (0, "Accelerator", 4)
-
-
 def fit_alone() -> None:
     tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(), make_loader(16))
 
@@ -187,23 +119,6 @@ def test_a_test_in_another_process_keeps_the_record_of_the_fit(monkeypatch: pyte
     assert record is not None
     assert (record.steps, len(record.points)) == (4, 4)
     assert record.metrics["test"]["count"] == 8
-
-
-class Failing(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1:
-            raise RuntimeError("it does not train")
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_fit_after_one_that_has_failed_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    set_rung(monkeypatch, tmp_path / "rung")
-    with pytest.raises(RuntimeError, match="it does not train"):
-        tw.Trainer(max_epochs=1, **QUIET).fit(Failing(), make_loader(8))
-    tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(8))
-    record = RungRecord.read(tmp_path / "rung")
-    assert record is not None
-    assert [step for step, _ in record.points] == [1, 2, 3, 4, 5]
 
 
 class Loop:
@@ -277,40 +192,6 @@ def test_a_loop_is_ended_after_its_steps(
     assert record.is_cut
     assert record.steps == 6
     assert record.logged == {}
-
-
-def test_a_loop_without_prepared_loaders_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = set_rung(monkeypatch, tmp_path / "rung", steps=4)
-    accelerator = tw.Accelerator(accelerator=ACCELERATOR)
-    net = make_net()
-    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-    def loop() -> None:
-        for inputs, targets in make_loader():
-            accelerator.backward(loss_of(net, (inputs.to(DEVICE), targets.to(DEVICE))))
-            optimizer.step()
-
-    with pytest.raises(SystemExit):
-        loop()
-    with pytest.raises(SystemExit):
-        loop()  # a loop may catch all errors of a step
-    write_record(file)
-    record = RungRecord.read(tmp_path / "rung")
-    assert record is not None
-    assert record.steps == 4
-    assert record.samples_per_second is None
-    assert record.batches_per_second is not None
-
-
-def test_a_resumed_training_counts_its_own_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    trainer = tw.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(Classifier(), make_loader())
-    trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    set_rung(monkeypatch, tmp_path / "rung")
-    tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(), ckpt_path=tmp_path / "saved.ckpt")
-    record = RungRecord.read(tmp_path / "rung")
-    assert record is not None
-    assert record.steps == 11
 
 
 class Predicting(Classifier):

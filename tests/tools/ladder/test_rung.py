@@ -12,7 +12,6 @@ from small import QUIET, Classifier, make_loader, make_net
 
 import trainwright as tw
 from trainwright.overrides import active_file, overridden
-from trainwright.precision import is_spelling_of
 from trainwright.strategies import is_variant_of
 from trainwright.strategies.ddp.strategy import DDPStrategy
 from trainwright.tools.ladder.recorder import RungRecorder
@@ -83,15 +82,6 @@ def test_a_strategy_with_options_of_its_own_stays(
     assert overridden("Engine", "strategy", given, is_like=is_variant_of) == (given if stays else name)
 
 
-@pytest.mark.parametrize(("given", "stays"), [("bf16", True), ("bf16-mixed", True), (16, False), (None, False)])
-def test_a_precision_of_another_spelling_stays(
-    given: Any, stays: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    set_rung(monkeypatch, tmp_path, precision="bf16-mixed")
-    value = given if stays else "bf16-mixed"
-    assert overridden("Engine", "precision", given, is_like=is_spelling_of) == value
-
-
 def test_arguments_of_a_trainer_are_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_rung(monkeypatch, tmp_path, precision="bf16-mixed", compile=True, steps=5)
     timer = tw.Timer()
@@ -131,16 +121,6 @@ def test_a_rung_sets_the_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         monkeypatch.setenv(name, value)
     tw.set_seed(8, device_specific=True)
     assert torch.initial_seed() == 12
-
-
-def test_a_rung_does_not_resume_what_an_earlier_one_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made = {"max_epochs": 1, **QUIET, "enable_checkpointing": True, "default_root_dir": str(tmp_path / "root")}
-    tw.Trainer(**made).fit(Classifier(), make_loader(), ckpt_path="auto")
-    file = set_rung(monkeypatch, tmp_path / "rung")
-    trainer = tw.Trainer(**made)
-    trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
-    assert file.replaced["ckpt_path"] == ("'auto'", "None")
-    assert trainer.state.total_batches == 11
 
 
 @pytest.mark.filterwarnings("ignore:ModelCheckpoint monitors 'val_loss', which was not logged yet")

@@ -57,18 +57,6 @@ def compiling(rate: float, precision: str | None = None) -> Result:
     return result("compile", samples_per_second=rate, compile=True, precision=precision)
 
 
-def test_what_helped_is_kept_in_any_order() -> None:
-    first = {**of(("unchanged", 100.0)), "compile": compiling(130.0)}
-    assert settings_of("bf16-mixed", first, 2) == {"precision": "bf16-mixed", "compile": True}
-    slow = {**of(("unchanged", 100.0)), "compile": compiling(90.0)}
-    assert settings_of("bf16-mixed", slow, 2) == {"precision": "bf16-mixed", "compile": None}
-    for rate, kept in ((150.0, "bf16-mixed"), (125.0, None)):  # next to the compiled script
-        half = result("bf16-mixed", samples_per_second=rate, precision="bf16-mixed", compile=True)
-        assert settings_of("ddp", {**first, "bf16-mixed": half}, 2) == {
-            "precision": kept, "compile": True, "devices": 2, "strategy": "ddp",
-        }  # fmt: skip
-
-
 @pytest.mark.slow
 def test_stage_3_does_not_compile() -> None:
     pytest.importorskip("deepspeed")

@@ -106,8 +106,6 @@ class DDPStrategy(Strategy):
         self._trained: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._known: set[Tensor] = set()
         """All of those parameters."""
-        self._to_check = False
-        """Whether no step has shown yet that every parameter is used."""
         self._averaged: set[nn.Module] = set()
         """Modules whose last forward has had a backward that kept its graph, so another one may follow."""
         self._watched: dict[nn.Module, tuple[Any, Any]] = {}
@@ -162,7 +160,6 @@ class DDPStrategy(Strategy):
         self._orders[module] = ReadyOrder(self.wrapped[module])
         if not is_searching and not self.static_graph:
             self._watch(module)
-        self._to_check = not self.wrapped[module].find_unused_parameters and not self.static_graph
 
     def _watch(self, module: nn.Module) -> None:
         """Record backwards that reach the module's first parameter, as the backward of a step does."""
@@ -256,19 +253,10 @@ class DDPStrategy(Strategy):
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
-        if self._to_check:
-            self._refuse_unused()
         if self._trained:
             unknown = [each for each in with_gradients(optimizer) if each not in self._known]
             refuse_unaveraged(self.name, self._trained, unknown)
         return super().step(optimizer, clipping, closure)
-
-    def _refuse_unused(self) -> None:
-        """Raise RuntimeError before the first step, whose gradients would not be averaged. Torch only raises after it."""
-        for module, order in self._orders.items():
-            if order.indices and order.missing:
-                raise self._unused(module, order.missing)
-        self._to_check = any(not order.indices for order in self._orders.values())
 
     def _unused(self, module: nn.Module, indices: Sequence[int]) -> RuntimeError:
         trained = list(self._trained[module])

@@ -7,27 +7,23 @@ calls of the whole module outside a step. Anywhere else a step cannot use a grou
 from __future__ import annotations
 
 import inspect
-import linecache
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.optim import Optimizer
 
+from trainwright.checkpoint.vendor import tree_leaves, tree_map_only
 from trainwright.strategies.base import StepForward
-from trainwright.strategies.fsdp2.vendor import record_versions, write_back
+from trainwright.strategies.fsdp2.vendor import WriteCheck, without_view
 from trainwright.strategies.fsdp2.wrap_policy import ROOT
 from trainwright.strategies.used_parameters import failed_before
 
-CHAIN = re.compile(r"\b([A-Za-z_]\w*)((?:\.\w+|\[\d+\])+)")
-PART = re.compile(r"\.(\w+)|\[(\d+)\]")
 MIXED = "mixed torch.Tensor and DTensor"
 """The text of torch's error for an operation on a sharded parameter."""
 SHARDED = (
@@ -37,6 +33,11 @@ SHARDED = (
     "storage that is not resizable",
 )
 """Texts of errors about sharded parameters. The last one means that an array of numpy() keeps a parameter's memory."""
+USED = (
+    "the step used a parameter itself, but under fsdp a rank holds only a part of it, except while its module is called. Call "
+    "the module, or a method of it that uses the parameter. For a penalty on weights use the optimizer's weight_decay. Or keep "
+    "that module whole: FSDPStrategy(auto_wrap_policy=...) without it."
+)
 NO_STEPS = ("reset_parameters", "configure_optimizers")
 """Public methods that no step calls."""
 
@@ -45,15 +46,7 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """Clone views among a group's outputs: an in-place write would detach FSDP's hook, and lose gradients."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return output
-    return tree_map_only(Tensor, lambda each: each.clone() if each._is_view() else each, output)
-
-
-def guard(group: nn.Module, module: nn.Module, is_chosen: bool) -> None:
-    """Register the forward hooks of a group in a module that run before FSDP's."""
-    name = next(name for name, each in module.named_modules() if each is group)
-    if is_chosen:
-        group.register_forward_hook(without_views)
-    group.register_forward_hook(partial(refuse_second_order, name))
+    return tree_map_only(Tensor, without_view, output)
 
 
 def refuse_second_order(name: str, group: nn.Module, args: Any, output: Any) -> None:
@@ -90,6 +83,7 @@ class Root(StepForward):
     """Whether the module is called outside a step."""
     has_failed = False
     """Whether a forward or backward has failed, so that FSDP is still in the middle of it."""
+    writes: WriteCheck
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, groups: Sequence[nn.Module]) -> None:
         super().__init__(module)
@@ -99,10 +93,10 @@ class Root(StepForward):
     def forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self.refuse_failed()
         self.depth += 1
-        record_versions(self)
+        self.writes.record()
         try:
             output = super().forward(name, *args, **kwargs)
-            write_back(self)
+            self.writes.check()
             return output
         finally:
             self.depth -= 1
@@ -112,12 +106,10 @@ class Root(StepForward):
         self.refuse_failed()
         self.depth, self.is_called_alone = 1, True
         self.unshard()  # type: ignore[operator] # which fully_shard adds
-        record_versions(self)
 
     def end_call(self) -> None:
-        """Write back the call's writes, and reshard."""
+        """End a call of the module outside a step."""
         self.depth, self.is_called_alone = 0, False
-        write_back(self)
         self.reshard()  # type: ignore[operator]
 
     def fail(self) -> None:
@@ -135,16 +127,15 @@ class Root(StepForward):
 
 
 @contextmanager
-def failing(roots: Iterable[Any], module: nn.Module | None = None) -> Iterator[None]:
-    """Record a failed forward (of this module) or backward within the context, and explain its error."""
+def failing(roots: Iterable[Any]) -> Iterator[None]:
+    """Record a failed forward or backward within the context, and explain the use of a shard."""
     try:
         yield
     except BaseException as error:
-        explained = None if module is None else explain(error, module)
         for root in roots:
             root.fail()
-        if explained is not None:
-            raise explained from error
+        if MIXED in str(error):
+            raise RuntimeError(USED) from error
         raise
 
 
@@ -189,21 +180,23 @@ def public_methods(kind: type[nn.Module]) -> Iterator[str]:
                 yield name
 
 
-def open_methods(module: nn.Module, kind: type[nn.Module], is_within_step: Callable[[], bool]) -> None:
+def open_methods(
+    module: nn.Module, kind: type[nn.Module], writes: WriteCheck, is_within_step: Callable[[], bool]
+) -> None:
     """Let the public methods of a sharded module's original class gather its parameters when a step calls them."""
     for name in public_methods(kind):
         plain = getattr(module, name)
-        setattr(module, name, _keeping(module, plain))
+        setattr(module, name, _checked(plain, writes))
         register_fsdp_forward_method(module, name)
         setattr(module, name, _opening(module, plain, getattr(module, name), is_within_step))
 
 
-def _keeping(module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(plain: Callable[..., Any], writes: WriteCheck) -> Callable[..., Any]:
     @wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        record_versions(module)
+        writes.record()
         output = plain(*args, **kwargs)
-        write_back(module)
+        writes.check()
         return output
 
     return call
@@ -220,90 +213,42 @@ def _opening(
     return call
 
 
-def explain(error: BaseException, module: nn.Module) -> RuntimeError | None:
-    """Return an error that names the sharded parameter that a step used outside its module, or None for other errors."""
-    if MIXED not in str(error):
-        return None
-    return _refusal(module, list(_touched(error.__traceback__, _names_of_shards(module))))
-
-
-def note_use_in_hook(error: BaseException, modules: Iterable[nn.Module]) -> None:
+def note_use_in_hook(error: BaseException) -> None:
     """Add a note to the error of a hook that used sharded parameters, for example in a submodule that it called."""
-    for module in modules if any(each in str(error) for each in SHARDED) else ():
-        which = " and ".join(map(repr, sorted(set(_touched(error.__traceback__, _names_of_shards(module))))[:3]))
+    if any(each in str(error) for each in SHARDED):
         error.add_note(
-            f"Under fsdp a rank holds only a part of {which or 'a parameter'}, except in a step. In a hook or a callback use "
-            "its full_tensor(), or tw.gather_module(module, all_ranks=True), called on every rank. Or call the module itself, "
+            "Under fsdp a rank holds only a part of a parameter, except in a step. In a hook or a callback use its "
+            "full_tensor(), or tw.gather_module(module, all_ranks=True), called on every rank. Or call the module itself, "
             "self(...), under torch.no_grad(). Or do this in a step, such as validation_step, with a copy before numpy(): "
             "parameter.detach().clone()."
         )
 
 
-def refuse_sharded_loss(loss: Tensor, module: nn.Module | None) -> None:
+def refuse_sharded_loss(loss: Tensor) -> None:
     """Raise RuntimeError for a loss computed from sharded parameters directly, such as an L2 over parameters()."""
-    if not isinstance(loss, DTensor):
-        return
-    names = {} if module is None else _names_of_shards(module)
-    found: list[str] = []
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found += [names[key] for key in [id(getattr(node, "variable", None))] if key in names]
-            waiting += [following for following, _ in node.next_functions]
-    raise _refusal(module, found)
+    if isinstance(loss, DTensor):
+        raise RuntimeError(USED)
 
 
-def _names_of_shards(module: nn.Module) -> dict[int, str]:
-    return {id(each): name for name, each in module.named_parameters() if isinstance(each, DTensor)}
+OF_PARAMETERS = ("params", "param_names")
+"""Keys of a group that no write of a step changes."""
 
 
-def _refusal(module: nn.Module | None, names: list[str]) -> RuntimeError:
-    names = sorted(set(names))
-    which = " and ".join(map(repr, names[:3])) or "a parameter"
-    inside = f" of {type(module).__name__}" if module is not None else ""
-    called = _group_of(module, names[0]) if module is not None and names else "its module"
-    return RuntimeError(
-        f"the step used {which}{inside} itself, but under fsdp a rank holds only a part of it, except while {called} is "
-        f"called. Call {called}, or a method of it that uses the parameter. For a penalty on weights use the optimizer's "
-        "weight_decay. Or keep that module whole: FSDPStrategy(auto_wrap_policy=...) without it."
-    )
+@contextmanager
+def split_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Separate shards from whole parameters while the optimizer steps, because foreach kernels take one kind."""
+    whole = optimizer.param_groups
+    parts = [[{**group, "params": kind} for kind in by_kind(group["params"])] for group in whole]
+    optimizer.param_groups = [part for kinds in parts for part in kinds]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = whole
+        for group, kinds in zip(whole, parts, strict=True):  # a step may write into its groups
+            group.update((key, value) for part in kinds[:1] for key, value in part.items() if key not in OF_PARAMETERS)
 
 
-def _group_of(module: nn.Module, parameter_name: str) -> str:
-    """Return the call that gathers this parameter, as code: self.blocks[1](...)."""
-    name = owner = parameter_name.rpartition(".")[0]
-    while name and not isinstance(module.get_submodule(name), FSDPModule):
-        name = name.rpartition(".")[0]
-    parts = (name or owner).split(".")
-    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts) + "(...)"
-
-
-def _touched(traceback: TracebackType | None, names: dict[int, str]) -> Iterator[str]:
-    """Yield the names of sharded parameters that failing lines mention or that their local variables hold."""
-    while traceback is not None:
-        frame = traceback.tb_frame
-        line = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno)
-        values = [_resolve(frame.f_locals.get(root), chain) for root, chain in CHAIN.findall(line)]
-        for value in (*values, *flat(frame.f_locals.values())):
-            if id(value) in names:
-                yield names[id(value)]
-        traceback = traceback.tb_next
-
-
-def flat(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield values, and those in lists, as `torch._foreach_*` takes them."""
-    for value in values:
-        yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _resolve(value: Any, chain: str) -> Any:
-    for name, index in PART.findall(chain):
-        if not isinstance(value, nn.Module):
-            return value  # for example a method of the module
-        if index:
-            value = list(value.children())[int(index)] if int(index) < len(list(value.children())) else None
-        else:
-            value = {**value._modules, **value._parameters}.get(name)
-    return value
+def by_kind(parameters: list[Any]) -> list[list[Any]]:
+    """Return the lists of shards and of whole parameters that are not empty."""
+    kinds = ([p for p in parameters if isinstance(p, DTensor) == is_sharded] for is_sharded in (True, False))
+    return [kind for kind in kinds if kind]

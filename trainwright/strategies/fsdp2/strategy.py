@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -53,22 +52,23 @@ from trainwright.strategies.divided_optimizers import (
 from trainwright.strategies.fsdp2 import vendor
 from trainwright.strategies.fsdp2.sharded_access import (
     Root,
+    by_kind,
     failing,
-    guard,
     note_use_in_hook,
     open_methods,
     refuse_copy,
+    refuse_second_order,
     refuse_sharded_loss,
     reshard_after_call,
+    split_groups,
     unshard_for_call,
+    without_views,
 )
-from trainwright.strategies.fsdp2.split_groups import by_kind, split_groups
 from trainwright.strategies.fsdp2.wrap_policy import (
     MIN_PARAMETERS,
     ROOT,
     Float32,
     WrapPolicy,
-    allow_float32,
     check_policy,
     choose_groups,
     find_float32,
@@ -186,42 +186,49 @@ class FSDPStrategy(Strategy):
                 f"{type(module).__name__} holds parameters that torch's fully_shard has sharded. Leave the sharding to the "
                 "strategy, or create the module again."
             )
+        vendor.refuse_hooks(module)
         groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
         to_checkpoint = recomputed(module, self.activation_checkpointing_policy, groups)
-        mesh = make_mesh(self.device.type, self.world_size)
         low = self.mixed_precision or self._policy()
         root = Root(module, low.param_dtype, groups)
-        chosen, self._float32 = set(groups), Float32()
-        if self.mixed_precision is None and low.param_dtype is not None:
-            self._float32 = find_float32(module)
-            allow_float32(module)  # before FSDP's hooks
-        elif low.param_dtype is not None:
-            self._float32.groups.update(each for each in module.modules() if isinstance(each, vendor.BATCH_NORM))
+        chosen, self._float32 = set(groups), self._find_float32(module, low)
+        mesh = make_mesh(self.device.type, self.world_size)
+        names = {each: name for name, each in module.named_modules()}
         is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
         constructed: list[nn.Module] = []
         # Innermost first, the order in which constructors draw the values of meta modules.
         for each in innermost_first(module):
             constructed.append(each)
-            if each is module or not (each in chosen or each in self._float32.groups):
+            is_chosen = each in chosen
+            if each is module or not (is_chosen or each in self._float32.groups):
                 continue
             if is_meta:
                 self._materialize(module, constructed, each)
             kind = type(each)
-            guard(each, module, each in chosen)
-            self._shard_group(each, mesh, MixedPrecisionPolicy() if each in self._float32.groups else low)
-            if each in chosen:
-                open_methods(each, kind, lambda: root.depth > 0)
+            if is_chosen:
+                each.register_forward_hook(without_views)
+            each.register_forward_hook(partial(refuse_second_order, names[each]))
+            writes = self._shard_group(each, mesh, low)
+            if is_chosen:
+                open_methods(each, kind, writes, lambda: root.depth > 0)
             constructed = []
         if is_meta:
             self._materialize(module, constructed, module)
         for each in to_checkpoint:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
-        self._shard_group(root, mesh, MixedPrecisionPolicy() if module in self._float32.groups else low, is_root=True)
-        vendor.write_through_data()
+        root.writes = self._shard_group(root, mesh, low)
         module.__dict__[ROOT] = root  # not as a submodule
         module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
         module.register_forward_pre_hook(unshard_for_call)
         module.register_forward_hook(reshard_after_call, always_call=True)
+
+    def _find_float32(self, module: nn.Module, low: MixedPrecisionPolicy) -> Float32:
+        """Return the parts of a module that are gathered in float32 although others are in a low dtype."""
+        if low.param_dtype is None:
+            return Float32()
+        if self.mixed_precision is None:
+            return find_float32(module)
+        return Float32(groups={each for each in module.modules() if isinstance(each, vendor.BATCH_NORM)})
 
     def _refuse_other_precision(self, module: nn.Module) -> None:
         """Raise ValueError for a module that an earlier run has sharded for another low precision."""
@@ -245,36 +252,38 @@ class FSDPStrategy(Strategy):
         materialize(module, parts)
         self.precision.convert_module(group)  # meta tensors were skipped the first time
 
-    def _shard_group(
-        self, group: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, is_root: bool = False
-    ) -> None:
+    def _shard_group(self, group: nn.Module, mesh: DeviceMesh, low: MixedPrecisionPolicy) -> vendor.WriteCheck:
         """Broadcast rank 0's values of a group, and keep this rank's shard. Collective."""
+        is_root = isinstance(group, Root)
+        is_float32 = (group.module if isinstance(group, Root) else group) in self._float32.groups
         # Shards that are offloaded stay in host memory.
         move(group, self.device, stays=lambda each: isinstance(each, DTensor))
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         equalize((*whole, *(group.buffers() if is_root else ())))
         # FSDP2 shards rows, which 0-dim parameters lack, and cannot reduce empty ones.
         kept = {each for each in whole if each.dim() == 0 or each.numel() == 0}.union(self._float32.parameters(group))
-        self._refuse_mixed(group, [each for each in whole if each not in kept])
+        sharded = {each for each in whole if each not in kept}
+        self._refuse_mixed(group, sharded)
         for parameter in whole:
             parameter.data = parameter.data.contiguous()
+        writes = vendor.WriteCheck(group, sharded)
+        if not is_root:  # whose forward checks them
+            group.register_forward_hook(writes.check)
         offload = self.cpu_offload and self.device.type != "cpu"
-        if not is_root:  # whose forward does it
-            group.register_forward_hook(vendor.write_back_after)
-        with vendor.carried_hooks(group):
-            fully_shard(
-                group,
-                mesh=mesh,
-                mp_policy=precision,
-                reshard_after_forward=self.reshard_after_forward and not is_root,
-                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-                ignored_params=kept,
-            )
+        fully_shard(
+            group,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy() if is_float32 else low,
+            reshard_after_forward=self.reshard_after_forward and not is_root,
+            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+            ignored_params=kept,
+        )
         type(group).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]
         if not is_root:
-            group.register_forward_pre_hook(vendor.record_versions_before)
+            group.register_forward_pre_hook(writes.record)
+        return writes
 
-    def _refuse_mixed(self, group: nn.Module, whole: list[nn.Parameter]) -> None:
+    def _refuse_mixed(self, group: nn.Module, whole: set[nn.Parameter]) -> None:
         dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
         if len(dtypes) > 1:
             names = {parameter.dtype: name for name, parameter in group.named_parameters() if parameter.dtype in dtypes}
@@ -291,7 +300,6 @@ class FSDPStrategy(Strategy):
         """
         if in_step:
             if any(root.depth > 0 for root in self.wrapped.values()):
-                self._write_back()
                 self._gather_roots()
             return
         for module in modules:
@@ -321,7 +329,7 @@ class FSDPStrategy(Strategy):
         root: Any = self.wrapped[module]
         self.buffers.begin_step(module)
         self._guard.watch(self._automatic and self.ends_window and self.world_size > 1).begin(name)
-        with self.precision.forward_context() or nullcontext(), failing([root], module):
+        with self.precision.forward_context() or nullcontext(), failing([root]):
             outputs = root(name, *args, **kwargs)
         if not (self._automatic and torch.is_grad_enabled()):
             root.reshard()  # no backward will do it, and hooks must freeze the shards, not the gathered parameters
@@ -332,8 +340,8 @@ class FSDPStrategy(Strategy):
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
         self._refuse_failed()
-        refuse_sharded_loss(loss, next(iter(self.wrapped), None))
-        self._write_back()
+        refuse_sharded_loss(loss)
+        self._refuse_written()
         # FSDP hooks the outputs of the root's forward, but a manual backward runs inside that forward: without these hooks
         # the root's group would never be reduced.
         for root in () if self._automatic else self.wrapped.values():
@@ -360,9 +368,10 @@ class FSDPStrategy(Strategy):
     ) -> StepResult:
         self._refuse_failed()
         self.finalize(optimizer)
-        self._write_back()
+        self._refuse_written()
         try:
-            with split_groups(optimizer):
+            is_mixed = any(len(by_kind(group["params"])) > 1 for group in optimizer.param_groups)
+            with split_groups(optimizer) if is_mixed else nullcontext():
                 result = super().step(optimizer, clipping, closure)
         except (RuntimeError, NotImplementedError) as error:
             if "DTensor" in str(error) or "placement" in str(error):
@@ -391,7 +400,6 @@ class FSDPStrategy(Strategy):
         return total
 
     def model_pieces(self, module: nn.Module) -> list[Piece]:
-        self._write_back()
         self._reshard_roots()
         return super().model_pieces(module)
 
@@ -408,10 +416,9 @@ class FSDPStrategy(Strategy):
 
     def after_run(self, error: BaseException | None = None) -> None:
         if error is not None:
-            note_use_in_hook(error, self.wrapped)
+            note_use_in_hook(error)
 
     def close(self) -> None:
-        self._write_back()
         self._reshard_roots()
         super().close()
         self._deferred.clear()
@@ -431,10 +438,8 @@ class FSDPStrategy(Strategy):
         for root in self.wrapped.values():
             root.reshard()
             root.unshard()
-            vendor.record_versions(root)
+            root.writes.record()
 
-    def _write_back(self) -> None:
+    def _refuse_written(self) -> None:
         for root in self.wrapped.values():
-            for group in (root,) if self.reshard_after_forward else root.modules():
-                if isinstance(group, FSDPModule):
-                    vendor.write_back(group)
+            root.writes.check()

@@ -7,16 +7,15 @@ unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from trainwright.arguments import check_takes
 from trainwright.errors import a_type_of
 
 ROOT = "_fsdp_root"
@@ -31,19 +30,13 @@ WrapPolicy = Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 """Module classes, or a function that returns whether a module is a group."""
 
 
-def made_groups(module: nn.Module) -> Sequence[nn.Module] | None:
-    """Return the groups that fsdp has made of a module, or None if it has not sharded the module.
-
-    A policy may ask for classes, which sharding has replaced.
-    """
-    root = module.__dict__.get(ROOT)
-    return None if root is None else root.groups
-
-
 def check_policy(name: str, policy: object) -> None:
     """Raise TypeError for a policy that cannot be called with a module, such as a policy of torch's first FSDP."""
     if callable(policy) and not isinstance(policy, type):
-        check_takes(name, policy, ["module"])
+        try:
+            inspect.signature(policy).bind("module")
+        except TypeError as error:
+            raise TypeError(f"{name} cannot be called: it is given (module) ({error}). Take one module.") from None
 
 
 def choose_groups(
@@ -67,29 +60,35 @@ def choose_groups(
     is_wanted = policy if callable(policy) and not isinstance(policy, type) else _is_one_of(policy)
     modules = list(module.modules())
     # Attention reads the weight of its out_proj, a Linear by class, but never calls it.
-    uncalled = {each.out_proj for each in modules if isinstance(each, nn.MultiheadAttention)}
-    groups = [each for each in reversed(modules) if each is not module and each not in uncalled and is_wanted(each)]
+    skipped = {module, *(each.out_proj for each in modules if isinstance(each, nn.MultiheadAttention))}
+    groups = [each for each in reversed(modules) if each not in skipped and is_wanted(each)]
     if not groups:
-        found = sorted({type(each).__name__ for each in module.modules() if each is not module})
+        found = sorted({type(each).__name__ for each in modules[1:]})
         raise ValueError(
             f"auto_wrap_policy chooses no submodule of {type(module).__name__}, whose classes are {', '.join(found)}. "
             "Name some of them, or omit the policy to choose by size."
         )
     names = {each: name for name, each in module.named_modules()}
-    chosen = set(groups)
     for group in groups:
-        if not has_forward(group):
-            raise ValueError(
-                f"auto_wrap_policy makes {names[group]!r} a group, but {a_type_of(group)} cannot be called, and only a "
-                "call gathers a group. Name the classes of the modules in it."
-            )
-        inner = (each for each in group.modules() if each is not group and each in chosen)
-        if tied := _tied(group, owners, {parameter for each in inner for parameter in each.parameters()}):
-            raise ValueError(
-                f"auto_wrap_policy makes {names[group]!r} a group, but its parameter {tied!r} is also used outside of it (tied "
-                "weights or a shared submodule), and every group gathers its parameters itself. Remove it from the policy."
-            )
+        _refuse_group(group, names[group], owners, set(groups))
     return groups
+
+
+def _refuse_group(
+    group: nn.Module, name: str, owners: dict[Tensor | nn.Module, set[nn.Module]], chosen: set[nn.Module]
+) -> None:
+    """Raise ValueError for a chosen group that cannot be called, or that has tied parameters."""
+    if not has_forward(group):
+        raise ValueError(
+            f"auto_wrap_policy makes {name!r} a group, but {a_type_of(group)} cannot be called, and only a call gathers a "
+            "group. Name the classes of the modules in it."
+        )
+    inner = (each for each in group.modules() if each is not group and each in chosen)
+    if tied := _tied(group, owners, {parameter for each in inner for parameter in each.parameters()}):
+        raise ValueError(
+            f"auto_wrap_policy makes {name!r} a group, but its parameter {tied!r} is also used outside of it (tied weights or "
+            "a shared submodule), and every group gathers its parameters itself. Remove it from the policy."
+        )
 
 
 def recomputed(module: nn.Module, policy: WrapPolicy | bool | None, groups: list[nn.Module]) -> list[nn.Module]:
@@ -193,8 +192,8 @@ def find_float32(module: nn.Module) -> Float32:
         own = [
             (member, name, parameter)
             for member in members
-            for name, parameter in member._parameters.items()
-            if parameter is not None and parameter.is_floating_point() and not any(map(is_low, owners[parameter]))
+            for name, parameter in member.named_parameters(recurse=False)
+            if parameter.is_floating_point() and not any(map(is_low, owners[parameter]))
         ]
         is_unit = all(inside.issuperset(owners[parameter]) for *_, parameter in own) and not any(
             True for child in each.modules() if child not in inside for _ in child.parameters(recurse=False)
@@ -204,34 +203,3 @@ def find_float32(module: nn.Module) -> Float32:
         else:
             found.whole.update((member, name) for member, name, parameter in own if parameter.numel() <= SMALL)
     return found
-
-
-def allow_float32(module: nn.Module) -> None:
-    """Let low-precision layers run in float32 inside a user's context that turns autocast off."""
-    for each in module.modules():
-        if is_low(each) and _as_float32 not in each._forward_pre_hooks.values():
-            each.register_forward_pre_hook(_as_float32)
-            each.register_forward_hook(_as_it_was, always_call=True)
-
-
-def _as_float32(module: nn.Module, args: Any) -> Any:
-    gathered = module._parameters
-    if torch.compiler.is_compiling() or not any(_is_half(each) for each in gathered.values()):
-        return None
-    device = next(each.device.type for each in gathered.values() if each is not None)
-    if not torch.is_autocast_enabled(device):
-        module.__dict__["_gathered"] = dict(gathered)
-        gathered.update({name: each.float() for name, each in gathered.items() if _is_half(each)})  # type: ignore[union-attr, misc]
-        # Inputs created in the dtype of `layer.weight` would be float32 on one process.
-        return tuple(each.float() if isinstance(each, Tensor) and _is_half(each) else each for each in args)
-    return None
-
-
-def _as_it_was(module: nn.Module, args: Any, output: Any) -> None:
-    gathered = module.__dict__.pop("_gathered", None)
-    if gathered is not None:
-        module._parameters.update(gathered)
-
-
-def _is_half(parameter: Tensor | None) -> bool:
-    return parameter is not None and parameter.dtype in (torch.bfloat16, torch.float16)

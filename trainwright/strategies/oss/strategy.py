@@ -1,4 +1,4 @@
-"""ddp_sharded: every rank holds the whole model, and the optimizer state of its tensors (FairScale's OSS and ShardedDDP).
+"""ddp_sharded: every rank holds the whole model, and the optimizer state of its tensors (FairScale's OSS).
 
 Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", but tensors belong whole
 to one rank. FairScale is no longer developed. Its last version, 0.4.13, was tested with torch 2.13.
@@ -7,8 +7,7 @@ to one rank. FairScale is no longer developed. Its last version, 0.4.13, was tes
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
@@ -24,42 +24,49 @@ from trainwright.strategies.base import (
     Capabilities,
     Clipping,
     Optimization,
-    StepForward,
     StepResult,
     Strategy,
     scale_and_clip_value,
 )
 from trainwright.strategies.divided_optimizers import (
-    DIVISIONS,
+    DIVIDED,
     REPLACED,
-    Division,
     OptimizerProxy,
-    UsedParameters,
     parameters_of,
     with_gradients,
 )
 from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
 from trainwright.strategies.oss import vendor
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
-from trainwright.strategies.replication import DeferredAllReduce, equalize
+from trainwright.strategies.replication import equalize
 
 
 class ShardedOptimizer(OptimizerProxy):
-    """Shows all parameters, while the user's optimizer keeps and steps this rank's, which are then broadcast."""
+    """Shows all parameters, while the user's optimizer keeps and steps this rank's, which are then broadcast.
 
-    def __init__(self, own: Optimizer) -> None:
+    A gradient is averaged on the rank that steps it, and discarded on the others. Every rank sends the buckets in the same
+    order, the last parameters first. A missing gradient is sent as zeros, because another rank may have used the parameter.
+    """
+
+    def __init__(self, own: Optimizer, bucket_size: int, dtype: torch.dtype | None) -> None:
         everyones = [list(group["params"]) for group in own.param_groups]
-        self.oss = vendor.make_oss(own)
-        DIVISIONS[own] = Division(ShardedDDPStrategy.name, {}, everyones)
+        self.oss, self._owners = vendor.make_oss(own)
+        DIVIDED[own] = ShardedDDPStrategy.name
         super().__init__(own, everyones)
-        self.used = UsedParameters()
-        self.used.track(parameters_of(self))
         self._everyone = set(parameters_of(self))
-        self._wrappers: list[Any] = []
-
-    def set_wrappers(self, wrappers: Sequence[Any]) -> None:
-        """Set the ShardedDDP wrappers of the modules that it steps, under automatic optimization."""
-        self._wrappers = list(wrappers)
+        self._bucket_size, self._dtype = bucket_size, dtype
+        self._trained: list[nn.Parameter] = []
+        self._buckets: list[list[nn.Parameter]] = []
+        self._bucket_of: dict[Tensor, int] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._missing: list[int] = []
+        """How many gradients of each bucket have not come in the running backward."""
+        self._sent: list[tuple[Tensor, list[bool], Any]] = []
+        """The flat gradients of the buckets that were sent, which of them this rank has used, and the work."""
+        self._sends = False
+        self.is_averaged = False
+        """Whether the gradients are averages, to which no backward has added."""
+        self.follow_trained()
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -71,44 +78,85 @@ class ShardedOptimizer(OptimizerProxy):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients. In ShardedDDP's buckets they become zeros."""
-        self.used.clear()
-        bucketed: set[Tensor] = set()
-        for wrapper in self._wrappers:
-            bucketed |= wrapper.discard(self._everyone)
-        for parameter in self._everyone - bucketed:
+        """Discard the gradients."""
+        self.is_averaged = False
+        for parameter in self._everyone:
             parameter.grad = None
 
-    def put_back(self) -> None:
-        """Add the averages of earlier backwards to gradients that the latest one has not averaged."""
-        for wrapper in self._wrappers:
-            wrapper.put_back(self._everyone)
+    def follow_trained(self) -> None:
+        """Divide the gradients of the parameters that are trained now into buckets of one rank.
 
-    @contextmanager
-    def without_unused(self) -> Iterator[None]:
-        """Hide the gradients of unused parameters, which are zeros in ShardedDDP's buckets, from the step."""
-        left_out = [
-            (parameter, parameter.grad)
-            for parameter in with_gradients(self.own)
-            if self.used.is_unused(parameter, parameter.grad)  # type: ignore[arg-type]
-        ]
-        for parameter, _ in left_out:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in left_out:
-                parameter.grad = gradient
-        self.used.clear()
+        Raises:
+            RuntimeError: a group's list has other parameters than when they were divided.
+        """
+        if set(parameters_of(self)) != self._everyone:
+            raise RuntimeError(REPLACED)
+        trained = [p for p in parameters_of(self)[::-1] if p.requires_grad]
+        if trained == self._trained:
+            return
+        for frozen in self._everyone.difference(trained):
+            frozen.grad = None  # otherwise momentum and decay would keep changing it
+        if self._trained:
+            self.oss.refresh_trainable()
+        self.close()
+        self._trained, self._buckets = trained, []
+        open_buckets: dict[int, list[nn.Parameter]] = {}
+        for p in trained:
+            bucket = open_buckets.get(self._owners[p], [])
+            if not bucket or sum(each.numel() for each in bucket) + p.numel() > self._bucket_size:
+                bucket = open_buckets[self._owners[p]] = []
+                self._buckets.append(bucket)
+            bucket.append(p)
+        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrive) for p in trained]  # type: ignore[no-untyped-call]
+
+    def begin_backward(self, sends: bool) -> None:
+        """Record whether the coming backward sends buckets. It adds to averages, so undo the mean of averaged gradients."""
+        self._sends, self._missing, self._sent = sends, list(map(len, self._buckets)), []
+        if self.is_averaged:
+            self.is_averaged = False
+            for parameter in with_gradients(self.own):
+                parameter.grad.mul_(dist.get_world_size())  # type: ignore[union-attr]
+
+    def _arrive(self, parameter: Tensor) -> None:
+        """Send the complete buckets that have their turn, as a hook of a gradient."""
+        if not self._sends:
+            return
+        self._missing[self._bucket_of[parameter]] -= 1
+        while len(self._sent) < len(self._buckets) and self._missing[len(self._sent)] <= 0:
+            self._send_next()
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        bucket = self._buckets[len(self._sent)]
+        is_used = [p.grad is not None for p in bucket]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = gradients[0].reshape(-1) if len(bucket) == 1 else torch.cat([each.reshape(-1) for each in gradients])
+        flat.div_(dist.get_world_size())
+        if self._dtype is not None:
+            flat = flat.to(self._dtype)
+        for p in bucket:
+            p.grad = None  # its memory is the flat one's from now on
+        self._sent.append((flat, is_used, dist.reduce(flat, dst=self._owners[bucket[0]], async_op=True)))
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the gradients that are not averages yet. Collective: call on every rank."""
+        if self.is_averaged:
+            return
+        while len(self._sent) < len(self._buckets):
+            self._send_next()
+        for bucket, (flat, is_used, work) in zip(self._buckets, self._sent, strict=True):
+            work.wait()
+            parts = torch.split(flat, [p.numel() for p in bucket]) if self._owners[bucket[0]] == dist.get_rank() else ()
+            for p, part, was_used in zip(bucket, parts, is_used, strict=False):
+                if was_used or bool(part.any()):  # otherwise no rank has used it
+                    p.grad = part.view_as(p).to(p.dtype)
+        self._sends, self._sent, self.is_averaged = False, [], True
 
     def send(self) -> None:
         """Broadcast this rank's parameters. Collective."""
-        self.oss.send()
-
-    def refuse_replaced(self) -> None:
-        """Raise RuntimeError if a group's list has other parameters than when they were divided."""
-        if set(parameters_of(self)) != self._everyone:
-            raise RuntimeError(REPLACED)
+        vendor.send(self.oss)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise RuntimeError, because all parameters have their ranks by now."""
@@ -116,6 +164,12 @@ class ShardedOptimizer(OptimizerProxy):
             "ddp_sharded assigns parameters to ranks when the optimizer is prepared, so groups cannot be added later. Pass "
             "them to the optimizer in configure_optimizers, frozen if necessary."
         )
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
 
 class ShardedDDPStrategy(Strategy):
@@ -125,8 +179,8 @@ class ShardedDDPStrategy(Strategy):
     other ranks' parameters are undefined after a backward.
 
     Args:
-        reduce_buffer_size: elements of a bucket of small gradients.
-        reduce_fp16: send gradients in float16, without buckets.
+        reduce_buffer_size: the most elements of a bucket. A larger gradient is sent separately.
+        reduce_fp16: send gradients in float16.
         timeout: seconds (or a timedelta) that a rank waits for the others, by default half an hour.
 
     Raises:
@@ -150,7 +204,7 @@ class ShardedDDPStrategy(Strategy):
     def __init__(
         self,
         *,
-        reduce_buffer_size: int = 2**23,
+        reduce_buffer_size: int = 2**18,
         reduce_fp16: bool = False,
         timeout: float | timedelta | None = None,
         **unknown: Any,
@@ -166,12 +220,9 @@ class ShardedDDPStrategy(Strategy):
             raise ValueError(
                 f"reduce_buffer_size={reduce_buffer_size!r} is not accepted; pass an integer of at least 0."
             )
-        self.reduce_buffer_size = 0 if reduce_fp16 else reduce_buffer_size
+        self.reduce_buffer_size = reduce_buffer_size
         self.reduce_fp16 = reduce_fp16
         self._optimizers: dict[int, ShardedOptimizer] = {}
-        self._deferred = DeferredAllReduce()
-        self._stepped: Any = None
-        """The wrapper of a training step whose backward is due."""
         self._automatic = True
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
@@ -187,14 +238,14 @@ class ShardedDDPStrategy(Strategy):
         refuse_sparse_weights(module, self.name, optimization)
         equalize((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
-        self.wrapped[module] = None  # until it has optimizers
+        self.wrapped[module] = module  # so that a raw loop's forward comes here, which broadcasts buffers
         self.buffers.track(module)
 
     def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
         if in_step:
             return
         for optimizer in self._optimizers.values():
-            optimizer.refuse_replaced()
+            optimizer.follow_trained()
         for module in modules if self.world_size > 1 else ():
             self.buffers.track(module)
             refuse_sparse_weights(module, self.name, True)  # an embedding may have been unfrozen
@@ -208,78 +259,29 @@ class ShardedDDPStrategy(Strategy):
         for optimizer in optimizers:
             if not isinstance(optimizer, ShardedOptimizer):
                 _refuse_mixed(optimizer)
-                optimizer = ShardedOptimizer(optimizer)
+                dtype = torch.float16 if self.reduce_fp16 else None
+                optimizer = ShardedOptimizer(optimizer, self.reduce_buffer_size, dtype)
                 self._optimizers[id(optimizer)] = optimizer
             sharded.append(optimizer)
-        if self._automatic:
-            self._wrap(modules)
-        else:
-            for each in self._optimizers.values():
-                # Manual optimization bypasses ShardedDDP, so its backward reduces nothing.
-                self._deferred.track(parameters_of(each), each.oss.owners())
         return sharded
 
-    def _wrap(self, modules: Sequence[nn.Module]) -> None:
-        """Wrap the modules whose ShardedDDP does not have all of their optimizers yet."""
-        for module in modules:
-            own = set(module.parameters())
-            theirs = [each for each in self._optimizers.values() if not own.isdisjoint(parameters_of(each))]
-            oss, wrapped = [each.oss for each in theirs], self.wrapped.get(module)
-            if not theirs or (wrapped is not None and wrapped.optimizers == oss):
-                continue
-            if wrapped is not None:
-                wrapped.close()
-            others = (
-                set(each.module.parameters()) for name, each in self.wrapped.items() if each and name is not module
-            )
-            self.wrapped[module] = vendor.make_wrapper(
-                StepForward(module),
-                own.difference(*others),  # a parameter of two modules is averaged once
-                oss,
-                broadcast_buffers=False,  # see SyncedBuffers
-                sync_models_at_startup=False,  # done already
-                reduce_buffer_size=self.reduce_buffer_size,
-                reduce_fp16=self.reduce_fp16,
-                warn_on_trainable_params_changed=False,
-            )
-        wrappers = [each for each in self.wrapped.values() if each]
-        for wrapped in wrappers:
-            wrapped.take_turns(wrappers[::-1])  # a backward reaches the module made last first
-        for each in self._optimizers.values():
-            each.set_wrappers([wrapped for wrapped in wrappers if each.oss in wrapped.optimizers])
-
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step as ShardedDDP's forward, which evaluation and manual optimization bypass."""
         self.buffers.begin_step(module)
-        wrapped = self.wrapped.get(module)
-        if wrapped is None or not torch.is_grad_enabled():
-            return super().run(module, name, args, kwargs)
-        self._stepped = wrapped if name != "forward" else None
-        with self.precision.forward_context() or nullcontext():
-            return wrapped(name, *args, **kwargs)
+        return super().run(module, name, args, kwargs)
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
-        for optimizer in (each for each, is_final in self.finalized.items() if is_final):
-            self._deferred.reopen(optimizer)
-        for wrapped in self.wrapped.values():
-            if wrapped is not None:
-                wrapped.begin_backward()
-        stepped, self._stepped = self._stepped, None
+        # The gradients of several optimizers, or of a manual step's backwards, are sent before the optimizers step.
+        is_last = self._automatic and self.ends_window and len(self._optimizers) == 1
+        for optimizer in self._optimizers.values():
+            optimizer.begin_backward(is_last)
         super().backward(loss, send, **options)
-        if stepped is not None:
-            stepped.end_backward()
-
-    def sync_gradients(self, enabled: bool) -> None:
-        super().sync_gradients(enabled)
-        for wrapped in self.wrapped.values():
-            if wrapped is not None:
-                vendor.set_reducing(wrapped, enabled)
+        for optimizer in self._optimizers.values() if is_last else ():
+            optimizer.average()
 
     def _finalize(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._finalize(optimizer)
-        self._deferred.reduce(optimizer)
-        optimizer.put_back()
+        optimizer.average()
         # Only this rank's gradients count. FairScale's scaler does nothing on the CPU.
         self.precision.unscale(optimizer.own, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
@@ -289,10 +291,9 @@ class ShardedDDPStrategy(Strategy):
         if not isinstance(optimizer, ShardedOptimizer):
             return super().step(optimizer, clipping, closure)
         self.finalize(optimizer)
-        with optimizer.without_unused():
-            with self.precision.step_context():
-                norm = None if clipping is None else self.clip_gradients(optimizer, clipping)
-            skipped = self.precision.step(optimizer.own)
+        with self.precision.step_context():
+            norm = None if clipping is None else self.clip_gradients(optimizer, clipping)
+        skipped = self.precision.step(optimizer.own)
         self.finalized.pop(optimizer, None)
         if not skipped:
             optimizer.send()
@@ -313,17 +314,10 @@ class ShardedDDPStrategy(Strategy):
         return total
 
     def close(self) -> None:
-        for wrapped in self.wrapped.values():
-            if wrapped is not None:
-                wrapped.close()
         for optimizer in self._optimizers.values():
-            for parameter in parameters_of(optimizer):
-                parameter.grad = None  # it may lie in a bucket
-            optimizer.used.close()
+            optimizer.close()
         super().close()
-        self._stepped = None
         self._optimizers.clear()
-        self._deferred.clear()
 
 
 def _refuse_mixed(optimizer: Optimizer) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.devices import cuda
 from trainwright.errors import a_type_of
 from trainwright.precision.base import Precision
 from trainwright.rank_zero import rank_zero_warn
@@ -20,7 +21,7 @@ from trainwright.strategies.base import Optimization
 from trainwright.strategies.divided_optimizers import parameters_of, refuse_unknown_optimizer
 from trainwright.strategies.memory_plan import LARGEST_BUCKET
 from trainwright.strategies.module_checks import changed, trained
-from trainwright.strategies.zero.deepspeed_import import ACCELERATORS, import_deepspeed
+from trainwright.strategies.zero.vendor import import_deepspeed
 from trainwright.tensor_names import clean_name, is_compiled
 
 LOW_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -222,7 +223,7 @@ def check_supported(device_type: str, precision: Precision) -> None:
         raise ValueError(
             f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits. Choose one of these, or 'fsdp'."
         )
-    if device_type not in ACCELERATORS:
+    if device_type not in ("cpu", cuda.NAME, "xpu"):
         import_deepspeed(torch.device(device_type))
 
 
@@ -253,41 +254,26 @@ def refuse_strangers(optimizer: Optimizer, own: Collection[Tensor]) -> None:
 
 def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
     """Raise ValueError for parameters that ZeRO cannot train, or would train differently than one process."""
-    named = [
-        (f"{path.partition('.')[2].partition('.')[2]}.{name}".removeprefix("."), parameter)  # without "members.0"
-        for path, member in part.named_modules()
-        for name, parameter in member.named_parameters(recurse=False)
-        if parameter.requires_grad or stage == 3
-    ]
-    for path, member in part.named_modules() if stage == 3 else ():
-        if is_compiled(member):
-            attribute = clean_name(path.partition(".")[2].partition(".")[2])
-            raise ValueError(
-                f"{attribute or 'the module'!r} is compiled by torch.compile, and the compiler does not follow the hooks with "
-                "which ZeRO stage 3 gathers parameters. Compile it only under other strategies, or choose stage 2 or 'fsdp'."
-            )
     dtypes: dict[torch.dtype, str] = {}
-    for name, parameter in named:
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        if parameter.requires_grad:
-            dtypes.setdefault(parameter.dtype, name)
-        if parameter.is_complex():
+    for path, member in part.named_modules():
+        prefix = path.partition(".")[2].partition(".")[2]  # without "members.0"
+        if stage == 3 and is_compiled(member):
             raise ValueError(
-                f"parameter {name!r} is {dtype}, and DeepSpeed's masters are real numbers. Keep its real and imaginary parts "
-                "as two parameters (torch.view_as_real), or choose 'ddp'."
+                f"{clean_name(prefix) or 'the module'!r} is compiled by torch.compile, and the compiler does not follow the "
+                "hooks with which ZeRO stage 3 gathers parameters. Compile it only under other strategies, or choose stage 2 "
+                "or 'fsdp'."
             )
-        if parameter.dtype == torch.float64 and parameter.requires_grad:
-            raise ValueError(
-                f"parameter {name!r} is float64, and DeepSpeed's masters are float32. Convert it, or choose 'ddp' or 'fsdp'."
-            )
-        if parameter.numel() == 0 and not hasattr(parameter, "ds_id") and stage == 3:
-            raise ValueError(
-                f"parameter {name!r} has the shape {tuple(parameter.shape)}, but ZeRO stage 3 cannot gather one without "
-                "elements. Make it a buffer, or choose stage 1 or 2."
-            )
-    if len(dtypes) > 1:
-        found = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+        for name, parameter in member.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                dtypes.setdefault(parameter.dtype, f"{prefix}.{name}".removeprefix("."))
+            if stage == 3 and parameter.numel() == 0 and not hasattr(parameter, "ds_id"):
+                raise ValueError(
+                    f"parameter {name!r} has the shape {tuple(parameter.shape)}, but ZeRO stage 3 cannot gather one without "
+                    "elements. Make it a buffer, or choose stage 1 or 2."
+                )
+    found = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
+    if len(dtypes) > 1 or any(dtype.is_complex or dtype == torch.float64 for dtype in dtypes):
         raise ValueError(
-            f"the module trains {found}, but DeepSpeed lays parameters of one dtype out side by side. Convert the module to "
-            "one, or choose 'ddp'."
+            f"the module trains {found}, but DeepSpeed lays parameters of one dtype out side by side, and its masters are "
+            "float32. Convert the module to one dtype of 32 or 16 bits, or choose 'ddp'."
         )

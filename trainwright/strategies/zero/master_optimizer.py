@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.contents import placed
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.strategies.base import by_parameter, new_state, state_location
-from trainwright.strategies.divided_optimizers import DIVISIONS, Division, GroupView, UsedParameters, divided
+from trainwright.strategies.divided_optimizers import DIVIDED, GroupView, UsedParameters
 
 
 class Shard(NamedTuple):
@@ -75,11 +74,8 @@ class MasterOptimizer(Optimizer):
         self.views: dict[Tensor, MasterView] = {}
         """This rank's views by parameter."""
         self.rescale = 1.0
-        """The factor for gradients in the next step."""
-        self.largest: float | None = None
+        """The factor for gradients in the next step, because offloaded ones cannot be reached before it."""
         self._of: dict[Tensor, list[MasterView]] = {}
-        self._ranges: dict[Tensor, tuple[int, int]] = {}
-        self._is_divided = False
         self._used = UsedParameters()
 
     def attach(self, shards: Iterable[Shard]) -> None:
@@ -90,11 +86,6 @@ class MasterOptimizer(Optimizer):
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel).requires_grad_()
                 self.views[shard.parameter] = MasterView(shard, part)
                 self._of.setdefault(shard.flat, []).append(self.views[shard.parameter])
-            self._ranges[shard.parameter] = (shard.start, shard.numel)
-            self._is_divided |= shard.numel != math.prod(shard.shape)
-        left = DIVISIONS.get(self.own)
-        if left is not None and left.ranges != self._ranges:
-            raise divided(self.own, left.strategy, "other parameters are trained now, so the parts differ")
         for group, given in zip(self.own.param_groups, self.given, strict=True):
             before = {p: self.own.state.pop(p) for p in given if p in self.own.state}
             mine = [self.views[p] for p in given if p in self.views]
@@ -104,19 +95,13 @@ class MasterOptimizer(Optimizer):
                     self.own.state[view.tensor] = self._cut(view, before[view.shard.parameter], group)
 
     def release(self, strategy: str) -> None:
-        """Restore the parameters of the user's optimizer, with the state that this rank has of them."""
+        """Restore the parameters of the user's optimizer."""
+        DIVIDED[self.own] = strategy
         for group, given in zip(self.own.param_groups, self.given, strict=True):
             group["params"] = list(given)
         for parameter, view in self.views.items():
             if view.tensor in self.own.state:
-                state = self.own.state.pop(view.tensor)
-                is_whole = view.shard.numel == math.prod(view.shard.shape)
-                self.own.state[parameter] = {
-                    key: value.reshape(view.shard.shape) if is_whole and view.is_part(key, value) else value
-                    for key, value in state.items()
-                }
-        if self._is_divided:
-            DIVISIONS[self.own] = Division(strategy, self._ranges)
+                self.own.state[parameter] = self.own.state.pop(view.tensor)
 
     def _cut(self, view: MasterView, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's shard of a whole parameter's state."""
@@ -159,8 +144,6 @@ class MasterOptimizer(Optimizer):
             return None
         if self.rescale != 1.0:
             gradient.mul_(self.rescale)
-        if self.largest is not None:
-            gradient.clamp_(-self.largest, self.largest)
         return gradient
 
     def _step_alone(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
@@ -171,51 +154,13 @@ class MasterOptimizer(Optimizer):
         finally:
             groups[:], group["params"] = kept, params
 
-    def defer_clipping(self, value: float | None, scale: float) -> None:
-        """Scale and clip gradients by value in the next step, because offloaded ones cannot be reached before it."""
-        self.rescale *= scale
-        self.largest = None if self.largest is None else self.largest * scale
-        if value is not None:
-            self.largest = value if self.largest is None else min(self.largest, value)
-
     def clear(self) -> None:
         """Start over, after a step or when gradients were discarded."""
         self._used.clear()
-        self.rescale, self.largest = 1.0, None
+        self.rescale = 1.0
 
     def close(self) -> None:
         self._used.close()
-
-
-class StateByParameter(MutableMapping[Any, Any]):
-    """The user's optimizer state by the module's parameters. It is empty for parameters without a shard on this rank."""
-
-    def __init__(self, master: MasterOptimizer) -> None:
-        self._state = master.own.state
-        self._views = master.views
-        self._given = {p for group in master.given for p in group}
-        self._parameters = {view.tensor: parameter for parameter, view in master.views.items()}
-
-    def __getitem__(self, key: Any) -> Any:
-        if key in self._views:
-            return self._state[self._views[key].tensor]
-        return {} if key in self._given else self._state[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if key in self._views:
-            self._state[self._views[key].tensor] = value
-        elif key not in self._given:
-            self._state[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        if key in self._views or key not in self._given:  # a parameter without a shard here has an empty state
-            del self._state[self._views[key].tensor if key in self._views else key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._parameters.get(key, key) if isinstance(key, Tensor) else key for key in list(self._state))
-
-    def __len__(self) -> int:
-        return len(self._state)
 
 
 def optimizer_pieces(master: MasterOptimizer, names: Mapping[Tensor, str], rank: int) -> Iterator[Piece]:

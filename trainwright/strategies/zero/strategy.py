@@ -187,7 +187,7 @@ class DeepSpeedStrategy(Strategy):
         equalize((*whole, *module.buffers()))
         self.wrapped[module] = None
         self.buffers.track(module)
-        if self.stage == 3 and warn_of_shards not in module._state_dict_hooks.values():
+        if self.stage == 3 and "__deepcopy__" not in module.__dict__:
             module.register_state_dict_post_hook(warn_of_shards)  # type: ignore[no-untyped-call]
             module.__dict__["__deepcopy__"] = refuse_copy
         if optimization is None and self.stage == 3 and any(True for _ in module.parameters()):
@@ -285,7 +285,7 @@ class DeepSpeedStrategy(Strategy):
         self._guard.refuse_failed()
         for facade in self._engines:
             loss = facade.begin_backward(loss)
-        with self._guard.backward(lambda: any(facade.order.has_ended for facade in self._engines)):
+        with self._guard.backward(lambda: any(facade.has_ended for facade in self._engines)):
             super().backward(loss, send, **options)
         for facade in self._engines:
             facade.end_backward()
@@ -318,14 +318,14 @@ class DeepSpeedStrategy(Strategy):
     def clip_gradients(self, optimizer: Optimizer, clipping: Clipping) -> Tensor | None:
         facade = _prepared(optimizer)
         self.finalize(facade)
-        if self._offloads and clipping.norm is None:
-            facade.master.defer_clipping(clipping.value, clipping.scale)
-            return None
-        if self._offloads:
+        if self._offloads and (clipping.norm is not None or clipping.value is not None):
             raise RuntimeError(
-                "under offloading DeepSpeed keeps gradients where their norm is not known before its step. Clip by the "
+                "under offloading DeepSpeed keeps gradients where they cannot be clipped before its step. Clip by norm, by the "
                 "Trainer's gradient_clip_val, or do not offload."
             )
+        if self._offloads:
+            facade.master.rescale *= clipping.scale
+            return None
         return vendor.clip_gradients(facade.engine.optimizer, clipping, self.device)
 
     def check_gradients(self, exchange: Exchange = gather_object) -> None:
@@ -341,7 +341,7 @@ class DeepSpeedStrategy(Strategy):
             if (shard := shards.get(value)) is not None:
                 part = shard.flat.detach().narrow(0, shard.offset, shard.numel)
                 pieces.append(Piece(name, shard.shape, shard.start, part, self.rank))
-            elif hasattr(value, "ds_tensor"):  # not trained, so its partition counts, not a float32 master
+            elif hasattr(value, "ds_id"):  # not trained, so its partition counts, not a float32 master
                 pieces.append(vendor.partition_piece(name, value, self.rank))
             else:
                 writer = None if isinstance(value, nn.Parameter) else 0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
+import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,37 +17,56 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.tensors import Piece
-from trainwright.distributed.environment import Environment, announce_local_rank
+from trainwright.distributed.environment import Environment, announce_local_rank, announced
 from trainwright.precision.base import Precision
 from trainwright.strategies.base import Clipping
-from trainwright.strategies.zero.deepspeed_import import import_deepspeed
 from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard
 
 ADDED_LATER = ("pre_bwd_fn", "post_bwd_fn", "ds_grads_remaining", "applied_pre_backward_ref_cnt")
 """Attributes that the first forward and backward add to a module."""
 
 
-@contextmanager
-def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Replace attributes of a class or module of DeepSpeed within the context."""
-    theirs = {name: getattr(owner, name) for name in attributes}
-    try:
-        for name, own in attributes.items():
-            setattr(owner, name, own)
-        yield
-    finally:
-        for name, their in theirs.items():
-            setattr(owner, name, their)
+def import_deepspeed(device: torch.device) -> Any:
+    """Return the package, set to this device, with only its warnings shown, or raise ValueError for the device."""
+    with announced(**({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})):
+        import deepspeed
+
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(_is_relevant)  # once, however often it is called
+    # DeepSpeed calls collectives by deprecated names, which users cannot change.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() != device.type:
+        raise ValueError(
+            f"strategy='deepspeed' on {device.type!r}: DeepSpeed does not support it, or this process has used DeepSpeed on "
+            f"{accelerator.device_name()!r} before. Choose 'fsdp', start another process, or call "
+            f"deepspeed.accelerator.set_accelerator with a class for {device.type!r} before you make the Trainer."
+        )
+    if device.type == "cpu":
+        # DeepSpeed's CPU collectives need a compiler, and leak shared memory when killed.
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    else:
+        keep_to_current_device(accelerator)
+    return deepspeed
 
 
-def _compiled_on_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that torch compiles when it is first called.
+def keep_to_current_device(accelerator: Any) -> None:
+    """Make DeepSpeed compute on the current device, not on device LOCAL_RANK, which counts processes."""
+    name_of = accelerator.device_name
+    if getattr(name_of, "keeps_to_current_device", False):
+        return
 
-    DeepSpeed imports its optimizer Muon to see whether the user has passed one. torch.compile, which decorates Muon's
-    functions, imports inductor, which takes a second.
-    """
-    compiled = functools.cache(lambda: torch.compile(function))
-    return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+    def device_name(index: Any = None) -> str:
+        return str(accelerator.current_device_name() if isinstance(index, str) else name_of(index))
+
+    device_name.keeps_to_current_device = True  # type: ignore[attr-defined]
+    accelerator.device_name = device_name
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+    known = ("untested optimizer", "learning rate from scheduler before it has started")
+    return not any(text in record.getMessage() for text in known)
 
 
 def make_engine(
@@ -63,17 +82,13 @@ def make_engine(
 
     announce_local_rank(Environment.detect())
     deepspeed = import_deepspeed(device)
-    stage = config["zero_optimization"]["stage"]
-    whole = [p for p in part.parameters() if not hasattr(p, "ds_id")] if stage == 3 else []
-    for parameter in whole:
-        parameter.data = parameter.data.contiguous()  # stage 3 shards the memory, whatever its strides
+    is_stage_3 = config["zero_optimization"]["stage"] == 3
+    whole = [p for p in part.parameters() if is_stage_3 and not hasattr(p, "ds_id")]
     scalars = [p for p in whole if p.dim() == 0]
-    own_hooks = {module: set(module._forward_pre_hooks) for module in part.modules()}
-    for parameter in scalars:
-        parameter.data = parameter.data.reshape(1)
+    for parameter in whole:  # stage 3 shards the memory, whatever its strides
+        parameter.data = parameter.data.contiguous().reshape(parameter.shape or (1,))
     try:
-        compiler = importlib.import_module("deepspeed.runtime.compiler")
-        with _patched(deepspeed.DeepSpeedEngine, check), _replaced(compiler, compile=lambda: _compiled_on_call):
+        with _patched(deepspeed.DeepSpeedEngine, check):
             engine = deepspeed.initialize(
                 args=None if device.type == "cpu" else SimpleNamespace(device_rank=device.index),
                 model=part,
@@ -87,8 +102,6 @@ def make_engine(
             f"DeepSpeed rejects a setting of the strategy or its config: {error}. Its settings are listed at "
             "https://www.deepspeed.ai/docs/config-json."
         ) from error
-    _make_printable(part)
-    _gather_first(own_hooks)
     for parameter in scalars:
         parameter.ds_shape = torch.Size([])  # type: ignore[attr-defined]
         if parameter.numel() == 1:
@@ -96,35 +109,17 @@ def make_engine(
     return engine
 
 
-def _make_printable(part: nn.Module) -> None:
-    """Unbind the methods that DeepSpeed stores on modules: EmbeddingBag prints its attributes, and would recurse."""
-    for module in part.modules():
-        for name in ("ds_external_parameters", "all_parameters"):
-            method = module.__dict__.get(name)
-            if getattr(method, "__self__", None) is module:
-                module.__dict__[name] = lambda *args, call=method: call(*args)
-
-
-def _gather_first(own_hooks: dict[nn.Module, set[int]]) -> None:
-    """Run the engine's gathering hooks before the user's, which may use the parameters (weight_norm does)."""
-    for module, own in own_hooks.items():
-        hooks: Any = module._forward_pre_hooks
-        for key in [each for each in reversed(hooks) if each not in own] if own else ():
-            hooks.move_to_end(key, last=False)
-
-
 def scale_losses(engine: Any) -> None:
     """Give an engine with float32 weights the loss scale of its float16 configuration."""
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
-    zero = engine.optimizer
-    zero.loss_scaler = CreateLossScaler(
+    engine.optimizer.loss_scaler = CreateLossScaler(
         dtype=torch.float16,
         static_loss_scale=engine.loss_scale(),
         dynamic_scaling=engine.dynamic_loss_scale(),
         dynamic_loss_args=engine.dynamic_loss_scale_args(),
     )
-    zero.dynamic_loss_scale = zero.loss_scaler.dynamic
+    engine.optimizer.dynamic_loss_scale = engine.optimizer.loss_scaler.dynamic
 
 
 def refuse_plain_backward(zero: Any, is_expected: Callable[[], bool], name: str) -> None:
@@ -158,27 +153,39 @@ def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None
             )
 
 
-def _patched(kind: Any, check: Callable[[Optimizer], None]) -> AbstractContextManager[None]:
-    """Patch how engines of this class are created, within the context."""
-    configure_theirs, choose_theirs = kind._configure_basic_optimizer, kind._do_optimizer_sanity_check
+@contextmanager
+def _patched(kind: Any, check: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Patch how engines of this class are created, within the context.
+
+    DeepSpeed imports its optimizer Muon to see whether it was passed, and compiling Muon imports inductor: a second. It
+    broadcasts parameters as bytes, which fails for 0-dim ones: they are rank 0's already. For windows summed in float32 it
+    would choose another class in stage 1, with other masters.
+    """
+    make, choose = kind._configure_basic_optimizer, kind._do_optimizer_sanity_check
 
     def configure(engine: Any, parameters: Any) -> MasterOptimizer:
-        optimizer = configure_theirs(engine, parameters)
+        optimizer = make(engine, parameters)
         check(optimizer)
         return MasterOptimizer(optimizer)
 
-    def choose(engine: Any, optimizer: Any) -> Any:
-        # For windows summed in float32 DeepSpeed would choose another class in stage 1, with other masters.
-        chosen = choose_theirs(engine, optimizer)
+    def sanitize(engine: Any, optimizer: Any) -> Any:
+        chosen = choose(engine, optimizer)
         return "zero_optimization" if engine.zero_optimization() else chosen
 
-    return _replaced(
-        kind,
-        # DeepSpeed broadcasts parameters as bytes, which fails for 0-dim ones. They are rank 0's already.
-        _broadcast_model=lambda engine: None,
-        _configure_basic_optimizer=configure,
-        _do_optimizer_sanity_check=choose,
+    patches = (
+        (importlib.import_module("deepspeed.runtime.compiler"), "compile", lambda: lambda function: function),
+        (kind, "_broadcast_model", lambda engine: None),
+        (kind, "_configure_basic_optimizer", configure),
+        (kind, "_do_optimizer_sanity_check", sanitize),
     )
+    theirs = [getattr(owner, name) for owner, name, _ in patches]
+    try:
+        for owner, name, ours in patches:
+            setattr(owner, name, ours)
+        yield
+    finally:
+        for (owner, name, _), their in zip(patches, theirs, strict=True):
+            setattr(owner, name, their)
 
 
 def shards_of(zero: Any, stage: int, rank: int) -> Iterator[Shard]:
@@ -281,38 +288,23 @@ def clip_gradients(zero: Any, clipping: Clipping, device: torch.device) -> Tenso
     return total
 
 
-class Bottom(nn.Module):
-    """Replaces engines' modules on DeepSpeed's stack of running forwards, and holds only weak references."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._external_params: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
-
-
 def release_module(module: nn.Module) -> None:
-    """Remove a module tree from DeepSpeed's process-wide state. The module can still be called.
-
-    Stage 3's stack of running forwards keeps the modules of an engine and of a failed forward. A cache keeps the engine. All
-    of them would stay in memory until the process ends.
-    """
+    """Remove a module tree from stage 3's process-wide stack of running forwards and caches, which would keep it in memory."""
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-    own = set(module.modules())
-    listed = parameter_offload.FWD_MODULE_STACK
-    bottom = next((each for each in listed if isinstance(each, Bottom)), None) or Bottom()
-    listed[:] = [bottom, *(each for each in listed if each not in own and each is not bottom)]
+    own, stack = set(module.modules()), parameter_offload.FWD_MODULE_STACK
+    stack[:] = [each for each in stack if each not in own]
     for method in filter(inspect.isfunction, vars(PartitionedParameterCoordinator).values()):
         for wrapped in inspect.getclosurevars(method).nonlocals.values():
             if hasattr(wrapped, "cache_clear"):
                 wrapped.cache_clear()
 
 
-def release_parameters(part: nn.Module) -> None:
+def release_parameters(part: Any) -> None:
     """Shard the parameters that a failed forward or backward has left gathered, because no later engine could."""
     in_flight = getattr(part, "ds_inflight_param_registry", {})
-    sharded: list[Any] = [p for p in part.parameters() if hasattr(p, "ds_active_sub_modules")]
-    for parameter in sharded:
+    for parameter in (p for p in part.parameters() if hasattr(p, "ds_active_sub_modules")):
         if (gathering := in_flight.pop(parameter, None)) is not None:
             gathering.wait()
         parameter.ds_active_sub_modules.clear()
@@ -335,13 +327,22 @@ def destroy(engines: Iterable[Any]) -> None:
     for engine in dict.fromkeys(engines):
         engine.destroy()
         # An engine destroys itself again when it is collected, and would clear the attributes of the module's next engine.
-        engine.destroy = _do_nothing
+        engine.destroy = lambda: None
         release_module(engine.module)
         release_parameters(engine.module)
 
 
-def _do_nothing() -> None:
-    pass
+def gather_whole(parameter: Any) -> Tensor:
+    """Return the whole value of a stage 3 parameter. Collective."""
+    part = parameter.ds_tensor.detach().to(parameter.device)
+    gathered: Tensor = part.new_empty(part.numel() * dist.get_world_size(parameter.ds_process_group))
+    dist.all_gather_into_tensor(gathered, part.contiguous(), group=parameter.ds_process_group)
+    return gathered[: parameter.ds_numel].view(parameter.ds_shape)
+
+
+def versions(parameter: Any) -> Any:
+    """Return the versions of a stage 3 parameter and of its shard, or None for another parameter."""
+    return (parameter._version, parameter.ds_tensor._version) if hasattr(parameter, "ds_tensor") else None
 
 
 def trained_groups(zero: Any, stage: int) -> Any:
@@ -363,11 +364,6 @@ def replace_reduction(zero: Any, reduce: Callable[..., None], finish: Callable[[
     theirs = zero.reduce_independent_p_g_buckets_and_remove_grads, zero.independent_gradient_partition_epilogue
     zero.reduce_independent_p_g_buckets_and_remove_grads, zero.independent_gradient_partition_epilogue = reduce, finish
     return theirs
-
-
-def prepare_buckets(zero: Any) -> None:
-    """Create the buckets of a backward, which its first gradient does otherwise."""
-    zero.setup_buckets()
 
 
 def fill_gradient(zero: Any, parameter: Any) -> None:

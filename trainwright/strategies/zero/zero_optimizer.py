@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainwright.precision.base import Precision, Sender
 from trainwright.strategies.divided_optimizers import OptimizerProxy, parameters_of
 from trainwright.strategies.zero import vendor
-from trainwright.strategies.zero.master_optimizer import MasterOptimizer, StateByParameter
+from trainwright.strategies.zero.master_optimizer import MasterOptimizer
 from trainwright.strategies.zero.zero_order import ReductionOrder
 
 
@@ -75,12 +75,15 @@ class ZeroOptimizer(OptimizerProxy):
         self.master, self.engine, self.order = master, engine, order
         self._write_back, self._refresh = write_back, refresh
         self._is_in_backward = self._is_due = False
+        self._num_ended = 0
         if order.stage == 2:
             vendor.on_all_gradients(engine.optimizer, self._end_or_note)
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return StateByParameter(self.master)
+        """Return the state by the module's parameters. It is empty for parameters without a shard on this rank."""
+        views = self.master.views
+        return {p: self.own.state.get(views[p].tensor, {}) if p in views else {} for p in parameters_of(self)}
 
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._write_back()
@@ -88,10 +91,15 @@ class ZeroOptimizer(OptimizerProxy):
         self._refresh()
         return result
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether DeepSpeed has ended the latest backward."""
+        return self.order.num_ended > self._num_ended
+
     def begin_backward(self, loss: Tensor) -> Tensor:
         """Make the engine ready for a backward, and return the loss that it scales."""
         self._is_in_backward, self._is_due = True, False
-        self.order.begin()
+        self._num_ended = self.order.num_ended
         vendor.begin_backward(self.engine)
         # The engine refuses a leaf, such as a plain zero.
         scaled: Tensor = self.engine.scale(loss if loss.grad_fn is not None else loss.view_as(loss))
@@ -109,7 +117,7 @@ class ZeroOptimizer(OptimizerProxy):
     def end_backward(self) -> None:
         """End a backward, even if it has reached this engine on other ranks only. Collective."""
         self._is_in_backward = False
-        if self._is_due or (self.order.stage == 2 and not self.order.has_ended):
+        if self._is_due or (self.order.stage == 2 and not self.has_ended):
             vendor.finish_backward(self.engine)
         vendor.reset_depth(self.engine)
 

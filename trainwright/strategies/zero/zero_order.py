@@ -42,15 +42,11 @@ class ReductionOrder:
         self.indices: list[int] = []
         """The parameters' numbers in the order of rank 0's first backward, empty before its end."""
         self._reduce, self._finish = vendor.replace_reduction(zero, self.reduce, self.finish)
-        self.has_ended = False
-        """Whether DeepSpeed has ended the latest backward, as it does if one has reached the engine."""
+        self.num_ended = 0
+        """How many backwards DeepSpeed has ended, which it does if one has reached the engine."""
         self._next = 0
         self._arrived: list[Tensor] = []
         self._waiting: set[Tensor] = set()
-
-    def begin(self) -> None:
-        """Record that a backward begins."""
-        self.has_ended = False
 
     def reduce(self, parameter: Any, *group: int) -> None:
         """Put a parameter's gradient into a bucket, and the gradients that have waited for it."""
@@ -72,7 +68,7 @@ class ReductionOrder:
             came = self._waiting.union(self._order[: self._next])
             self._use.note(self._names, (each in came for each in self._parameters))
         if self._order and not has_begun:
-            vendor.prepare_buckets(self._zero)
+            self._zero.setup_buckets()  # as the first gradient of a backward does
         for parameter in self._order[self._next :]:
             if parameter in self._waiting or self._fills(parameter):
                 self._reduce(parameter, *self._group[parameter])
@@ -81,7 +77,7 @@ class ReductionOrder:
         self._next = 0
         self._arrived.clear()
         self._waiting.clear()
-        self.has_ended = True
+        self.num_ended += 1
         self._finish()
 
     def _fix_order(self) -> None:

@@ -1,8 +1,8 @@
 """User code's writes into parameters under ZeRO, which are kept in stages 1 and 2, and rejected in stage 3.
 
-A ZeRO step recomputes the weights from its masters. Weight clipping or the update of a momentum encoder would be lost. So in
-stages 1 and 2 every rank copies its shard into the masters before a step and a save. Nothing is sent. Stage 3 frees a gathered
-parameter without a look at it. There only `deepspeed.zero.GatheredParameters` with a `modifier_rank` writes the shards.
+A ZeRO step recomputes the weights from its masters. Weight clipping or a `load_state_dict` would be lost. So in stages 1 and 2
+every rank copies its shard into the masters before a step and a save. Nothing is sent. Stage 3 frees a gathered parameter
+without a look at it. There only `deepspeed.zero.GatheredParameters` with a `modifier_rank` writes the shards.
 """
 
 from __future__ import annotations
@@ -26,38 +26,57 @@ class ZeroWriteBack:
     """Keeps or rejects the writes of user code into the parameters of a strategy's engines."""
 
     def __init__(self) -> None:
-        self._shards: list[ShardVersions] = []
-        self._views: list[FlatView] = []
+        self._gathered: list[tuple[str, Any, tuple[int, int]]] = []
+        """Parameters of stage 3, with the versions of the parameter and of its shard."""
+        self._flat: list[tuple[Tensor, int]] = []
+        """Parameters of stages 1 and 2, which are views of the engine's flat weights, and their addresses."""
         self._flats: list[tuple[Any, Any]] = []
+        self._versions: list[int] = []
 
     def track(self, zero: Any, stage: int, rank: int, part: nn.Module, modules: Iterable[nn.Module]) -> None:
         """Track the parameters of an engine's `part`, by their names in `modules`. `zero` is its optimizer, or a substitute."""
         self._flats += vendor.flat_weights(zero, stage, rank)
         if stage < 3:
-            self._views += [FlatView(each) for group in vendor.trained_groups(zero, stage) for each in group]
+            self._flat += [(p, p.data_ptr()) for group in vendor.trained_groups(zero, stage) for p in group]
             return
         own = set(part.parameters())
         named = [pair for module in modules for pair in module.named_parameters()]
-        self._shards += [ShardVersions(each, name) for name, each in named if each in own and hasattr(each, "ds_id")]
+        self._gathered += [
+            (name, p, vendor.versions(p)) for name, p in named if p in own and vendor.versions(p) is not None
+        ]
 
     def check(self) -> None:
         """Raise RuntimeError for a write that stage 3 would lose."""
-        for each in self._shards:
-            each.check()
+        for index, (name, parameter, before) in enumerate(self._gathered):
+            now = vendor.versions(parameter)
+            self._gathered[index] = name, parameter, now
+            if now[0] != before[0] and now[1] == before[1]:
+                raise RuntimeError(
+                    f"the parameter {name!r} was written, which ZeRO stage 3 would lose: it frees the gathered parameter, and "
+                    "a rank trains only a shard. Make it a buffer, write it in a hook such as on_train_batch_end within `with "
+                    "deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, or choose 'ddp', 'ddp_sharded' or "
+                    "'fsdp'."
+                )
 
     def run(self, refuses: bool = True) -> None:
-        """Update masters from the parameters. `refuses` calls `check` first."""
+        """Update masters from the parameters. `refuses` raises RuntimeError for writes that cannot be kept."""
         if refuses:
             self.check()
-        tracked: list[ShardVersions | FlatView] = [*self._shards, *self._views]
-        written = [each.pop_written() for each in tracked]
+            if any(parameter.data_ptr() != address for parameter, address in self._flat):
+                raise RuntimeError(
+                    "a parameter was given other memory (`parameter.data = ...`), which DeepSpeed does not step. Write in "
+                    "place instead: parameter.copy_(value) under torch.no_grad()."
+                )
+        now = [parameter._version for parameter, _ in self._flat]
+        now += [vendor.versions(parameter)[1] for _, parameter, _ in self._gathered]
+        is_written, self._versions = now != self._versions, now
         for low, master in self._flats:
             # Copying all weights to offloaded masters would cost as much as the step, so only if something was written.
-            if low is not None and low.numel() == master.numel() and (low.device == master.device or any(written)):
+            if low is not None and low.numel() == master.numel() and (low.device == master.device or is_written):
                 update_master(master.detach(), low)
 
     def clear(self) -> None:
-        for tracked in (self._shards, self._views, self._flats):
+        for tracked in (self._gathered, self._flat, self._flats):
             tracked.clear()
 
 
@@ -79,50 +98,6 @@ def update_masters(shards: Iterable[Shard]) -> None:
         update_master(shard.flat.detach().narrow(0, shard.offset, shard.numel), low)
 
 
-class FlatView:
-    """A parameter of stage 1 or 2, which is a view of its engine's flat weights."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter, self._data, self._version = parameter, parameter.data, parameter._version
-
-    def pop_written(self) -> bool:
-        """Move a replaced `.data` back into the flat weights. Return whether the parameter was written since the last call."""
-        parameter = self._parameter
-        is_elsewhere = parameter.data_ptr() != self._data.data_ptr()  # after `.data = ...`
-        if is_elsewhere:
-            self._data.copy_(parameter.detach())
-            parameter.data = self._data
-        is_written, self._version = parameter._version != self._version, parameter._version
-        return is_elsewhere or is_written
-
-
-class ShardVersions:
-    """The versions of a stage 3 parameter and of its shard: a write of only the gathered parameter is lost."""
-
-    def __init__(self, parameter: Any, name: str) -> None:
-        self._parameter, self._name = parameter, name
-        self._versions = self._now()
-        self._shard_version = self._versions[1]
-
-    def _now(self) -> tuple[int, int]:
-        return self._parameter._version, self._parameter.ds_tensor._version
-
-    def check(self) -> None:
-        """Raise RuntimeError if the parameter was written and its shard was not."""
-        before, self._versions = self._versions, self._now()
-        if self._versions[0] != before[0] and self._versions[1] == before[1]:
-            raise RuntimeError(
-                f"the parameter {self._name!r} was written, which ZeRO stage 3 would lose: it frees the gathered parameter, "
-                "and a rank trains only a shard. Make it a buffer, write it in a hook such as on_train_batch_end within `with "
-                "deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, or choose 'ddp', 'ddp_sharded' or 'fsdp'."
-            )
-
-    def pop_written(self) -> bool:
-        """Return whether the shard was written since the last call."""
-        before, self._shard_version = self._shard_version, self._parameter.ds_tensor._version
-        return self._shard_version != before
-
-
 def note_empty_parameter(error: BaseException, stage: int) -> None:
     """Add a note to an error of a parameter that stage 3 has not gathered, or of a tensor that it does not know."""
     if stage == 3 and isinstance(error, RuntimeError) and EMPTY.search(str(error)):
@@ -130,11 +105,6 @@ def note_empty_parameter(error: BaseException, stage: int) -> None:
             "Under ZeRO stage 3 a rank holds only a part of a parameter, and has an empty tensor in its place while its "
             "module is not called. A step that uses parameters() itself, or a penalty on gradients (create_graph=True), may "
             "have met one. Use parameters in their module's forward, or choose stage 1 or 2."
-        )
-    if stage == 3 and isinstance(error, AttributeError) and (error.name or "").startswith("ds_"):
-        error.add_note(
-            "ZeRO stage 3 gathers a module's own parameters, and met another tensor instead of one. A step that calls the "
-            "module with other values (torch.func.functional_call, as in MAML) needs whole parameters: choose another strategy."
         )
 
 

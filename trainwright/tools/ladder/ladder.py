@@ -70,6 +70,7 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
         "compiled, and under every strategy. The script itself does not change: a rung's settings replace its arguments. "
         "At the end a table compares speed, memory and the test metric, and names the rung to choose.",
         allow_abbrev=False,
+        add_help=False,
     )
     add = parser.add_argument
     actions = [
@@ -87,8 +88,9 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
         add("--lower", action="store_true", help="a lower metric is better"),
         add("--config-file", metavar="PATH", help="use the variables and cpu of this config, as launch does"),
         add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, instead of a script"),
+        add("-h", "--help", action="help", help="show this help message and exit"),
     ]  # fmt: skip
-    return parser, [*actions, *(action for action in parser._actions if action.dest == "help")]
+    return parser, actions
 
 
 def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:

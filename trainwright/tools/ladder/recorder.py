@@ -10,7 +10,7 @@ import torch
 
 from trainwright import Callback
 from trainwright.data.batch_stream import sample_counts
-from trainwright.overrides import LoopObserver, Observer, OverrideFile, active_file
+from trainwright.overrides import OverrideFile, active_file
 from trainwright.tools.ladder.recording import Recording
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class RungRecorder(Callback):
             self._recording.write()
 
 
-class LoopRecorder(LoopObserver):
+class LoopRecorder:
     """Records the steps of a loop and its trained batches: a batch counts if a backward follows it."""
 
     def __init__(self, recording: Recording) -> None:
@@ -155,7 +155,7 @@ def running_file() -> OverrideFile:
     return file
 
 
-class LadderObserver(Observer):
+class LadderObserver:
     """Records the Trainers and loops of a process under a rung."""
 
     def __init__(self) -> None:

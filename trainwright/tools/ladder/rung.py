@@ -34,7 +34,7 @@ class Rung:
 
     def write(self, path: Path) -> None:
         """Write the file of overrides under which the script runs."""
-        overrides = [Override(*override, SOURCE, wins=True) for override in self._overrides()]
+        overrides = [Override(*override, SOURCE) for override in self._overrides()]
         OverrideFile.write(path, overrides, OBSERVER, **asdict(self))
 
     @classmethod

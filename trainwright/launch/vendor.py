@@ -1,5 +1,6 @@
 """A job's processes on this machine: torch elastic's agent with our rendezvous, our output and our shutdown.
 
+The class overrides private methods of elastic's agent, read against torch 2.11 to 2.13.
 Importing this module imports torch elastic, so only the launcher process does it.
 """
 

@@ -1,77 +1,21 @@
-"""Accelerators with weighted samples and with a stream, and a Trainer with batches of all kinds."""
+"""A Trainer with batches of all kinds."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from jobs import run_job
-from small import ON_HOST, QUIET, Classifier, loss_of, make_data, make_net
+from small import QUIET, Classifier, loss_of, make_data
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader
 
 import trainwright as tw
 
 pytestmark = pytest.mark.slow
-SAMPLES = 103
-
-
-class Rows(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(make_data(SAMPLES))
-
-
-def evaluated(accelerator: tw.Accelerator, model: Any, loader: Any) -> int:
-    seen = 0
-    for batch in loader:
-        with torch.no_grad():
-            output = accelerator.gather_for_metrics({"logits": model(batch[0]), "labels": batch[1]})
-        seen += len(output["labels"])
-    return seen
-
-
-def loops(folder: Path) -> dict[str, Any]:
-    data, found = make_data(SAMPLES), {}
-    weighted = WeightedRandomSampler((data.tensors[1] + 1.0).tolist(), SAMPLES)
-    loaders: dict[str, list[DataLoader[Any]]] = {
-        "weighted": [DataLoader(data, batch_size=8, sampler=weighted), DataLoader(data, batch_size=8)],
-        "stream": [DataLoader(Rows(), batch_size=8), DataLoader(Rows(), batch_size=8)],
-    }
-    for name, (loader, evaluation) in loaders.items():
-        accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=2)
-        net = make_net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        model, optimizer, train, held = accelerator.prepare(net, optimizer, loader, evaluation)
-        trained = 0
-        for batch in train:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-            trained += len(batch[0])
-        found[name] = {
-            "trained": int(accelerator.reduce(torch.tensor(trained))),
-            "evaluated": evaluated(accelerator, model, held),
-            "weights": next(iter(model.state_dict().values())).clone(),
-        }
-    return found
-
-
-def test_samples_are_seen_once(tmp_path: Path) -> None:
-    alone = loops(tmp_path)
-    first, second = run_job(loops, 2, tmp_path / "job")
-    for name in ("weighted", "stream"):
-        for found in (alone, first, second):
-            assert found[name]["evaluated"] == SAMPLES
-            # A rank for which a stream has no batch left works on another one, without weight.
-            assert 0 <= found[name]["trained"] - SAMPLES < (8 if name == "stream" else 1)
-        assert torch.equal(first[name]["weights"], second[name]["weights"])
 
 
 class Pair(NamedTuple):
