@@ -210,7 +210,7 @@ def describe_optimizers(strategy: Strategy, named: Named, ranks: Ranks) -> list[
         return [strategy.describe_optimizer(optimizer, names) for optimizer, names in named]
     error = ""
     described: list[dict[str, Any]] = []
-    plain: list[Any] = []
+    plain: list[object] = []
     tensors: dict[str, Tensor] = {}
     try:
         for number, (optimizer, names) in enumerate(named):
