@@ -101,7 +101,7 @@ class LayerSummary:
         self.totals = [f"{counts}, {size / 2**20:.3f} MiB"]
         """The lines below the table."""
         if any(map(is_lazy, parameters)):
-            self.totals.append("(those of lazy children are not counted: they have no shape yet)")
+            self.totals.append("(without the parameters of lazy children, which have no shape yet)")
         self.totals += [note] if note else []
 
     def __str__(self) -> str:

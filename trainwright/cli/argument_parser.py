@@ -205,7 +205,7 @@ class TrainwrightArgumentParser(ArgumentParser):
         super().error(explain(message, self._sources, bool(self._unfinished), arguments, self.argument_names()), ex)
 
     def argument_names(self) -> list[str]:
-        """Return the names of all arguments, those of a subcommand with its name before them."""
+        """Return the names of all arguments. The arguments of a subcommand begin with its name."""
         names = [str(name) for name in self.get_defaults(skip_validation=True).keys()]  # noqa: SIM118 - a Namespace
         below = self.subcommands.items()
         return names + [f"{command}.{name}" for command, parser in below for name in parser.argument_names()]

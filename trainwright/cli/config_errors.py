@@ -73,7 +73,7 @@ def explain(
 ) -> str:
     """Return a clearer message than jsonargparse's, with the line in the config.
 
-    `is_reading` means that the error has ended the reading of the latest config. `names` are those of all arguments.
+    `is_reading` means that the error has ended the reading of the latest config. `names` are the names of all arguments.
     """
     title = sources[-1].title if is_reading else ""
     if message.startswith("Problems parsing config: "):

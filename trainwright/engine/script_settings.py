@@ -121,14 +121,14 @@ def refuse_unlike_arguments(arguments: Mapping[str, Any], owner: str, ranks: Ran
     _refuse_unlike(settings, ranks, f"the {owner}'s arguments")
 
 
-def _refuse_unlike(settings: Settings, ranks: Ranks, what: str) -> None:
-    by_rank: list[Settings] = ranks.differing(settings, f"comparing {what}")
+def _refuse_unlike(settings: Settings, ranks: Ranks, subject: str) -> None:
+    by_rank: list[Settings] = ranks.differing(settings, f"comparing {subject}")
     if by_rank:
         names = dict.fromkeys(name for local in by_rank for name in local)
         unlike = [name for name in names if len({local.get(name) for local in by_rank}) > 1]
         values = [f"{name} is {', '.join(local.get(name, 'nothing') for local in by_rank)}" for name in unlike[:SHOWN]]
         raise ValueError(
-            f"{what} differ between ranks, and so would their weights: by rank {'; '.join(values)}. Choose settings "
+            f"{subject} differ between ranks, and so would their weights: by rank {'; '.join(values)}. Choose settings "
             "after tw.seed_everything, or pass rank 0's to the others with trainer.engine.broadcast."
         )
 
