@@ -130,8 +130,10 @@ def hear_signals() -> None:
 
     def leave_if_done(number: int, frame: FrameType | None) -> None:
         if os.getppid() != parent or is_loop_done(frame):
-            for other in STOP_SIGNALS:  # a second one from the launcher would interrupt the removal of temporary files
-                signal.signal(other, signal.SIG_IGN)
+            # A second signal would interrupt the removal of temporary files. Python reports one that is already recorded
+            # when its handler becomes SIG_IGN, so the handler is a function.
+            for other in STOP_SIGNALS:
+                signal.signal(other, lambda *_: None)
             sys.exit(128 + number)
 
     for number in STOP_SIGNALS:
