@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.sync_points import SyncPoint
-from trainwright.engine.memory_estimate import warn_of_memory
 from trainwright.engine.optimizers import (
     SchedulerConfig,
     check_scheduler,
@@ -282,7 +281,6 @@ class PreparedRun(Run):
                 use_fused(optimizer, [module])
         wrapped = engine.prepare_optimizers(optimizers)
         self._take_schedulers(schedulers)
-        warn_of_memory(engine, module, optimizers)
         before = self._announce_step if is_manual else None
         prepared = [
             PreparedOptimizer(
