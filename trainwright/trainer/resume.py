@@ -16,7 +16,6 @@ from trainwright.engine.engine_checkpoints import OpenCheckpoint
 from trainwright.engine.named_state import hold_gradients
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.evaluate import sanity_check
-from trainwright.trainer.metrics import merged
 from trainwright.trainer.oversights import warn_of_open_end
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import AFTER_EPOCH_START, CHECKPOINT, EPOCH_START, VALIDATION_LOADERS
@@ -154,22 +153,15 @@ class Resumption:
         return is_alike
 
     def _unfinished_metrics(self, checkpoint: StoredCheckpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the epoch's logged values of this rank, or at a different world size a share of all ranks' values."""
-        engine = self._run.engine
-        if checkpoint.world_size == engine.world_size:
+        """Return this rank's logged values of the epoch, or None, with a warning, at a different world size."""
+        if checkpoint.world_size == self._run.engine.world_size:
             return (own or {}).get("metrics")
-        # Each saved rank's values go to exactly one rank, or the epoch's sums would count them twice.
-        ranks = range(engine.rank, checkpoint.world_size, engine.world_size)
-        states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in ranks]
-        together, left_out = merged([each for each in states if each])
-        if left_out:
-            rank_zero_warn(
-                f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
-                f"{engine.world_size}: for this epoch the metric objects {', '.join(left_out)} cover only the batches "
-                "after the resume.",
-                stacklevel=2,
-            )
-        return together
+        rank_zero_warn(
+            f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
+            f"{self._run.engine.world_size}: the metrics of this epoch cover only the batches after the resume.",
+            stacklevel=2,
+        )
+        return None
 
 
 def load_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> list[str]:
