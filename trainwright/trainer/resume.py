@@ -117,8 +117,14 @@ class Resumption:
         for config in run.trained.schedulers if run.state.step else ():
             if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
                 optimizer._opt_called = True  # it stepped before this process began, and torch would warn of the order
-        unfinished = self._unfinished_metrics(checkpoint, restored.rank_state) if run.state.batch else None
-        run.logbook.load_state_dict(state.get("metrics", {}), unfinished)
+        run.logbook.load_state_dict(state.get("metrics", {}), own.get("metrics"))
+        logged = restored.nearest_rank_state.get("metrics")
+        if logged and any(logged.values()) and restored.rank_state is None:
+            rank_zero_warn(
+                f"{path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
+                f"{run.engine.world_size}: the metrics of this epoch cover only the batches after the resume.",
+                stacklevel=2,
+            )
         last, epoch = run.settings.last_epoch, run.state.epoch
         if last is not None and epoch >= last and run.state.batch == 0:
             run.trainer.print(
@@ -151,17 +157,6 @@ class Resumption:
                 stacklevel=2,
             )
         return is_alike
-
-    def _unfinished_metrics(self, checkpoint: StoredCheckpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return this rank's logged values of the epoch, or None, with a warning, at a different world size."""
-        if checkpoint.world_size == self._run.engine.world_size:
-            return (own or {}).get("metrics")
-        rank_zero_warn(
-            f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
-            f"{self._run.engine.world_size}: the metrics of this epoch cover only the batches after the resume.",
-            stacklevel=2,
-        )
-        return None
 
 
 def load_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> list[str]:
