@@ -71,7 +71,8 @@ def validate(run: TrainingRun, within: bool) -> None:
         state.count_validation()
         step_schedulers(run, "validation", state.validations, plateau=False)
         step_schedulers(run, "validation", state.validations, plateau=True)
-        if state.claim_postponed_schedulers():
+        if state.schedulers_wait:
+            state.postpone_schedulers(False)
             step_schedulers(run, "step", state.step, plateau=True)
 
     try:

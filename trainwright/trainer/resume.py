@@ -54,7 +54,6 @@ class Resumption:
         if run.settings.limit_train_batches == 0:
             return False
         run.data.seek(run.trained.resume_source)
-        run.data.warn_of_iterators()
         if checkpoint is not None:
             run.hooks.call("on_resume_start")  # callbacks that had stopped the run stop it again
             run.stop.agree()
@@ -78,7 +77,7 @@ class Resumption:
         """
         run = self._run
         with isolate_rng():
-            opened = open_with_hooks(run, checkpoint)
+            opened = run.engine.open(checkpoint, edit=edit_with_hooks(run, "on_load_checkpoint"))
             # A raw loop saves none. Only another ModelCheckpoint can miss the scores of one.
             unused = load_states(run.trainer.callbacks, opened.state.get("callbacks", {}))
             scores = bool(run.trainer.checkpoint_callbacks)
@@ -167,22 +166,6 @@ def load_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> lis
         if (stored := key if key in unused else next(similar, None)) is not None:
             callback.load_state_dict(unused.pop(stored))
     return list(unused)
-
-
-def open_with_hooks(run: Run, checkpoint: StoredCheckpoint) -> OpenCheckpoint:
-    """Read a verified checkpoint and show its contents to on_load_checkpoint, which may still build layers. Collective."""
-    return run.engine.open(checkpoint, edit=edit_with_hooks(run, "on_load_checkpoint"))
-
-
-def restore_weights(run: Run, opened: OpenCheckpoint) -> None:
-    """Load a module's weights, and the datamodule's state, from a checkpoint. Collective.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or another model's.
-    """
-    assert run.module is not None
-    restored = run.engine.load(opened, weights_only=True, strict=run.module.strict_loading is not False)
-    restore_datamodule(run, restored.state)
 
 
 def restore_datamodule(run: Run, state: dict[str, Any]) -> None:

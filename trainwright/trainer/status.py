@@ -137,7 +137,7 @@ class Status:
     @property
     def ckpt_path(self) -> str | None:
         """Return the checkpoint that the run was given. Set it between two runs for later calls without one."""
-        return self.run.ckpt_path if self.run.running_call is not None or self._ckpt_path is None else self._ckpt_path
+        return self.run.choice.path if self.run.running_call is not None or self._ckpt_path is None else self._ckpt_path
 
     @ckpt_path.setter
     def ckpt_path(self, path: str | os.PathLike[str] | None) -> None:
@@ -250,8 +250,8 @@ class Status:
         limit = math.inf if most == -1 else most
         if last is None:
             return limit
-        if self.run.running_call == "fit":
-            self.run.load_training_data()
+        if self.run.running_call == "fit" and self.run.trained.data is not None:
+            self.run.trained.data.load()
         batches = self.num_training_batches
         if self.train_dataloader is None and batches == math.inf:
             raise RuntimeError(
