@@ -65,7 +65,7 @@ class EpochBatches:
     ) -> None:
         self._data, self._engine, self._stop = data, engine, stop
         self._num_arguments, self._transfer = num_arguments, transfer
-        self._start, self._length, loader = data.position, data.num_batches, data.loader
+        self._start, self._length, loader = data.state.batch, data.num_batches, data.loader
         # A loader that belongs to a single rank may end before the loaders of other ranks.
         all_have = self._all_have if self._length is None and not loader.ends_together else None
         pairs = with_last(loader, self._start, self._length, data.most_batches, all_have=all_have)
@@ -111,7 +111,7 @@ class EpochBatches:
 
     def _refuse_short(self) -> None:
         """Reject a loader that yielded no batches, or fewer than its length (RuntimeError)."""
-        count = self._data.position
+        count = self._data.state.batch
         if self._length is None and count == 0:
             raise RuntimeError(
                 "the training loader yielded no batches (its dataset yields nothing, drop_last dropped all, or its __iter__ "

@@ -56,7 +56,7 @@ class TrainingRun(PreparedRun):
         if self.settings.fused_optimizers:
             for optimizer in self.trained.optimizers:
                 use_fused(optimizer, [self.module])  # a hook may have added groups
-        self.data.plan_states(self.accumulate, self.checkpoint_callbacks)
+        self.data.plan_states(self.accumulate, self.trainer.checkpoint_callbacks)
         plan = self.plan
         return EpochBatches(self.data, plan.num_arguments, plan.transfer, self.engine, self._timed, self.stop)
 
