@@ -254,6 +254,8 @@ def test_map_location_is_that_of_torch_load(tmp_path: Path) -> None:
 
     assert loaded(lambda storage, place: storage) == "cpu"
     assert loaded("meta") == loaded(torch.device("meta")) == "meta"
+    with pytest.raises(TypeError, match=r"map_location=\{'a': 'cpu'\} is not accepted; pass one device"):
+        loaded({"a": "cpu"})
 
 
 def test_weights_are_exported(tmp_path: Path) -> None:

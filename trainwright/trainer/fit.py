@@ -51,7 +51,7 @@ from trainwright.trainer.training_run import TrainingRun
 def fit(run: TrainingRun) -> None:
     """Train from the run's position until its limits are reached. Collective."""
     state, stop = run.state, run.stop
-    # A validation that was abandoned has saved the run, so only the fit's end is left.
+    # After a signal in a validation the run is saved as it was before it.
     with suppress(EvaluationAbandoned):
         while not is_done(run):
             fit_epoch(run)
