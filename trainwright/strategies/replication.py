@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainwright.strategies.ddp.vendor import broadcast_coalesced
-from trainwright.strategies.divided_optimizers import parameters_of, with_gradients
-from trainwright.strategies.module_checks import refuse_unaveraged
+from trainwright.strategies.divided_optimizers import parameters_of
 from trainwright.value_kinds import is_dtensor
 
 
@@ -86,11 +84,6 @@ class DeferredAllReduce:
         created = self.unknown(module.parameters())
         equalize(created)
         self._parameters.update(created)
-
-    def refuse_unknown(self, optimizer: Optimizer, modules: Iterable[nn.Module], strategy: str) -> Self:
-        """Raise RuntimeError if the optimizer has a gradient of the modules that would not be averaged."""
-        refuse_unaveraged(strategy, modules, self.unknown(with_gradients(optimizer)))
-        return self
 
     def clear(self) -> None:
         self._parameters.clear()

@@ -166,7 +166,7 @@ class Resumption:
             rank_zero_warn(
                 f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
                 f"{engine.world_size}: for this epoch the metric objects {', '.join(left_out)} cover only the batches "
-                "after the resume.",
+                "after the resume. For the whole epoch resume on as many processes as before.",
                 stacklevel=2,
             )
         return together
