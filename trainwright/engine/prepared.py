@@ -328,6 +328,16 @@ class PreparedScheduler:
                 return  # OneCycleLR rejects a step beyond its last
             self.scheduler.step(*args, **kwargs)
 
+    def steps_since(self) -> list[int]:
+        """Return how often its optimizers' step was called, and made, since its own last step."""
+        called, made = self._counts()
+        return [called - self._called, made - self._made]
+
+    def take_steps(self, called: int, made: int) -> None:
+        """Resume from the counts of `steps_since`."""
+        all_called, all_made = self._counts()
+        self._called, self._made = all_called - called, all_made - made
+
     def _counts(self) -> tuple[int, int]:
         called = sum(optimizer.steps_called for optimizer in self._optimizers)
         return called, sum(optimizer.steps_made for optimizer in self._optimizers)

@@ -90,15 +90,14 @@ class DeferredAllReduce:
 
     def reduce(self, optimizer: Optimizer) -> None:
         """Average the gradients of an optimizer's parameters. Collective."""
-        if not self._parameters or dist.get_world_size() == 1:
-            return
-        tracked: list[Tensor] = [p for p in parameters_of(optimizer) if p in self._parameters]
-        if not tracked:
+        created = self._parameters
+        tracked: list[Tensor] = [p for p in parameters_of(optimizer) if p in created] if created else []
+        if not tracked or dist.get_world_size() == 1:
             return
         used = torch.tensor([float(p.grad is not None) for p in tracked], device=tracked[0].device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
         buckets: dict[torch.dtype, list[Tensor]] = {}
-        for parameter, is_used in zip(tracked, used.tolist(), strict=True):
+        for parameter, is_used in zip(tracked, used.tolist(), strict=True):  # NOTE: waits for the device
             if is_used:
                 buckets.setdefault(parameter.dtype, []).append(parameter)
         for bucket in buckets.values():

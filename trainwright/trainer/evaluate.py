@@ -20,7 +20,6 @@ from trainwright.data.loaders import ShardedLoader, refuse_length
 from trainwright.data.seeding import isolate_rng
 from trainwright.data.transfer import to_device
 from trainwright.distributed.collectives import gather_nests
-from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, hook_of, is_overridden
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
@@ -79,26 +78,14 @@ class Evaluation:
             if isinstance(loader, ShardedLoader) and not is_alone:
                 self.refuse_empty(index, loader.shard.source_length == 0)
             compare_first_draws(loader, engine.ranks, self.stage)
-            if engine.strategy.capabilities.forward_is_collective:
-                if is_alone:
-                    self._refuse_unequal(loader)
-                if isinstance(loader, ShardedCombination):
-                    loader.refuse_parted_rounds(self.limit_of(loader))
+            if engine.strategy.capabilities.forward_is_collective and isinstance(loader, ShardedCombination):
+                loader.refuse_parted_rounds(self.limit_of(loader))
         self.is_loaded, self.has_iterators = True, any(map(is_read_once, parts_of(loaders)))
         are_named = all(name is not None for name, _ in self.loaders)
         self.num_arguments = num_step_arguments(self.module, f"{self.stage}_step", len(self.loaders), are_named)
         if self.stage != "predict" and not self.run.in_order:
             warn_of_shuffling(loaders, self.stage)
         self.shown.note(loaders, [self.limit_of(loader) for _, loader in self.loaders])
-
-    def _refuse_unequal(self, loader: Shard) -> None:
-        """Reject loaders of which each belongs to one rank, unless they have equal numbers of batches (ValueError)."""
-        counts = self.run.engine.ranks.exchange(self.limit_of(loader), f"the start of a {self.stage}")
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"the ranks have {', '.join(map(str, counts))} batches of their own to evaluate, but under this strategy a "
-                "forward needs every rank. Give each as many, or let the loader be sharded (use_distributed_sampler=True)."
-            )
 
     def close(self) -> None:
         """End the loaders' workers."""
@@ -165,7 +152,7 @@ def evaluate(
     if evaluation.limit == 0:
         return []
     engine.strategy.broadcast_buffers(engine.modules)
-    abandonment = run.stop.begin_evaluation()
+    run.stop.begin_evaluation()
     with (
         run.state.progress.during(phase),
         evaluation_mode(module, stage),
@@ -177,9 +164,8 @@ def evaluate(
         hooks.call(f"on_{stage}_epoch_start")
         for index, (name, _) in enumerate(evaluation.loaders):
             collector.begin_loader((index, name) if len(evaluation.loaders) > 1 else None)
-            run_loader(evaluation, collector, index, most, keep, abandonment)
-            if abandonment is not None:
-                run.stop.after_loader()
+            run_loader(evaluation, collector, index, most, keep)
+            run.stop.after_loader()
             if len(evaluation.loaders) > 1:
                 collector.end_loader()
         collector.begin_loader(None)
@@ -201,19 +187,15 @@ def run_loader(
     loader_index: int,
     most: int | None,
     keep: Callable[[int, int, Any], None] | None,
-    abandonment: SyncPoint | None,
 ) -> None:
-    """Run the stage's step on the batches of this rank's shard of one loader, until all ranks abandon it."""
+    """Run the stage's step on the batches of this rank's shard of one loader."""
     run, stage, module = evaluation.run, evaluation.stage, evaluation.module
     hooks, step = run.hooks, f"{stage}_step"
     always = run.engine.strategy.capabilities.forward_is_collective
     communication = Communication(in_hooks=stage != "predict", forward_is_collective=always)
     several = (loader_index,) if len(evaluation.loaders) > 1 else ()
 
-    def is_left(index: int) -> bool:
-        return abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, index)
-
-    for batch in batches_of(evaluation, loader_index, most, is_left):
+    for batch in batches_of(evaluation, loader_index, most):
         collector.begin_batch(batch.value, batch.index, step, batch.is_uneven)
         if batch.is_dummy:
             run_dummy(evaluation, communication, collector, batch, several)
@@ -236,10 +218,8 @@ def run_loader(
 def do_nothing() -> None: ...
 
 
-def batches_of(
-    evaluation: Evaluation, loader_index: int, most: int | None, is_left: Callable[[int], bool]
-) -> Iterator[Batch]:
-    """Yield the batches of one loader."""
+def batches_of(evaluation: Evaluation, loader_index: int, most: int | None) -> Iterator[Batch]:
+    """Yield the batches of one loader, until all ranks abandon the evaluation."""
     run, stage, shown = evaluation.run, evaluation.stage, evaluation.shown
     loader, transfer = evaluation.loaders[loader_index][1], evaluation.transfer
     # Epoch 0 every time, so that every evaluation has the same batches in the same order.
@@ -256,7 +236,7 @@ def batches_of(
         is_dummy = loader.real_length is not None and index >= loader.real_length
         if length is not None and index >= length:
             refuse_length(length)
-        if is_left(index):
+        if run.stop.is_left(loader_index, index):
             break
         shown.note_indices(indices.popleft() if indices else None)
         value = value if transfer is None else transfer(value, loader_index)

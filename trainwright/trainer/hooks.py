@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -88,12 +88,11 @@ class HookTable:
         self,
         trainer: Any,
         module: Module | None,
-        callbacks: Sequence[Callback],
         logbook: Logbook,
         profiler: Profiler | None = None,
     ) -> None:
         self._trainer, self._module, self._logbook, self._profiler = trainer, module, logbook, profiler
-        ordered = sorted(callbacks, key=_priority_of, reverse=True)
+        ordered = sorted(trainer.callbacks, key=_priority_of, reverse=True)
         calls = {name: self._of_callbacks(name, ordered) + self._of_module(name) for name in HOOKS}
         save_point = tuple(partial(_without_arguments, hook) for hook in calls["on_save_point"])
         early = [callback for callback in ordered if callback.priority >= 0]

@@ -45,7 +45,6 @@ OWN_PARTS = (
     "on_validation_model_zero_grad",
 )  # fmt: skip
 """The parts of a step that a module may override."""
-STEP_OVERRIDES = ("optimizer_step", "configure_gradient_clipping")
 
 
 class PlainBackwards:
@@ -147,7 +146,6 @@ class PreparedRun(Run):
     """A call of fit, with the source of its training loaders and the validation loaders that it was given."""
 
     module: Module
-    data: TrainData
     plan: LoopPlan
     window: AccumulationWindow
     optimizer: Optimizer | None = None
@@ -167,6 +165,11 @@ class PreparedRun(Run):
     ) -> None:
         super().__init__(parts, "fit", module, datamodule, choice, previous)
         self._source, self._given_validation = source, given_validation
+        options = {**self.loader_options, "in_order": self.in_order}
+        note = self.stages.note_training
+        self.data = TrainData(source, self.engine, self.settings, self.state, options, note=note)
+        self.update_trained(data=self.data)
+        self.close_at_end(self.data.close)
         self.validation: Evaluation | None = None
         self.window = AccumulationWindow(self.engine)
         """The batches of the next optimizer step. Windows count from where the run resumes, since no checkpoint is saved
@@ -219,7 +222,8 @@ class PreparedRun(Run):
             clipping=Clipping.needed(optimization.clip_norm, optimization.clip_value),
             log_every=settings.log_every,
             validation_clock=clock,
-            has_own_step=gives_closure or not overrides.keys().isdisjoint(STEP_OVERRIDES),
+            has_own_step=gives_closure
+            or not overrides.keys().isdisjoint({"optimizer_step", "configure_gradient_clipping"}),
             batch_start=self.hooks["on_train_batch_start"],
             batch_end=self.hooks["on_train_batch_end"],
             before_backward=self.hooks["on_before_backward"],
@@ -235,13 +239,11 @@ class PreparedRun(Run):
         source = self._find_validation()  # here, because setup() may have added hooks
         if source is not None:
             self.validation = Evaluation(self, self.module, "validation", source)
-        data = self._train_data()
-        if self.validation is not None:
-            data.plan_validation()
+            self.data.plan_validation()
         self.is_prepared = True
         # They are checked before anything is run; hooks are called when it is their turn.
         if self._source.owner is None:
-            data.load()
+            self.data.load()
             if self.validation is not None and self.validation.source.owner is None:
                 self.validation.load()
 
@@ -310,24 +312,6 @@ class PreparedRun(Run):
                 collector.enter_hook(outer)
 
         return call
-
-    def _train_data(self) -> TrainData:
-        """Return the training data, not loaded if this makes it."""
-        if self.trained.data is None:
-            self.data = TrainData(
-                self._source,
-                self.engine,
-                self.settings,
-                self.state,
-                {**self.loader_options, "in_order": self.in_order},
-                note=self.stages.note_training,
-            )
-            self.update_trained(data=self.data)
-            self.close_at_end(self.data.close)
-        return self.data
-
-    def load_training_data(self) -> None:
-        self._train_data().load()
 
     def _take_schedulers(self, schedulers: list[SchedulerConfig]) -> None:
         self.update_trained(schedulers=schedulers)

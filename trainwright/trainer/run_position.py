@@ -25,8 +25,6 @@ AFTER_EPOCH_START = "after the epoch's start"
 """Loaded from a checkpoint within an epoch. Restored once the hooks of the epoch's start have run again."""
 EPOCH_LEFT = "epoch left"
 """After the latest batch of an epoch that the run stops within."""
-VALIDATION = "validation"
-"""When the running validation began."""
 VALIDATION_LOADERS = "validation loaders"
 """For the next call of the hook that makes the validation loaders."""
 
@@ -334,11 +332,6 @@ class Position:
         """Return the epoch's number. After a fit, the number of epochs trained, an unfinished one included."""
         return self.epoch + (self.open_epoch is not None and self.progress.phase is Phase.OUTSIDE)
 
-    @property
-    def is_unfinished(self) -> bool:
-        """Return whether an epoch has begun and not ended."""
-        return self.batch > 0 and not self.epoch_ended
-
     def mark_rng(self, name: str) -> None:
         """Remember this rank's present RNG state under a name."""
         self.rng[name] = rng_state()
@@ -398,11 +391,6 @@ class Position:
         """Let step-wise schedulers that follow a metric wait if a validation is due after their step; return `is_due`."""
         self.schedulers_wait = is_due
         return is_due
-
-    def claim_postponed_schedulers(self) -> bool:
-        """Return whether such schedulers have waited, and count them as stepped."""
-        waited, self.schedulers_wait = self.schedulers_wait, False
-        return waited
 
     def keep_gradients(self, window: AccumulationWindow) -> None:
         """Store gradients that wait over an epoch's end for a step of manual optimization, and begin another window."""

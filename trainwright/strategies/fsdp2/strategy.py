@@ -339,7 +339,7 @@ class FSDPStrategy(Strategy):
         if not (self._automatic and torch.is_grad_enabled()):
             root.reshard()  # no backward will do it, and hooks must freeze the shards, not the gathered parameters
             if self.cpu_offload and self.device.type != "cpu":
-                # The device has to have copied the offloaded shards, which may be written next.
+                # NOTE: waits for the device, which has to have copied the offloaded shards. They may be written next.
                 torch.accelerator.synchronize(self.device)
         return outputs
 
