@@ -11,7 +11,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainwright.strategies.ddp.vendor import broadcast_coalesced
-from trainwright.strategies.divided_optimizers import parameters_of
+from trainwright.strategies.divided_optimizers import parameters_of, with_gradients
+from trainwright.strategies.module_checks import refuse_unaveraged
 from trainwright.value_kinds import is_dtensor
 
 
@@ -88,8 +89,13 @@ class DeferredAllReduce:
     def clear(self) -> None:
         self._parameters.clear()
 
-    def reduce(self, optimizer: Optimizer) -> None:
-        """Average the gradients of an optimizer's parameters. Collective."""
+    def reduce(self, optimizer: Optimizer, modules: Iterable[nn.Module], strategy: str) -> None:
+        """Average the gradients of an optimizer's parameters. Collective.
+
+        Raises:
+            RuntimeError: one of the modules' other gradients would not be averaged.
+        """
+        refuse_unaveraged(strategy, modules, self.unknown(with_gradients(optimizer)))
         created = self._parameters
         tracked: list[Tensor] = [p for p in parameters_of(optimizer) if p in created] if created else []
         if not tracked or dist.get_world_size() == 1:

@@ -74,12 +74,7 @@ from trainwright.strategies.fsdp2.wrap_policy import (
     find_float32,
     recomputed,
 )
-from trainwright.strategies.module_checks import (
-    refuse_reentrant,
-    refuse_sparse_weights,
-    refuse_unaveraged,
-    refuse_unreplicable,
-)
+from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
 from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.replication import DeferredAllReduce, equalize
@@ -365,8 +360,7 @@ class FSDPStrategy(Strategy):
                 root.set_requires_gradient_sync(enabled)
 
     def _finalize(self, optimizer: Optimizer) -> None:
-        refuse_unaveraged(self.name, self.wrapped, self._deferred.unknown(with_gradients(optimizer)))
-        self._deferred.reduce(optimizer)
+        self._deferred.reduce(optimizer, self.wrapped, self.name)
         self.precision.unscale(optimizer, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
     def step(
