@@ -55,7 +55,7 @@ def fit(run: TrainingRun) -> None:
     with suppress(EvaluationAbandoned):
         while not is_done(run):
             fit_epoch(run)
-            run.data.leave()
+            run.data.load_state_dict(run.data.state_dict())  # where the next epoch, or a later save, begins
             if not state.epoch_ended:
                 break
             state.next_epoch()

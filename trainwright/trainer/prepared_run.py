@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.sync_points import SyncPoint
-from trainwright.engine.memory_estimate import warn_of_memory
 from trainwright.engine.optimizers import (
     SchedulerConfig,
     check_scheduler,
@@ -30,6 +30,7 @@ from trainwright.strategies.base import Clipping, Optimization, StepResult
 from trainwright.strategies.divided_optimizers import unwrap_optimizer
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.evaluate import Evaluation
+from trainwright.trainer.hooks import STEP_PARTS, Hooks
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.sources import (
     BatchTransfer,
@@ -39,12 +40,6 @@ from trainwright.trainer.sources import (
     num_step_arguments,
 )
 from trainwright.trainer.training_data import TrainData
-
-OWN_PARTS = (
-    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
-    "on_validation_model_zero_grad",
-)  # fmt: skip
-"""The parts of a step that a module may override."""
 
 
 class PlainBackwards:
@@ -107,9 +102,6 @@ class IntervalClock:
             return False
         self._next = time.monotonic() + self._seconds
         return True
-
-
-Hooks = tuple[Callable[..., Any], ...]
 
 
 @dataclass(frozen=True)
@@ -206,7 +198,7 @@ class PreparedRun(Run):
             self.update_trained(accumulate_grad_batches=self.accumulate)
         self._prepare_data()
         first = self._prepare_optimizers()
-        overrides = {name: self._with_log_context(name) for name in OWN_PARTS if is_overridden(name, module, Module)}
+        overrides = {name: partial(self.hooks.call, name) for name in STEP_PARTS if self.hooks[name]}
         has_hooks = bool(self.hooks["on_before_zero_grad"]) or "optimizer_zero_grad" in overrides
         gives_closure = first is not None and _closure_is_wanted(self.accumulate, engine, first)
         clock = None
@@ -238,7 +230,7 @@ class PreparedRun(Run):
         """Make the training data and the validation, and load loaders that the call was given. Collective."""
         source = self._find_validation()  # here, because setup() may have added hooks
         if source is not None:
-            self.validation = Evaluation(self, self.module, "validation", source)
+            self.validation, self.enable_validation = Evaluation(self, self.module, "validation", source), True
             self.data.plan_validation()
         self.is_prepared = True
         # They are checked before anything is run; hooks are called when it is their turn.
@@ -284,7 +276,6 @@ class PreparedRun(Run):
                 use_fused(optimizer, [module])
         wrapped = engine.prepare_optimizers(optimizers)
         self._take_schedulers(schedulers)
-        warn_of_memory(engine, module, optimizers)
         before = self._announce_step if is_manual else None
         prepared = [
             PreparedOptimizer(
@@ -296,22 +287,6 @@ class PreparedRun(Run):
         if wrapped and not is_manual:
             self.optimizer = wrapped[0]
         return optimizers[0] if optimizers and not is_manual else None
-
-    def _with_log_context(self, name: str) -> Callable[..., Any]:
-        """Return a method of the module that may log as a hook may."""
-        method = self.profiler.timed(getattr(self.module, name), f"[module] {name}")
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            collector = self.logbook.collector
-            if collector is None:
-                return method(*args, **kwargs)
-            outer = collector.enter_hook(name)
-            try:
-                return method(*args, **kwargs)
-            finally:
-                collector.enter_hook(outer)
-
-        return call
 
     def _take_schedulers(self, schedulers: list[SchedulerConfig]) -> None:
         self.update_trained(schedulers=schedulers)

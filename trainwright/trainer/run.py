@@ -134,12 +134,9 @@ class Run:
         """The batches of the next optimizer step, in a fit."""
         self.is_prepared = False
         """Whether the loop may run, or has begun."""
+        self.enable_validation = False
+        """Whether the run is a fit that validates."""
         self._closing: list[Callable[[], None]] = []
-
-    @property
-    def enable_validation(self) -> bool:
-        """Return whether the run is a fit that validates."""
-        return False
 
     def obstacle(self, error: BaseException) -> str:
         """Return why a run that fails here cannot be resumed exactly, "" if it can."""
@@ -352,7 +349,7 @@ class Run:
         if self.compiled is not None:
             self.compiled.undo()
             self.compiled = None
-        self.running_call, self.is_prepared = None, False
+        self.running_call, self.is_prepared, self.enable_validation = None, False, False
         self.logbook.stop_collecting()
         self.state.progress.end(outcome.error is not None)
         detach(self.trainer.callbacks)

@@ -291,10 +291,7 @@ class Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the counters. A counter that an older version did not know keeps its value."""
-        for entry in fields(self):
-            if entry.metadata.get("counts", True) and entry.name in state:
-                # Types of fields are texts here, under `from __future__ import annotations`.
-                setattr(self, entry.name, (bool if entry.type == "bool" else int)(state[entry.name]))
+        vars(self).update({name: state[name] for name in self._counters() if name in state})
         # The checkpoint was saved before next_epoch, which the interrupted run would have called now.
         if self.epoch_ended:
             self.loaded_end = {name: getattr(self, name) for name in OF_THE_END}

@@ -63,11 +63,8 @@ class TrainData:
         """Compute the interval between validations too (ValueError if it does not fit), at once if the data is loaded."""
         self._validates = True
         if self._loader is not None:
-            self._plan_validation()
-
-    def _plan_validation(self) -> None:
-        length = limited(self.loader.length, self._settings.limit_train_batches)
-        self.validate_every = _validation_interval(self._settings, length)
+            length = limited(self._loader.length, self._settings.limit_train_batches)
+            self.validate_every = _validation_interval(self._settings, length)
 
     def reload_if_due(self) -> bool:
         """Call the loader hook, if there is one, in every n-th epoch; return whether it is one. Collective.
@@ -98,7 +95,7 @@ class TrainData:
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"The training loaders have different lengths across ranks ({', '.join(lengths)} batches), which would "
-                "deadlock. Pass the same data on every rank; it is sharded for you."
+                "deadlock. Pass the same data on every rank, which is sharded for you, or separate loaders of equal length."
             )
         if length == 0 and limit != 0:
             raise ValueError(
@@ -107,7 +104,7 @@ class TrainData:
             )
         compare_first_draws(loader, engine.ranks, "training")
         if self._validates:
-            self._plan_validation()
+            self.plan_validation()
         self._measure()
 
     def again(self) -> ShardedLoader | ShardedCombination:
@@ -137,10 +134,6 @@ class TrainData:
         self._loaded = position
         if self._loader is not None:
             self._loader.load_state_dict(position)
-
-    def leave(self) -> None:
-        """Keep the position at which an epoch ended or stopped, for the next epoch or a later save."""
-        self.load_state_dict(self.state_dict())
 
     def seek(self, origin: str | None) -> None:
         """Begin the epoch's data at the loaded position.

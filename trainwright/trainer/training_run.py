@@ -33,8 +33,6 @@ class TrainingRun(PreparedRun):
     """The current batch, if it is one of an uneven round."""
     _num_empty = 0
     """Batches of this run for which training_step returned None."""
-    _is_checked = False
-    """Whether an epoch has begun."""
 
     def begin_batches(self) -> EpochBatches:
         """Begin an epoch's windows, and return its batches from the state's position on.
@@ -62,8 +60,7 @@ class TrainingRun(PreparedRun):
 
     def _timed(self, pairs: Pairs) -> Pairs:
         """Return the same batches, timed by the profiler and, in the first epoch, for a warning of slow loaders."""
-        if not self._is_checked:
-            self._is_checked = True
+        if not self.state.progress.batches_begun:
             self.close_at_end(self._drop_batch)
             warn_of_evaluation_mode(self.module, self.trained.optimizers)
             processes = self.engine.environment.local_world_size
@@ -167,11 +164,6 @@ class TrainingRun(PreparedRun):
             super().backward(loss, send, options)
         finally:
             self.plain_backwards.came.clear()
-
-    @property
-    def enable_validation(self) -> bool:
-        """Return whether this fit validates."""
-        return self.running_call is not None and self.validation is not None
 
     def obstacle(self, error: BaseException) -> str:
         """Return why a run that fails here cannot be resumed exactly; "" if it can."""
