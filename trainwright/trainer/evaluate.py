@@ -107,7 +107,8 @@ class Evaluation:
         """Reject a loader of the call that has no batch on any rank (RuntimeError). A hook may return an empty loader."""
         # A shard is empty on every rank or on none: a rank without samples has a dummy batch.
         if self.is_alone(self.loaders[index][1]):
-            is_empty = all(self.run.engine.ranks.exchange(is_empty, f"the end of a {self.stage} loader"))
+            call = f"the end of its {self.stage} loader (each rank needs as many batches if a step communicates)"
+            is_empty = all(self.run.engine.ranks.exchange(is_empty, call))
         if is_empty and self.source.owner is None:
             name = self.loaders[index][0]
             which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""

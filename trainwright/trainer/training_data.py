@@ -95,7 +95,7 @@ class TrainData:
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"The training loaders have different lengths across ranks ({', '.join(lengths)} batches), which would "
-                "deadlock. Pass the same data on every rank; it is sharded for you."
+                "deadlock. Pass the same data on every rank, which is sharded for you, or separate loaders of equal length."
             )
         if length == 0 and limit != 0:
             raise ValueError(

@@ -360,7 +360,7 @@ class FSDPStrategy(Strategy):
                 root.set_requires_gradient_sync(enabled)
 
     def _finalize(self, optimizer: Optimizer) -> None:
-        self._deferred.refuse_unknown(optimizer, self.wrapped, self.name).reduce(optimizer)
+        self._deferred.reduce(optimizer, self.wrapped, self.name)
         self.precision.unscale(optimizer, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
     def step(
