@@ -1,4 +1,4 @@
-"""self.log and metrics: names, reductions, dtypes, and objects of torchmetrics."""
+"""self.log and metrics: names, reductions, dtypes, objects of torchmetrics, and merges of several ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from small import QUIET, Classifier, loss_of, make_loader
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric, MinMaxMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import trainwright as tw
+from trainwright.trainer.metrics import MetricCollector, merged
 
 
 def fit(log: Callable[[Any, Any, int, Tensor], None], **settings: Any) -> tw.Trainer:
@@ -131,3 +132,34 @@ def test_a_metric_object_of_two_stages_is_rejected(logs: str, sanity: int, batch
     with pytest.raises(ValueError, match=r"Metric 'mean' is updated in training and in validation.*self\.train_mean"):
         trainer.fit(Shares(logs), make_loader(), make_loader())
     assert trainer.global_step == batches
+
+
+# -- metrics of several ranks --------------------------------------------------------------------------------------------
+
+
+def collected(numbers: list[float], module: nn.Module) -> MetricCollector:
+    collector = MetricCollector(module)
+    collector.hook = "training_step"
+    for number in numbers:
+        for name, reduce_fx in (("mean", "mean"), ("sum", "sum"), ("least", "min"), ("most", "max")):
+            value = torch.tensor(number)
+            settings = (False, None, False, True, reduce_fx, name == "sum", False, None, True, None, False)
+            collector.log(name, value, settings, int(number))
+    return collector
+
+
+def totals(collector: MetricCollector) -> dict[str, tuple[float, float]]:
+    return {logged.name: (float(logged.total()[0]), logged.total()[1]) for logged in collector.values.values()}
+
+
+def test_values_of_three_ranks_become_one() -> None:
+    module = nn.ModuleDict({"mean": MeanMetric(), "unused": MeanMetric()})
+    module["mean"].update(1.0)
+    shares = [[1.0, 2.0], [5.0, 3.0, 4.0], [8.0]]
+    state, dropped = merged([collected(share, module).state_dict() for share in shares])
+    assert dropped == ["mean"]
+    taken = MetricCollector(module)
+    taken.load_state_dict(state or {}, torch.device("cpu"))
+    assert totals(taken) == totals(collected([number for share in shares for number in share], module))
+    assert module["mean"].update_count == 0
+    assert merged([]) == (None, [])

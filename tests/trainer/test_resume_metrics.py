@@ -207,9 +207,10 @@ def test_two_ranks_restore_the_metrics_of_an_epoch(tmp_path: Path) -> None:
         assert {**result["after"], 0: result["whole"][0]} == result["whole"]
         assert result["steps"][0] == result["steps"][1]
     assert results[0]["steps"] != results[1]["steps"]
-    with pytest.warns(UserWarning, match="and this run has 1: the metrics of this epoch cover only the batches after"):
+    with pytest.warns(UserWarning, match="for this epoch the metric objects accuracy, .* cover only the batches after"):
         alone, _ = train(tmp_path / "8.ckpt", enable_checkpointing=False)
-    assert (alone.epochs[1]["seen"], alone.epochs[2]["seen"]) == (45 - 2 * 2 * 4, 45)
+    assert alone.epochs[1]["seen"] == 45, "what both ranks had logged, and the rest of the epoch"
+    assert alone.epochs[1]["least"] <= min(result["steps"][0] for result in results)
 
 
 def test_a_save_within_a_validation_keeps_the_metrics_of_the_epoch(tmp_path: Path) -> None:

@@ -300,6 +300,10 @@ def ranks_job(folder: Path) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         results["iterable"] = evaluated(DataLoader(Counting(), batch_size=2))
         results["own"] = [own_of_each(in_hook=in_hook) for in_hook in (False, True)]
+        run = trainer(use_distributed_sampler=False, strategy="fsdp")
+        batches = [torch.ones(2)] * (torch.distributed.get_rank() == 0)
+        with pytest.raises(ValueError, match="the ranks have 1, 0 batches of their own to evaluate"):
+            run.validate(Evaluated(), batches, verbose=False)
     return {
         **results,
         "normed": sum(collectives.gather_object(float(normed.net[1].running_mean.abs().sum()))),

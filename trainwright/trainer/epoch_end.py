@@ -6,12 +6,12 @@ from itertools import islice
 
 import torch
 
-from trainwright.data.seeding import isolate_rng, rng_state
+from trainwright.data.seeding import isolate_rng
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.epoch_batches import Batch
 from trainwright.trainer.evaluate import evaluate
 from trainwright.trainer.optimization import step_schedulers
-from trainwright.trainer.run_position import CHECKPOINT, Phase
+from trainwright.trainer.run_position import CHECKPOINT, VALIDATION, Phase
 from trainwright.trainer.stage import limited
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
@@ -63,7 +63,7 @@ def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
 def validate(run: TrainingRun, within: bool) -> None:
     """Run a validation, `within` the epoch or at its end, and step the schedulers that follow validations. Collective."""
     assert run.validation is not None
-    state, before = run.state, rng_state()
+    state = run.state
     if run.optimizer is not None:
         run.plan.overrides.get("on_validation_model_zero_grad", run.optimizer.zero_grad)()
 
@@ -75,10 +75,13 @@ def validate(run: TrainingRun, within: bool) -> None:
             state.postpone_schedulers(False)
             step_schedulers(run, "step", state.step, plateau=True)
 
+    state.mark_rng(VALIDATION)
     try:
         evaluate(run.validation, Phase.VALIDATION_WITHIN if within else Phase.VALIDATION_AT_END, before_end=count)
     except BaseException:
-        state.rng[CHECKPOINT] = before  # a run resumed from a save on this error repeats the whole validation
+        state.rng[CHECKPOINT] = state.rng[
+            VALIDATION
+        ]  # a run resumed from a save on this error repeats the whole validation
         raise
     if within:  # an epoch's end asks for itself
         run.stop.agree()

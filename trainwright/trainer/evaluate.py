@@ -78,14 +78,26 @@ class Evaluation:
             if isinstance(loader, ShardedLoader) and not is_alone:
                 self.refuse_empty(index, loader.shard.source_length == 0)
             compare_first_draws(loader, engine.ranks, self.stage)
-            if engine.strategy.capabilities.forward_is_collective and isinstance(loader, ShardedCombination):
-                loader.refuse_parted_rounds(self.limit_of(loader))
+            if engine.strategy.capabilities.forward_is_collective:
+                if is_alone:
+                    self._refuse_unequal(loader)
+                if isinstance(loader, ShardedCombination):
+                    loader.refuse_parted_rounds(self.limit_of(loader))
         self.is_loaded, self.has_iterators = True, any(map(is_read_once, parts_of(loaders)))
         are_named = all(name is not None for name, _ in self.loaders)
         self.num_arguments = num_step_arguments(self.module, f"{self.stage}_step", len(self.loaders), are_named)
         if self.stage != "predict" and not self.run.in_order:
             warn_of_shuffling(loaders, self.stage)
         self.shown.note(loaders, [self.limit_of(loader) for _, loader in self.loaders])
+
+    def _refuse_unequal(self, loader: Shard) -> None:
+        """Reject loaders of which each belongs to one rank, unless they have equal numbers of batches (ValueError)."""
+        counts = self.run.engine.ranks.exchange(self.limit_of(loader), f"the start of a {self.stage}")
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"the ranks have {', '.join(map(str, counts))} batches of their own to evaluate, but under this strategy a "
+                "forward needs every rank. Give each as many, or let the loader be sharded (use_distributed_sampler=True)."
+            )
 
     def close(self) -> None:
         """End the loaders' workers."""
@@ -152,7 +164,6 @@ def evaluate(
     if evaluation.limit == 0:
         return []
     engine.strategy.broadcast_buffers(engine.modules)
-    run.stop.begin_evaluation()
     with (
         run.state.progress.during(phase),
         evaluation_mode(module, stage),

@@ -189,6 +189,14 @@ class LoggedValue:
             self._pending, self._weights = restored._pending, restored._weights
             self._total, self._weight = restored._total, restored._weight
 
+    def absorb(self, other: LoggedValue) -> None:
+        """Add the epoch's values of another rank."""
+        self._sum_up()
+        total, weight = other.total()
+        if weight:
+            self._combine(total)
+        self._weight += weight
+
     def _checked(self, value: Any) -> Tensor | float:
         """Return a number as a float, and a tensor as a copy: the user may change it in place before it is read."""
         if isinstance(value, Tensor):

@@ -278,6 +278,21 @@ class MetricCollector:
             )
 
 
+def merged(states: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return several ranks' values of an epoch as one state, and the paths of Metric objects, whose states are dropped.
+
+    The state is None if there are no states.
+    """
+    values: dict[tuple[str, str], LoggedValue] = {}
+    for value in (value for state in states for value in state["values"]):
+        logged = LoggedValue.restored(value, torch.device("cpu"))  # on the host, where sums are float64
+        first = values.setdefault((logged.key.hook, logged.name), logged)
+        if first is not logged:
+            first.absorb(logged)
+    paths = sorted({path for state in states for path in state["metrics"]})
+    return ({"values": _states_of(list(values.values())), "metrics": {}} if states else None), paths
+
+
 def _pairs_of(values: Mapping[Key, LoggedValue]) -> dict[Key, list[float]]:
     """Return [value, weight] of every plain value. NOTE: waits for the device."""
     totals = {key: logged.total() for key, logged in values.items() if not key.attribute}

@@ -16,6 +16,7 @@ from trainwright.engine.engine_checkpoints import OpenCheckpoint
 from trainwright.engine.named_state import hold_gradients
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.evaluate import sanity_check
+from trainwright.trainer.metrics import merged
 from trainwright.trainer.oversights import warn_of_open_end
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import AFTER_EPOCH_START, CHECKPOINT, EPOCH_START, VALIDATION_LOADERS
@@ -116,14 +117,7 @@ class Resumption:
         for config in run.trained.schedulers if run.state.step else ():
             if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
                 optimizer._opt_called = True  # it stepped before this process began, and torch would warn of the order
-        run.logbook.load_state_dict(state.get("metrics", {}), own.get("metrics"))
-        logged = restored.nearest_rank_state.get("metrics")
-        if logged and any(logged.values()) and restored.rank_state is None:
-            rank_zero_warn(
-                f"{path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
-                f"{run.engine.world_size}: the metrics of this epoch cover only the batches after the resume.",
-                stacklevel=2,
-            )
+        run.logbook.load_state_dict(state.get("metrics", {}), self._unfinished_metrics(checkpoint, own))
         last, epoch = run.settings.last_epoch, run.state.epoch
         if last is not None and epoch >= last and run.state.batch == 0:
             run.trainer.print(
@@ -156,6 +150,24 @@ class Resumption:
                 stacklevel=2,
             )
         return is_alike
+
+    def _unfinished_metrics(self, checkpoint: StoredCheckpoint, own: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the epoch's logged values of this rank, or at a different world size a share of all ranks' values."""
+        engine = self._run.engine
+        if checkpoint.world_size == engine.world_size:
+            return own.get("metrics")
+        # Each saved rank's values go to exactly one rank, or the epoch's sums would count them twice.
+        ranks = range(engine.rank, checkpoint.world_size, engine.world_size)
+        states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in ranks]
+        together, left_out = merged([each for each in states if each])
+        if left_out:
+            rank_zero_warn(
+                f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
+                f"{engine.world_size}: for this epoch the metric objects {', '.join(left_out)} cover only the batches "
+                "after the resume.",
+                stacklevel=2,
+            )
+        return together
 
 
 def load_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> list[str]:

@@ -25,6 +25,8 @@ AFTER_EPOCH_START = "after the epoch's start"
 """Loaded from a checkpoint within an epoch. Restored once the hooks of the epoch's start have run again."""
 EPOCH_LEFT = "epoch left"
 """After the latest batch of an epoch that the run stops within."""
+VALIDATION = "validation"
+"""When the running validation began."""
 VALIDATION_LOADERS = "validation loaders"
 """For the next call of the hook that makes the validation loaders."""
 

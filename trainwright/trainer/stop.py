@@ -60,8 +60,6 @@ class Stop:
         """The sync point at which all ranks stop training. None outside of fit."""
         self._abandonment: SyncPoint | None = None
         """The sync point at which all ranks leave a validation before one batch."""
-        self._may_abandon = False
-        """Whether a signal abandons the running evaluation."""
         self._is_rerunnable = is_rerunnable
 
     @property
@@ -162,12 +160,13 @@ class Stop:
         """Return whether the run ends here without a signal, and a resumed run would not train on."""
         return -1 < self._settings.max_steps <= self._state.step or self._is_requested
 
-    def begin_evaluation(self) -> None:
-        """Allow a signal to abandon the evaluation that begins.
+    @property
+    def _may_abandon(self) -> bool:
+        """Return whether a signal abandons an evaluation.
 
         Not within an accumulation window: no checkpoint has its gradients, and its end changes the weights.
         """
-        self._may_abandon = not self._state.progress.is_within_window and not self._ends_by_itself
+        return not self._state.progress.is_within_window and not self._ends_by_itself
 
     def is_left(self, loader: int, batch: int) -> bool:
         """Return whether all ranks abandon the running evaluation before this batch."""
