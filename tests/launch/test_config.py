@@ -139,7 +139,7 @@ def test_a_dry_run_starts_nothing(started: list[Any], capsys: pytest.CaptureFixt
     assert not Path("kept").exists()
     said = capsys.readouterr().out
     assert "would run 2 process(es) on machine 0 of 1" in said
-    assert "train.py\nwith LOCAL_RANK 0 to 1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=2, and:\n  FIRST='one two'" in said
+    assert "train.py\nwith FIRST='one two'\nwith " in said
     assert '{"strategy": "fsdp", "precision": "16-mixed", "gradient_accumulation_steps": 4' in said
     assert "sesame" not in said
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,11 +142,8 @@ def available_memory() -> int:
         return free
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in CGROUP_LIMITS:
-        try:
-            with open(path, encoding="ascii") as file:
-                limits.append(int(file.read()))
-        except (OSError, ValueError):  # no such kind of cgroup, or "max"
-            continue
+        with suppress(OSError, ValueError), open(path, encoding="ascii") as file:  # no such cgroup, or "max"
+            limits.append(int(file.read()))
     return min(limits)
 
 

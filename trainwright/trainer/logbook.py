@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trainwright.engine.engine import Engine
-from trainwright.engine.optimizers import AFTER_VALIDATIONS
 from trainwright.loggers.base import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
@@ -227,7 +226,8 @@ class Logbook:
         self._keep_steps()
         metrics = self._callback  # of which epoch values are not rounded
         if name not in metrics:
-            early = f" No validation has run yet: if it logs {name!r}, {AFTER_VALIDATIONS}."
+            early = f" No validation has run yet: if it logs {name!r}, give a scheduler interval='validation', or see "
+            early += "check_val_every_n_epoch and limit_val_batches."
             raise ValueError(
                 f"{asker} follows {name!r}, which was not logged; there are {', '.join(sorted(metrics)) or 'no metrics'}. "
                 f"Log it with self.log, or change monitor.{'' if self._state.validations else early}"
