@@ -303,6 +303,7 @@ class FSDPStrategy(Strategy):
                 self._gather_roots()
             return
         for module in modules:
+            vendor.follow_unfrozen(self.wrapped[module])
             self._deferred.adopt(module)
             self._use.track(module)
             self.buffers.track(module)
