@@ -123,6 +123,16 @@ TORCH = (
     Use("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "reach what fsdp keeps of a group's parameters"),
     Use(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+        "_fsdp_param_group",
+        "reach a group's dtypes (strategies/fsdp2/vendor.py)",
+    ),
+    Use(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+        "_init_mp_dtypes",
+        "reduce the gradients of a group that was frozen before (strategies/fsdp2/vendor.py)",
+    ),
+    Use(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
         "_register_pre_backward_hook",
         "gather for the backward of a loss that was made outside of a forward (strategies/fsdp2/vendor.py)",
     ),

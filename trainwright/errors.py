@@ -102,6 +102,6 @@ def with_article(name: str) -> str:
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return the question " Did you mean ...?" with the known name nearest to a wrong one, or "" if none is near."""
-    names = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(str(name).lower(), names, n=1)
+    names = {each.lower().lstrip("-"): each for each in known}  # dashes make no two flags similar
+    close = difflib.get_close_matches(str(name).lower().lstrip("-"), names, n=1)
     return f" Did you mean {names[close[0]]!r}?" if close else ""

@@ -124,6 +124,17 @@ def test_a_moved_folder_keeps_what_it_kept(tmp_path: Path, move: Any, weights_on
     assert (tmp_path / "first" / "best-epoch=1.ckpt").exists() == (move is shutil.copytree)
 
 
+def test_a_moved_checkpoint_does_not_adopt_another_runs(tmp_path: Path) -> None:
+    """In the new folder another run has saved a checkpoint of the same name at the same step."""
+    ours = run(tmp_path / "ours", [1.0, 2.0], save_top_k=2)
+    theirs = run(tmp_path / "theirs", [5.0]).best_model_path
+    assert Path(theirs).name in names(tmp_path / "ours")
+    source = shutil.copytree(ours.last_model_path, tmp_path / "theirs" / Path(ours.last_model_path).name)
+    callback = run(tmp_path / "theirs", [1.0, 2.0, 0.5], ckpt_path=str(source))
+    assert Path(theirs).exists()
+    assert theirs not in callback.best_k_models
+
+
 def test_taken_names_get_versions(tmp_path: Path) -> None:
     kwargs = {"filename": "{epoch}-{val/score:.2f}", "save_top_k": -1}
     run(tmp_path, [0.5], **kwargs)

@@ -1,14 +1,12 @@
-"""The memory of a model on every device, from sizes only, and the warning if that is too much."""
+"""The memory of a model on every device, from sizes only."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, make_loader
 from torch import nn
 
 import trainwright as tw
@@ -204,34 +202,4 @@ def test_buffers_are_not_sharded() -> None:
 
 
 def test_the_memory_of_this_machine_is_found() -> None:
-    cpu = torch.device("cpu")
-    assert GIB / 4 < available_memory(cpu) < 2**50
-    assert available_memory(cpu, 4) == available_memory(cpu) // 4
-
-
-class Reached(Exception):
-    pass
-
-
-class Large(Classifier):
-    """A part of the machine's memory, which nobody touches: the run is left before its first step."""
-
-    def __init__(self, part: float) -> None:
-        super().__init__()
-        self.large = nn.Parameter(torch.empty(int(part * available_memory(torch.device("cpu")) / 4)))
-
-    def on_fit_start(self) -> None:
-        raise Reached
-
-
-def test_fit_warns_where_it_matters() -> None:
-    trainer = tw.Trainer(max_epochs=1, strategy="single_device", **QUIET)
-    with pytest.warns(
-        UserWarning, match=r"(?s)strategy='single_device' leaves too little .*no strategy fits it on 1 dev"
-    ):
-        with pytest.raises(Reached):
-            trainer.fit(Large(0.25), make_loader())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(Reached):
-            trainer.fit(Large(0.1), make_loader())
+    assert GIB / 4 < available_memory() < 2**50

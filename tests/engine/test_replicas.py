@@ -99,6 +99,9 @@ def job(folder: Path) -> dict[str, Any]:
         tw.Accelerator(cpu=ON_HOST).prepare(net, optimizer)
     told["options"] = str(caught.value)
     with pytest.raises(ValueError) as caught:
+        tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=2 + dist.get_rank())
+    told["steps of a window"] = str(caught.value)
+    with pytest.raises(ValueError) as caught:
         tw.Trainer(max_epochs=1, **QUIET).fit(Classifier(lr=0.1 + dist.get_rank()), make_loader())
     told["rates"] = str(caught.value)
     told |= other_arguments(dist.get_rank())
@@ -115,6 +118,7 @@ def test_different_models_are_named_and_hang_nobody(tmp_path: Path) -> None:
     assert "lr of group 0 of optimizer 0 is 0.1, 1.1" in zero["told"]["rates"]
     for name, setting in {
         "max_steps": "the Trainer's arguments differ between ranks, .* by rank max_steps is 2, 3",
+        "steps of a window": "the Accelerator's arguments differ between ranks, .* by rank gradient_accumulation_steps is 2, 3",
         "window": "limit_val_batches is 3, None; accumulate_grad_batches is 1, 2",
         "saving": r"callbacks that save is \['ModelCheckpoint'\], \[\]",
     }.items():

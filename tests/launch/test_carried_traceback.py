@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import linecache
+import traceback
 
-from trainwright.launch.notebook import carry, render
+from trainwright.launch.notebook import with_sources
 
 CELL = "def step(batch):\n    raise ValueError('no such batch')\n"
 
@@ -18,12 +18,12 @@ def test_the_lines_of_a_cell_are_looked_up_where_it_was_written() -> None:
             names["step"](3)  # type: ignore[operator]
         except ValueError as error:
             raise RuntimeError("the run has failed") from error
-    except RuntimeError as error:
-        carried = json.loads(json.dumps(carry(error)))
-    assert "raise ValueError" not in render(carried)
+    except RuntimeError:
+        carried = traceback.format_exc()
+    assert "raise ValueError" not in with_sources(carried)
     linecache.cache["<cell 7>"] = (len(CELL), None, CELL.splitlines(True), "<cell 7>")
     try:
-        text = render(carried)
+        text = with_sources(carried)
     finally:
         del linecache.cache["<cell 7>"]
     first, second = text.split("The above exception was the direct cause of the following exception:")

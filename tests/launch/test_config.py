@@ -76,7 +76,6 @@ def test_a_config_fills_what_flags_leave_open(started: list[Any], capsys: pytest
     ]
     assert not set(shown) - rows(said)
     assert "sesame" not in said
-    assert "overrides" not in said
 
 
 def test_flags_override_the_environment_which_overrides_the_config(
@@ -95,15 +94,12 @@ def test_flags_override_the_environment_which_overrides_the_config(
         "accelerator": None,
     }
     said = rows(capsys.readouterr().err)
-    assert {line for line in said if "overrides" in line} == {
-        "--devices 3 overrides devices: 2 of mine.yaml:1",
-        "--no-cpu overrides cpu: true of mine.yaml:2",
-        "--precision 32 overrides precision: 16-mixed of mine.yaml:4",
-        "--gradient-accumulation-steps 1 overrides gradient_accumulation_steps: 4 of mine.yaml:5",
-        f"{GRACE_VARIABLE}=8 overrides grace_seconds: 7 of mine.yaml:7",
-        "the environment's FIRST overrides env: FIRST of mine.yaml:9",
+    assert said > {
+        "devices 3 --devices",
+        "precision 32-true --precision",
+        "gradient_accumulation_steps 1 --gradient-accumulation-steps",
+        f"grace_seconds 8 {GRACE_VARIABLE}",
     }
-    assert "devices 3 --devices" in said
 
 
 @pytest.mark.parametrize(("word", "name"), [("no", "32-true"), ("fp16", "16-mixed"), ("BF16", "bf16-mixed")])
@@ -143,7 +139,7 @@ def test_a_dry_run_starts_nothing(started: list[Any], capsys: pytest.CaptureFixt
     assert not Path("kept").exists()
     said = capsys.readouterr().out
     assert "would run 2 process(es) on machine 0 of 1" in said
-    assert "train.py\nwith LOCAL_RANK 0 to 1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=2, and:\n  FIRST='one two'" in said
+    assert "train.py\nwith FIRST='one two'\nwith " in said
     assert '{"strategy": "fsdp", "precision": "16-mixed", "gradient_accumulation_steps": 4' in said
     assert "sesame" not in said
 

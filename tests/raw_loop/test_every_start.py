@@ -73,8 +73,7 @@ if __name__ == "__main__":
 LAUNCH = ["-m", "trainwright", "launch", "--cpu", "--devices", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 KINDS = {
-    "ddp": "MULTI_CPU",
-    "ddp_sharded": "MULTI_CPU",
+    **dict.fromkeys((name for name in STRATEGIES if name != "single_device"), "MULTI_CPU"),
     "fsdp": "FSDP",
     "deepspeed_stage_1": "DEEPSPEED",
     "deepspeed": "DEEPSPEED",

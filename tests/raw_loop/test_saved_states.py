@@ -343,6 +343,30 @@ def test_a_stop_within_an_epoch_is_exact(tmp_path: Path) -> None:
     assert_equal(weights(again.net), weights(whole.net))
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # torch sees no step in the resumed process
+def test_a_scheduler_of_epochs_counts_steps_before_the_save(tmp_path: Path) -> None:
+    rates = []
+    for is_resumed in (False, True):
+        accelerator = tw.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=2)
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+        batches = [torch.randn(2, 8) for _ in range(3)]
+        if is_resumed:
+            accelerator.load_state(tmp_path / "saved")
+        for index, batch in enumerate(batches[2:] if is_resumed else batches):
+            with accelerator.accumulate(net):
+                accelerator.backward(net(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            if index == 1:
+                accelerator.save_state(tmp_path / "saved")
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.25, 0.25]
+
+
 def test_a_resumed_loop_gets_the_batches_that_it_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def loaded(**settings: Any) -> tuple[tw.Accelerator, Any, Any, Any]:
         torch.manual_seed(5)

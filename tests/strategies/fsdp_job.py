@@ -11,7 +11,7 @@ import pytest
 import torch
 from contract_job import quiet
 from everyday_job import RANK_BATCH, everyday, trainer
-from small import QUIET
+from small import QUIET, Classifier, make_loader
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -398,3 +398,21 @@ def fsdp(folder: Path) -> dict[str, Any]:
         tw.Trainer(strategy="fsdp_cpu_offload", **QUIET)
     found["told"] = [str(each.message) for each in told]
     return found
+
+
+class Unfreezes(Classifier):
+    """Trains its first layer from the second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        self.get_submodule("net.0").requires_grad_(self.current_epoch > 0)
+
+
+def unfreeze(folder: Path) -> bool:
+    """Return whether a group that was frozen in its first forward trains in mixed precision."""
+    quiet()
+    module, strategy = Unfreezes(), tw.FSDPStrategy(auto_wrap_policy={nn.Linear})
+    tw.Trainer(strategy=strategy, devices=2, precision="bf16-mixed", max_epochs=2, **QUIET).fit(module, make_loader())
+    whole = tw.gather_module(module, all_ranks=True)
+    assert whole is not None
+    name = "net.0.weight"
+    return not torch.equal(whole.get_parameter(name).cpu(), Unfreezes().get_parameter(name))

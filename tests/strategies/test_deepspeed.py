@@ -164,7 +164,6 @@ def test_missing_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("stage", "parameter", "text"),
     [
-        (3, torch.zeros(0, 4), r"parameter 'odd' has the shape \(0, 4\), but ZeRO stage 3 cannot gather one without"),
         (
             1,
             torch.zeros(3, dtype=torch.bfloat16),

@@ -112,3 +112,7 @@ def test_reading_a_shard_as_an_array_is_explained(job: Any) -> None:
     for rank in job[0]:
         for notes in rank["drawn"]:
             assert re.search(r"a hook or a callback use its full_tensor\(\), .*before numpy\(\)", "".join(notes))
+
+
+def test_a_frozen_group_trains_in_mixed_precision_once_it_is_unfrozen(tmp_path: Path) -> None:
+    assert run_job(fsdp_job.unfreeze, 2, tmp_path) == [True, True]

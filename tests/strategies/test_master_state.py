@@ -78,19 +78,6 @@ def test_state_of_before_lies_where_the_masters_do() -> None:
     }  # fmt: skip
 
 
-def test_lists_of_tensors_lie_where_the_masters_do() -> None:
-    parameter = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
-    master = mastered(AdamW([parameter], 0.1), parameter, "meta")
-    view = master.views[parameter].tensor
-    master.own.state[view] = {
-        "factors": [torch.ones(2, dtype=torch.bfloat16), {"count": torch.ones(2, dtype=torch.int64)}]
-    }
-    master_optimizer.move_plain(master)
-    first, second = master.own.state[view]["factors"]
-    assert (first.device.type, first.dtype) == ("meta", torch.float32)
-    assert (second["count"].device.type, second["count"].dtype) == ("meta", torch.int64)
-
-
 def test_an_optimizer_gets_its_parameters_back_and_is_not_taken_again() -> None:
     parameter = nn.Parameter(torch.zeros(2, 3))
     optimizer = AdamW([parameter], 0.1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import sys
+import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import small
 import torch
 from jobs import run_job
 from small import QUIET, Classifier, make_loader
+from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
 from trainwright.gradient_norms import grad_norm
@@ -251,6 +254,8 @@ def test_map_location_is_that_of_torch_load(tmp_path: Path) -> None:
 
     assert loaded(lambda storage, place: storage) == "cpu"
     assert loaded("meta") == loaded(torch.device("meta")) == "meta"
+    with pytest.raises(TypeError, match=r"map_location=\{'a': 'cpu'\} is not accepted; pass one device"):
+        loaded({"a": "cpu"})
 
 
 def test_weights_are_exported(tmp_path: Path) -> None:
@@ -376,6 +381,59 @@ class Logs(Classifier):
 class Ends(tw.Callback):
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         trainer.should_stop = True
+
+
+class Reading(Dataset[Any]):
+    """Samples that take a while to read."""
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        self.read = read
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Any:
+        self.read()
+        return torch.zeros(8), 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cores", "is_named"),
+    [(0.5, 4, True), (0.5, 1, False), (0.25, 4, False)],
+    ids=["slow", "slow without idle cores", "fast"],
+)
+def test_waiting_for_data_beside_idle_cores_is_named(
+    seconds: float, cores: int, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    class Computing(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            spend(1.0)
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr("trainwright.data.workers.perf_counter", lambda: now[0])
+    loader = DataLoader(Reading(lambda: spend(seconds)))
+    if not is_named:
+        trainer_of().fit(Computing(), loader)
+        return
+    with pytest.warns(
+        UserWarning, match=r"during 34% of its time: .* num_workers=0, and this process has 4 cores"
+    ) as said:
+        trainer_of(max_epochs=2).fit(Computing(), loader)
+    assert len(said) == 1
+
+
+def test_a_dataset_that_sleeps_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr("trainwright.data.workers.LONG_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("trainwright.data.workers.LARGE_SHARE", 0.01)
+    with pytest.warns(UserWarning, match="training has waited for data"):
+        trainer_of().fit(Classifier(), DataLoader(Reading(lambda: time.sleep(0.01))))
 
 
 def test_objects_of_lightnings_classes_are_named() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count, cycle
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +95,3 @@ def test_a_number_of_batches_takes_the_next_ones_in_each_pass() -> None:
     trainer.fit(module, count(), count(10))
     assert module.trained == [0, 1, 2, 3, 4, 5]
     assert module.validated == [10, 11, 12, 13]  # no sanity check
-
-
-def test_a_resumed_run_says_that_it_reads_an_iterator_from_its_start(tmp_path: Path) -> None:
-    trainer, module = fit(cycle([next(batches())]), max_epochs=2, limit_train_batches=2)
-    trainer.save_checkpoint(tmp_path / "two.ckpt")
-    resumed = tw.Trainer(max_epochs=3, limit_train_batches=2, **QUIET)
-    with pytest.warns(UserWarning, match="continues in epoch 2, and reads a cycle from its start"):
-        resumed.fit(module, cycle([next(batches())]), ckpt_path=tmp_path / "two.ckpt")
-    assert resumed.global_step == 6

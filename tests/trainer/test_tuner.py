@@ -299,9 +299,7 @@ def test_a_resumed_run_keeps_the_batch_size_that_was_found(tmp_path: Path, holde
     assert run(2, f"{tmp_path}/epoch=0.ckpt") == (16, 6)
     if holder == "data module":
         trainer = tw.Trainer(**QUIET, max_epochs=1, callbacks=tw.BatchSizeFinder())
-        with pytest.warns(
-            UserWarning, match="found the batch size 16, which this one does not use: .* no such attribute"
-        ):
+        with pytest.warns(UserWarning, match="found the value 16, which this one does not use: .* no such attribute"):
             trainer.fit(Classifier(), make_loader(40, 16), ckpt_path=f"{tmp_path}/epoch=0.ckpt")
 
 

@@ -112,23 +112,13 @@ class AveragedPieces:
             self._averages.clear()
             self.join(strategy, module)
             return
-        pairs = list(self._pairs(self._read(strategy, module)))
+        pairs = list(self._pairs(strategy.model_pieces(module)))
         for some in _portions(pairs):
             self._fold([average for average, _ in some], [_like(value, average) for average, value in some], count)
         # A mean with infinite elements became NaN. These elements get the current value.
         for average, value in pairs if self._infinite else ():
             if id(average) in self._infinite:
                 average.copy_(torch.where(average.isfinite(), average, _like(value, average)))
-
-    def _read(self, strategy: Strategy, module: nn.Module) -> list[Piece]:
-        """Return the pieces of the module. The average of a buffer with a new size begins again."""
-        pieces = strategy.model_pieces(module)
-        for piece in pieces:
-            average = self._averages.get(piece.name)
-            if average is not None and average.shape != piece.tensor.shape:
-                del self._averages[piece.name]
-                self._begin([piece])
-        return pieces
 
     def _pairs(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every average once, with the tensor that the module holds."""
@@ -142,7 +132,7 @@ class AveragedPieces:
     @torch.no_grad()
     def show(self, strategy: Strategy, module: nn.Module, kept: Collection[str] = ()) -> None:
         """Put the averages into the module, and keep its weights and the tensors named `kept`. Collective."""
-        pieces = self._read(strategy, module)
+        pieces = strategy.model_pieces(module)
         names = self._averages.keys() | set(kept)
         for group in tied_groups(piece for piece in pieces if piece.name in names):
             value = group[0].tensor.clone()
@@ -175,7 +165,7 @@ class AveragedPieces:
         `is_model`: the averages are its model. `is_final`: the module contains them, with later changes by its user.
         """
         found: dict[str, dict[str, Tensor]] = {}
-        pieces = {piece.name: piece.tensor for piece in self._read(strategy, module)}
+        pieces = {piece.name: piece.tensor for piece in strategy.model_pieces(module)}
         averages = {name: average for name, average in self._averages.items() if name in pieces}
         if is_model:
             found[TRAINING] = self._kept or {name: pieces[name] for name in averages}

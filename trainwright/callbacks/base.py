@@ -278,6 +278,13 @@ def detach(callbacks: Iterable[Callback]) -> None:
         callback.__dict__.pop("_running_module", None)
 
 
+def check_integers(least: int, **given: Any) -> None:
+    """Raise ValueError for an argument that is not an integer of at least `least`."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r} is not accepted; pass an integer of at least {least}.")
+
+
 def require_logger(callback: Callback, trainer: AnyTrainer) -> None:
     """Raise ValueError if a callback that only logs is in a run without a logger."""
     if not trainer.loggers and not trainer.fast_dev_run:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.base import Callback
-from trainwright.callbacks.learning_rate_finder import MakeTrial, TunedSetting, refuse_within_run, trial_copy
+from trainwright.callbacks.base import Callback, check_integers
+from trainwright.callbacks.learning_rate_finder import MakeTrial, TunedSetting, refuse_within_run, trial_copy, use_found
 from trainwright.data.datamodule import DataModule
 from trainwright.data.seeding import isolate_rng
 from trainwright.devices.hardware import free_unused_memory, is_out_of_memory
-from trainwright.rank_zero import rank_zero_info, rank_zero_warn
+from trainwright.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -72,9 +72,7 @@ class BatchSizeFinder(Callback):
             raise ValueError(f"margin={margin} is not accepted; pass a fraction from 0 and below 1.")
         self.mode, self.steps_per_trial, self.init_val, self.max_trials = mode, steps_per_trial, init_val, max_trials
         self.batch_arg_name, self.margin, self.max_val = batch_arg_name, margin, max_val
-        for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not accepted; pass a number of at least 1.")
+        check_integers(1, steps_per_trial=steps_per_trial, init_val=init_val, max_trials=max_trials, max_val=max_val)
         self.optimal_batch_size: int | None = None
 
     def scale_batch_size(self, trainer: AnyTrainer, pl_module: Module) -> NoReturn:
@@ -86,17 +84,8 @@ class BatchSizeFinder(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the size that the saved run has found, and set it before a resumed run makes its loaders."""
-        self.optimal_batch_size = size = int(state["optimal_batch_size"])
-        if (module := vars(self).get("_running_module")) is None:
-            return
-        try:
-            setting = self._setting(module, module.trainer.datamodule)
-        except AttributeError as error:
-            rank_zero_warn(f"The saved run has found the batch size {size}, which this one does not use: {error}")
-            return
-        if setting.value != size:
-            setting.set(size)
-            rank_zero_info(f"The batch size {setting.name} is set to {size}, which the saved run has found.")
+        self.optimal_batch_size = int(state["optimal_batch_size"])
+        use_found(self, lambda module: self._setting(module, module.trainer.datamodule), self.optimal_batch_size)
 
     def _setting(self, module: Module, datamodule: DataModule | None) -> TunedSetting:
         owners = [module] if datamodule is None else [module, datamodule]

@@ -203,8 +203,10 @@ def moved(state: Mapping[str, Any], folder: str) -> dict[str, Any]:
         return dict(state)
 
     def here(path: Any) -> Any:
-        is_moved = isinstance(path, str) and path.rpartition("/")[0] == home
-        return f"{folder}/{path.rpartition('/')[2]}" if is_moved else path
+        if not isinstance(path, str) or path.rpartition("/")[0] != home:
+            return path
+        moved_to = f"{folder}/{path.rpartition('/')[2]}"
+        return moved_to if _was_saved_as(moved_to, path) else path
 
     return {
         **{name: here(value) for name, value in state.items()},
@@ -214,6 +216,15 @@ def moved(state: Mapping[str, Any], folder: str) -> dict[str, Any]:
         },
         "replaced": [here(path) for path in state.get("replaced", [])],
     }
+
+
+def _was_saved_as(path: str, before: str) -> bool:
+    """Return whether a checkpoint here says that a ModelCheckpoint saved it as `before`. Weights only say nothing."""
+    try:
+        states = open_checkpoint(path, "off").run_state().get("callbacks", {}).values()
+    except CheckpointError:
+        return False
+    return not states or any(before in map(state.get, ("last_model_path", "place", "link")) for state in states)
 
 
 def kept_again(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, check_integers
 from trainwright.callbacks.checkpoint_policy import chosen_mode
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import say, warn
@@ -82,8 +82,7 @@ class EarlyStopping(Callback):
     ) -> None:
         if not isinstance(monitor, str):
             raise TypeError(f"monitor={monitor!r} is {a_type_of(monitor)}; pass the name of a metric that you log.")
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise ValueError(f"patience={patience!r} is not accepted; pass an integer of at least 0.")
+        check_integers(0, patience=patience)
         if not isinstance(min_delta, (int, float)) or not math.isfinite(min_delta) or min_delta < 0:
             raise ValueError(f"min_delta={min_delta!r} is not accepted; pass a number of at least 0 (for either mode).")
         self.monitor, self.min_delta, self.patience = monitor, float(min_delta), patience

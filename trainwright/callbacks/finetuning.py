@@ -231,7 +231,6 @@ class BaseFinetuning(Callback):
         """Let the schedulers of an optimizer set the rates of new groups too."""
         for config in trainer.lr_scheduler_configs if groups else ():
             if config.is_of(optimizer):
-                _refuse_planned(type(self).__name__, config.scheduler)
                 for scheduler in _parts_of(config.scheduler):
                     for values, value in _lists_by_group(scheduler):
                         values += [group["lr"] if value is None else value for group in groups]

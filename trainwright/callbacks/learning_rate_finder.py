@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, check_integers
 from trainwright.callbacks.trainer_protocol import TrialTrainer
 from trainwright.data.combined_loader import is_read_once, leaves
 from trainwright.data.seeding import isolate_rng
@@ -48,8 +48,7 @@ class LearningRateSearch:
             raise ValueError(f"mode={mode!r} is unknown; choose from {', '.join(MODES)}.")
         if not 0.0 < lr_min < lr_max:
             raise ValueError(f"min_lr={lr_min} and max_lr={lr_max}: expected rates with 0 < min_lr < max_lr.")
-        if num_training < 1:
-            raise ValueError(f"num_training={num_training} is not accepted; pass a number of steps from 1.")
+        check_integers(1, num_training=num_training)
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
 
@@ -203,8 +202,8 @@ class Sweep(Callback):
             return
         if not self._losses and not module.automatic_optimization:
             raise ValueError(
-                f"The search for a learning rate follows the loss, and training_step of {type(module).__name__} returned none "
-                "for its step, and return it from training_step, also under manual optimization."
+                f"The search for a learning rate follows the loss, and training_step of {type(module).__name__} returned none. "
+                "Return the loss from training_step, also under manual optimization."
             )
         loss, self._losses = self._losses[-1] if self._losses else math.nan, []
         smoothed = self._smoothed(loss) if math.isfinite(loss) else loss
@@ -256,10 +255,6 @@ class TunedSetting:
             "__init__ and use it there, or name a different attribute."
         )
 
-    @property
-    def value(self) -> Any:
-        return _value_of(*self._holders[0])
-
     def set(self, value: Any) -> None:
         """Set it wherever it is held."""
         for holder, key in self._holders:
@@ -269,6 +264,15 @@ class TunedSetting:
         """Restore the first values of all objects."""
         for (holder, key), value in zip(self._holders, self._first, strict=True):
             _assign(holder, key, value)
+
+
+def use_found(callback: Callback, setting_of: Callable[[Module], TunedSetting], value: Any) -> None:
+    """Set a value that the saved run has found, in a resumed run. Warn if the module has no such setting any more."""
+    if (module := vars(callback).get("_running_module")) is not None:
+        try:
+            setting_of(module).set(value)
+        except AttributeError as error:
+            rank_zero_warn(f"The saved run has found the value {value}, which this one does not use: {error}")
 
 
 def _value_of(holder: Any, key: str) -> Any:
@@ -353,12 +357,9 @@ class LearningRateFinder(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the rate that the saved run has found, and set it before a resumed run makes its optimizers."""
-        self._rate, module = float(state["rate"]), vars(self).get("_running_module")
-        if module is not None and self.update_attr:
-            try:
-                self._setting(module).set(self._rate)
-            except AttributeError as error:
-                rank_zero_warn(f"The saved run has found the rate {self._rate}, which this one does not use: {error}")
+        self._rate = float(state["rate"])
+        if self.update_attr:
+            use_found(self, self._setting, self._rate)
 
     def _setting(self, module: Module) -> TunedSetting:
         names = (self.attr_name,) if self.attr_name else RATE_NAMES

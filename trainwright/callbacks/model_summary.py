@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, check_integers
 from trainwright.callbacks.rich_progress_bar import require_rich
 from trainwright.data.seeding import isolate_rng
 from trainwright.data.transfer import to_device
@@ -50,10 +50,7 @@ class ModelSummary(Callback):
 
     @refuses_unknown
     def __init__(self, max_depth: int = 1) -> None:
-        if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
-            raise ValueError(
-                f"max_depth={max_depth!r} is not accepted; pass how many levels of children to show, or -1 for all."
-            )
+        check_integers(-1, max_depth=max_depth)
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, check_integers
 from trainwright.module_hooks import AnyTrainer
 from trainwright.rank_zero import above_bars
 
@@ -178,7 +178,7 @@ class LiveProgressBar(ProgressBar):
     reads_outputs = False
 
     def __init__(self, refresh_rate: int, leave: bool, refresh_seconds: float, line_seconds: float) -> None:
-        refuse_negative("refresh_rate", refresh_rate)
+        check_integers(0, refresh_rate=refresh_rate)
         self.refresh_rate, self.leave = refresh_rate, leave
         self.refresh_seconds, self.line_seconds = refresh_seconds, line_seconds
         self._is_shown = self._is_live = False
@@ -368,12 +368,6 @@ class LoopDisplay:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-
-
-def refuse_negative(name: str, value: Any) -> None:
-    """Raise ValueError unless a setting is an integer of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name}={value!r} is not accepted; pass an integer of at least 0.")
 
 
 def _known(number: int | float | None) -> int | None:

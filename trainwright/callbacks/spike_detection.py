@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.base import Callback
+from trainwright.callbacks.base import Callback, check_integers
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.errors import TrainwrightError
 from trainwright.paths import absolute
@@ -73,9 +73,7 @@ class SpikeDetection(Callback):
     ) -> None:
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r} is unknown; choose from min, max.")
-        for name, number in (("window", window), ("warmup", warmup)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}={number!r} is not accepted; pass a number of batches from 1.")
+        check_integers(1, window=window, warmup=warmup)
         if atol is None and rtol is None:
             raise ValueError("atol=None and rtol=None leave no limit; give one of them.")
         self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import SWALR
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.averaging import LOW, AverageFunction, Averaging, Fold, fold_of
+from trainwright.callbacks.base import check_integers
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.tensor_names import clean_name, names_of
 
@@ -75,13 +76,12 @@ class StochasticWeightAveraging(Averaging):
         if not rates or not all(_is_rate(rate) for rate in rates):
             raise ValueError(f"swa_lrs={swa_lrs!r} is not accepted; pass a rate above 0, or a list of them.")
         is_fraction = isinstance(swa_epoch_start, float) and 0 <= swa_epoch_start <= 1
-        if not is_fraction and not _is_integer(swa_epoch_start, least=1):
+        if not is_fraction and (type(swa_epoch_start) is not int or swa_epoch_start < 1):
             raise ValueError(
                 f"swa_epoch_start={swa_epoch_start!r} is not accepted; pass the number of an epoch, from 1, or a fraction of "
                 "the epochs (a float from 0 to 1)."
             )
-        if not _is_integer(annealing_epochs, least=0):
-            raise ValueError(f"annealing_epochs={annealing_epochs!r} is not accepted; pass an integer of at least 0.")
+        check_integers(0, annealing_epochs=annealing_epochs)
         if annealing_strategy not in ("cos", "linear"):
             raise ValueError(f"annealing_strategy={annealing_strategy!r} is unknown; choose from cos, linear.")
         if avg_fn is not None and not callable(avg_fn):
@@ -178,10 +178,6 @@ class StochasticWeightAveraging(Averaging):
 
 def _is_rate(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _is_integer(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @torch.no_grad()

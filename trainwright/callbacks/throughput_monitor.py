@@ -87,8 +87,6 @@ class ThroughputMonitor(Callback):
         self._ended_at: float | None = None
         """When the previous batch ended, or None after anything but a batch."""
         self._began_at = 0.0
-        self._sizes: tuple[int, int] | None = None
-        """The samples and the items of the batch, or None until they are known."""
         self._step = 0
         """The steps before the latest batch."""
         self._flops: float | None = self.flops_per_batch
@@ -118,15 +116,12 @@ class ThroughputMonitor(Callback):
         if self._ended_at is not None:
             self._waited += self._began_at - self._ended_at
             self._busy += self._began_at - self._ended_at
-        # None if training_step takes its batches itself, after this hook.
-        self._sizes = None if batch is None or trainer.is_dummy_batch else self._sizes_of(batch)
+        if not trainer.is_dummy_batch:  # here, since a step may take entries out of the batch
+            self._samples += int(self.batch_size_fn(batch))
+            self._length += int(self.length_fn(batch)) if self.length_fn is not None else 0
         self._step = trainer.state.batches_that_stepped
 
     def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not trainer.is_dummy_batch:
-            samples, length = self._sizes or self._sizes_of(batch)
-            self._samples += samples
-            self._length += length
         self._batches += 1
         step, every = trainer.state.batches_that_stepped, trainer.log_every_n_steps
         is_due = every > 0 and step % every == 0 and step != self._step  # the batches of a window have one step
@@ -139,9 +134,6 @@ class ThroughputMonitor(Callback):
             values = self._rates(trainer.world_size, module.device) if len(self._moments) > 1 else {}
             for logger in trainer.loggers if values and trainer.is_global_zero else ():
                 logger.log_metrics(values, trainer.state.logged_step)
-
-    def _sizes_of(self, batch: Any) -> tuple[int, int]:
-        return int(self.batch_size_fn(batch)), int(self.length_fn(batch)) if self.length_fn is not None else 0
 
     def _rates(self, world_size: int, device: torch.device) -> dict[str, float]:
         first, last = self._moments[0], self._moments[-1]

@@ -9,7 +9,8 @@ from tqdm import std
 from tqdm.auto import tqdm
 
 from trainwright.arguments import refuses_unknown
-from trainwright.callbacks.progress_bar import LiveProgressBar, LoopDisplay, refuse_negative, rounded
+from trainwright.callbacks.base import check_integers
+from trainwright.callbacks.progress_bar import LiveProgressBar, LoopDisplay, rounded
 
 LOOPS = {
     "train": ("init_train_tqdm", "train_progress_bar"),
@@ -56,7 +57,7 @@ class TQDMProgressBar(LiveProgressBar):
         refresh_seconds: float = 0.1,
         line_seconds: float = 30.0,
     ) -> None:
-        refuse_negative("process_position", process_position)
+        check_integers(0, process_position=process_position)
         super().__init__(refresh_rate, leave, refresh_seconds, line_seconds)
         self.process_position = process_position
         self._options: dict[str, Any] = {}

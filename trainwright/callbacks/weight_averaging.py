@@ -11,6 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.averaging import AverageFunction, Averaging, Fold, fold_of
+from trainwright.callbacks.base import check_integers
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -187,9 +188,11 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
-        for name in ("update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} is negative; pass an integer of at least 0.")
+        starts = {
+            "update_starting_at_step": update_starting_at_step or 0,
+            "update_starting_at_epoch": update_starting_at_epoch or 0,
+        }
+        check_integers(0, update_every_n_steps=update_every_n_steps, **starts)
 
     def _fold(self) -> Fold:
         fold: Fold = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Workers: their random numbers depend on (seed, epoch, batch) only, and they end without leftovers.
+"""Workers: their random numbers depend on (seed, epoch, batch) only, they end without leftovers, and too few get a warning.
 
 torch's workers do not reseed between batches. So random augmentation would differ after a resume and with another number of
 workers. Therefore the index stream adds a seed to every batch of indices, and the dataset in the worker seeds its generators
@@ -14,8 +14,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain, islice
+from time import perf_counter
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import (
@@ -30,9 +32,17 @@ from torch.utils.data import (
 
 from trainwright.data.seeding import derive_seed, seed_generators
 from trainwright.data.vendor import is_loop_done, is_split_after_shuffle
+from trainwright.devices.abilities import copies_aside
 from trainwright.distributed.signals import STOP_SIGNALS
+from trainwright.rank_zero import rank_zero_warn
+
+T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
+TIMED_BATCHES = 1000
+LONG_WAIT_SECONDS = 10.0
+LARGE_SHARE = 0.3
+"""Waits for data are worth a warning if they take this long in total, and this share of the time."""
 
 
 class SeededBatch(list[Any]):
@@ -144,6 +154,38 @@ def hear_signals() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before prctl was called
         sys.exit(128 + signal.SIGTERM)
+
+
+def timed(batches: Iterator[T], loaders: Iterable[Any], processes: int, device: torch.device) -> Iterator[T]:
+    """Return the same batches, and warn once if training waits for them while cores are idle.
+
+    The first batches are timed. A wait costs nothing if the device still computes at its end. `processes` share the cores.
+    """
+    cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // processes
+    workers = min(getattr(loader, "num_workers", cores) for loader in loaders)
+    if workers + 1 >= cores or not (device.type == "cpu" or copies_aside(device.type)):
+        return batches
+    return chain(_timed(batches, workers, cores, device), batches)
+
+
+def _timed(batches: Iterator[T], workers: int, cores: int, device: torch.device) -> Iterator[T]:
+    stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    yield from islice(batches, 1)  # the first batch starts the workers
+    begun = asked = perf_counter()
+    waited = 0.0
+    for batch in islice(batches, TIMED_BATCHES):
+        came = perf_counter()
+        if stream is None or stream.query():
+            waited += came - asked
+        yield batch
+        if waited > max(LONG_WAIT_SECONDS, LARGE_SHARE * (came - begun)):
+            rank_zero_warn(
+                f"training has waited for data during {waited / (came - begun):.0%} of its time: the loader has "
+                f"num_workers={workers}, and this process has {cores} cores. Pass a larger num_workers.",
+                stacklevel=2,
+            )
+            return
+        asked = perf_counter()
 
 
 def set_epoch_of_parts(loader: Any, epoch: int) -> None:

@@ -137,7 +137,7 @@ class SyncPoint:
             return False
         if self._agreed_step is None:
             if self._job.synchronize is not None:
-                self._job.synchronize()
+                self._job.synchronize()  # NOTE: waits for the device
             keys = [self._step_key(self._round, rank) for rank in range(self._job.world_size)]
             if not store.check(keys):
                 return False

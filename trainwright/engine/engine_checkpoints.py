@@ -44,7 +44,7 @@ from trainwright.engine.named_state import (
 from trainwright.engine.script_settings import ScriptSettings
 from trainwright.errors import CheckpointError
 from trainwright.precision import Precision
-from trainwright.rank_zero import rank_zero_info, rank_zero_warn
+from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
 from trainwright.tensor_names import is_extra_state, named_tensors, own_name
 
@@ -425,11 +425,6 @@ def _restored(
     rng = saved_state.get("rng") if saved_state is not None else None
     check_generator_states(saved_state, checkpoint.path)
     start = (seed, int(checkpoint.header["step"]), rank)
-    if saved_ranks < world_size:
-        rank_zero_info(
-            f"{checkpoint.path} was saved on {saved_ranks} processes, and this run has {world_size}: the generators of the "
-            "others start from seeds derived from the run's seed."
-        )
     if rank >= saved_ranks:
         rng = derived_rng_state(derive_seed(*start))
     if rng is not None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 from trainwright.devices import hardware
-from trainwright.engine.engine import Engine
-from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.fsdp2.wrap_policy import WrapPolicy, check_policy, choose_groups
 from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
 
@@ -23,6 +21,8 @@ __all__ = ["MOST_USED", "available_memory", "size_text"]
 
 MOST_USED = 0.8
 """The part of a device's memory that an estimate may take. Activations need the rest."""
+TENSORS: dict[Any, int] = {SGD: 0, (RMSprop, Adagrad): 1, (Adam, Adadelta, Adamax, NAdam, RAdam): 2}
+"""The numbers of tensors of a parameter's size that torch's optimizers store for it, without further options."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -98,7 +98,7 @@ def estimate_memory(
         module: the model, also on the meta device.
         optimizer: an optimizer, several of them, a class, or the bytes of its state per trained parameter.
         num_devices: by default every GPU, or 1.
-        available_bytes: memory of a device, by default the GPU's, or this process's part of the machine's.
+        available_bytes: memory of a device, by default the GPU's, or the machine's.
         auto_wrap_policy: the argument of `FSDPStrategy`, which chooses the groups.
 
     Raises:
@@ -115,12 +115,6 @@ def estimate_memory(
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
             raise ValueError(f"{name}={value!r} is not accepted; pass a number of at least 1.")
     check_policy("auto_wrap_policy", auto_wrap_policy)
-    return _estimate(module, optimizer, num_devices, int(available), choose_groups(module, auto_wrap_policy))
-
-
-def _estimate(
-    module: nn.Module, optimizer: Any, num_devices: int, available: int, groups: Sequence[nn.Module]
-) -> MemoryEstimate:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     state, of_masters, is_assumed = _state_bytes(optimizer, trained)
     sizes = {
@@ -128,7 +122,7 @@ def _estimate(
         "gradients": _bytes(trained),
         "optimizer": state,
         "unsharded": _bytes(module.buffers()),
-        "gathered": _gathered_bytes(module, groups),
+        "gathered": _gathered_bytes(module, choose_groups(module, auto_wrap_policy)),
         "num_devices": num_devices,
     }
     masters = 4 * sum(parameter.numel() for parameter in trained)
@@ -136,36 +130,21 @@ def _estimate(
     return MemoryEstimate(
         **sizes,
         is_assumed=is_assumed,
-        available=available,
+        available=int(available),
         parts={name: plan.on_device(**sizes, masters=masters, of_masters=of_masters) for name, plan in plans.items()},
     )
 
 
-def warn_of_memory(engine: Engine, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Warn, on rank 0, if the strategy in use leaves too little of a device's memory, and name a better one."""
-    if engine.rank != 0 or any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-        return
-    available = available_memory(engine.device, engine.environment.local_world_size)
-    estimate = _estimate(module, optimizers, engine.world_size, available, choose_groups(module, None))
-    used = ALONE if engine.world_size == 1 else engine.strategy.name
-    if used in estimate.per_device and not estimate.fits(used):
-        rank_zero_warn(f"strategy={used!r} leaves too little memory for activations: {estimate}", stacklevel=2)
-
-
-def available_memory(device: torch.device | None = None, processes: int = 1) -> int:
-    """Return the bytes that this process may use on its GPU, or else its part of the machine's memory."""
-    if device is None:
-        device = torch.device(hardware.accelerator_type() or "cpu")
+def available_memory() -> int:
+    """Return the bytes that this process may use on its GPU, or else of the machine's memory."""
+    device = torch.device(hardware.accelerator_type() or "cpu")
     if device.type != "cpu" and (free := hardware.free_memory(device)) is not None:
         return free
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in CGROUP_LIMITS:
-        try:
-            with open(path, encoding="ascii") as file:
-                limits.append(int(file.read()))
-        except (OSError, ValueError):  # no such kind of cgroup, or "max"
-            continue
-    return min(limits) // processes
+        with suppress(OSError, ValueError), open(path, encoding="ascii") as file:  # no such cgroup, or "max"
+            limits.append(int(file.read()))
+    return min(limits)
 
 
 def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
@@ -200,19 +179,13 @@ def _state_bytes(optimizer: Any, trained: Sequence[Tensor]) -> tuple[int, int, b
     state = of_masters = 0
     is_assumed = False
     for kind, group in groups:
-        count = _tensors_per_parameter(kind, group)
+        count = next((count for classes, count in TENSORS.items() if issubclass(kind, classes)), None)
         is_assumed = is_assumed or count is None
+        count = 2 if count is None else count + sum(bool(group.get(key)) for key in ("momentum", "centered", "amsgrad"))
         parameters = [parameter for parameter in group["params"] if parameter.requires_grad]
-        state += (2 if count is None else count) * _bytes(parameters)
-        of_masters += (2 if count is None else count) * 4 * sum(parameter.numel() for parameter in parameters)
+        state += count * _bytes(parameters)
+        of_masters += count * 4 * sum(parameter.numel() for parameter in parameters)
     return state, of_masters, is_assumed
-
-
-def _tensors_per_parameter(kind: type[Optimizer], options: Mapping[str, Any]) -> int | None:
-    """Return how many tensors of a parameter's size an optimizer of torch stores for it, or None for another optimizer."""
-    counts: dict[Any, int] = {SGD: 0, (RMSprop, Adagrad): 1, (Adam, Adadelta, Adamax, NAdam, RAdam): 2}
-    count = next((count for classes, count in counts.items() if issubclass(kind, classes)), None)
-    return None if count is None else count + sum(bool(options.get(key)) for key in ("momentum", "centered", "amsgrad"))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -110,10 +111,7 @@ def stray_pieces(strategy: Strategy, modules: Iterable[nn.Module], optimizers: S
         name = f"{STRAY} {number}"
         if not hasattr(holder, name):
             holder.add_module(name, nn.Module())
-        if isinstance(parameter, nn.Parameter):
-            holder.get_submodule(name).register_parameter(str(position), parameter)
-        else:
-            holder.get_submodule(name).register_buffer(str(position), parameter)
+        holder.get_submodule(name).register_buffer(str(position), parameter)
     return strategy.model_pieces(holder)
 
 
@@ -132,12 +130,8 @@ def prefix_of(number: int) -> str:
 def held_gradients(modules: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
     """Return this rank's part of each module's gradients, by the names of the parameters."""
 
-    def local(gradient: Any) -> Tensor:
-        part: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        return part.detach()
-
     return [
-        {name: local(tensor.grad) for tensor, name in names_of(module).items() if tensor.grad is not None}
+        {name: _local(tensor.grad) for tensor, name in names_of(module).items() if tensor.grad is not None}
         for module in modules
     ]
 
@@ -147,19 +141,14 @@ def hold_gradients(modules: Sequence[nn.Module], held: Sequence[Mapping[str, Ten
     for module, gradients in zip(modules, held, strict=True):
         for parameter, name in names_of(module).items():
             if (gradient := gradients.get(name)) is not None:
-                parameter.grad = _like(gradient, parameter)
+                parameter.grad = torch.zeros_like(parameter)
+                _local(parameter.grad).copy_(gradient)
 
 
-def _like(gradient: Tensor, parameter: Any) -> Tensor:
-    """Return a gradient on the parameter's device, sharded like the parameter."""
-    gradient = gradient.to(parameter.device).clone()
-    if not hasattr(parameter, "to_local"):
-        return gradient
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's part of a gradient, which shares its memory."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.detach()
 
 
 class ReplacedParameters:

@@ -21,8 +21,6 @@ from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.divided_optimizers import unwrap_optimizer
 
 INTERVALS = ("epoch", "step", "validation")
-AFTER_VALIDATIONS = "give a scheduler interval='validation', or see check_val_every_n_epoch and limit_val_batches"
-"""The advice for a metric that is followed before a validation has logged it."""
 ACCEPTED = (
     "an Optimizer, a list of them, a pair ([optimizers], [schedulers]), a dict with 'optimizer' and optionally "
     "'lr_scheduler', a list of such dicts, or None"

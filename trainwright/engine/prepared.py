@@ -34,7 +34,6 @@ class PreparedOptimizer(Optimizer):
         after_step, before_step: called with the result, and with the optimizer.
         given: the user's optimizer, if the strategy has replaced it.
         clip_norm: the limit on the gradients' norm in a step, if they were not clipped before.
-        admit: called with the optimizer when a group was added to it.
         has_loss: the loss is computed before a step, so a strategy that steps alone does not call the closure.
     """
 
@@ -48,7 +47,6 @@ class PreparedOptimizer(Optimizer):
         *,
         given: Optimizer | None = None,
         clip_norm: float | None = None,
-        admit: Callable[[Optimizer], None] | None = None,
         has_loss: bool = False,
     ) -> None:
         # Optimizer.__init__ is not called, because groups and state are the inner optimizer's.
@@ -60,7 +58,7 @@ class PreparedOptimizer(Optimizer):
         """How often step was called, and how often it stepped."""
         self._engine, self._windows = engine, windows
         self._before_step, self._after_step = before_step, after_step
-        self._clip_norm, self._admit, self._has_loss = clip_norm, admit, has_loss
+        self._clip_norm, self._has_loss = clip_norm, has_loss
         self._is_done = False
         """Whether a step has used the current gradients."""
         self._cleared_at: int | None = None
@@ -192,14 +190,7 @@ class PreparedOptimizer(Optimizer):
             self.drop_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer. Collective in a raw loop: call on every rank.
-
-        Raises:
-            ValueError: on several ranks, parameters of no prepared model.
-        """
         self.optimizer.add_param_group(param_group)
-        if self._admit is not None:
-            self._admit(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
@@ -327,6 +318,16 @@ class PreparedScheduler:
             if self._repeats > 1 and total is not None and self.scheduler.last_epoch >= total:
                 return  # OneCycleLR rejects a step beyond its last
             self.scheduler.step(*args, **kwargs)
+
+    def steps_since(self) -> list[int]:
+        """Return how often its optimizers' step was called, and made, since its own last step."""
+        called, made = self._counts()
+        return [called - self._called, made - self._made]
+
+    def take_steps(self, called: int, made: int) -> None:
+        """Resume from the counts of `steps_since`."""
+        all_called, all_made = self._counts()
+        self._called, self._made = all_called - called, all_made - made
 
     def _counts(self) -> tuple[int, int]:
         called = sum(optimizer.steps_called for optimizer in self._optimizers)

@@ -129,7 +129,7 @@ def _refuse_unlike(settings: Settings, ranks: Ranks, subject: str) -> None:
         values = [f"{name} is {', '.join(local.get(name, 'nothing') for local in by_rank)}" for name in unlike[:SHOWN]]
         raise ValueError(
             f"{subject} differ between ranks, and so would their weights: by rank {'; '.join(values)}. Choose settings "
-            "after tw.seed_everything, or pass rank 0's to the others with trainer.engine.broadcast."
+            "after tw.seed_everything, or pass rank 0's to the others with tw.broadcast."
         )
 
 

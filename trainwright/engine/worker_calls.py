@@ -55,29 +55,20 @@ def call_in_job(
 ) -> Any:
     """Run `function(*args)` on every rank of a new job, and return rank 0's result; a single rank is this process.
 
-    Args:
-        num_processes: processes of the job.
-        asked: the call that needs the job, for errors.
-        defaults: the precision and the accelerator, by the Engine's names, for settings that the function does not choose.
+    Errors name the call as `asked`. `defaults` are the precision and the accelerator, by the Engine's names, for settings that
+    the function does not choose.
 
     Raises:
         TypeError: something cannot be copied to the processes or back.
-        RuntimeError: this process is a worker of a job.
-        WorkerFailed, LaunchError: a rank has failed, or the processes could not be started.
+        WorkerFailed, LaunchError: a rank has failed, or the processes could not be started, as in a worker of a job.
     """
     from trainwright.launch.command import check_worker_calls
 
-    environment = Environment.detect()
-    if environment.launched_by != "single":
-        raise RuntimeError(
-            f"{asked} was called in a worker of a job of {environment.world_size} processes, which cannot start another job; "
-            "call the function directly there."
-        )
+    check_worker_calls(asked)
     if num_processes == 1:
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         with announced(**{**ranks, JOB_VARIABLE: json.dumps(defaults)} if defaults else {}):
             return function(*args)
-    check_worker_calls(asked)
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as folder:
         named = {"function": function, "args": tuple(args)}
         return call_in_workers(_call, named, num_processes, asked=asked, folder=Path(folder), defaults=defaults)

@@ -18,8 +18,9 @@ from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
+from trainwright.errors import did_you_mean
 from trainwright.launch.columns import lay_out, terminal_width
-from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, nearest, printable
+from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, printable
 from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, supervise
 from trainwright.launch.setting_sources import FLAGS, Given, LaunchSetting, NameCheck, Sources
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, 
         )
         return 0
     if name not in commands:
-        parser.error(f"{name!r} is not a command. Choose from {', '.join(commands)}.{nearest(name, commands)}")
+        parser.error(f"{name!r} is not a command. Choose from {', '.join(commands)}.{did_you_mean(name, commands)}")
     run, _ = commands[name]
     return run(arguments[1:], check_names)
 
@@ -90,7 +91,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     passed_on = {name: settings[name].value for name in ("strategy", "precision", "gradient_accumulation_steps")}
     passed_on["strategy"] = None if passed_on["strategy"] == "auto" else passed_on["strategy"]
     passed_on["accelerator"] = "cpu" if sources.on_cpu() else None
-    sys.stderr.write(_describe(command, settings, sources, new))
+    sys.stderr.write(_describe(command, settings, config, new))
     sys.stderr.flush()
     if options.dry_run:
         print(describe_job(job, passed_on, new))
@@ -173,7 +174,7 @@ def split_command(
             return list(arguments[:index]), list(arguments[index:])
         if flag not in flags:
             ours = FLAGS.get(OTHER_WORDS.get(flag.lstrip("-").replace("-", "_"), ""))
-            hint = f" It is Accelerate's; ours is {ours!r}." if ours in flags else nearest(flag, flags)
+            hint = f" It is Accelerate's; ours is {ours!r}." if ours in flags else did_you_mean(flag, flags)
             parser.error(f"{flag!r} is not an option of {parser.prog}.{hint} Put options of the script after its name.")
         index += 1 if is_joined or flags[flag].nargs == 0 else 2
     return list(arguments), []
@@ -316,11 +317,10 @@ def _number(given: Given | None, *, default: int | None, least: int = 0, more: s
 
 
 def _describe(
-    command: Sequence[str], settings: Mapping[str, LaunchSetting], sources: Sources, new: Mapping[str, str]
+    command: Sequence[str], settings: Mapping[str, LaunchSetting], config: Config, new: Mapping[str, str]
 ) -> str:
     what = command[1] if command[0] == "-m" else command[0]
     lines = [f"trainwright launch: {settings['devices'].value} process(es) of {what} on this machine"]
-    config = sources.config
     rows = [("config", config.path or "none", config.source)]
     for name, (value, source) in settings.items():
         if value is not None or name != "gradient_accumulation_steps":
@@ -330,23 +330,19 @@ def _describe(
         (f"env {name}", printable(shown(name, value)), config.variables[name].where) for name, value in new.items()
     ]
     lines += lay_out(rows, terminal_width(sys.stderr), indent=2, shortened=(1, 2))
-    return "\n".join([*lines, *sources.contradictions(settings), *sources.contradicted_variables()]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def describe_job(job: Job, passed_on: Mapping[str, Any], new: Mapping[str, str]) -> str:
-    """Return a job's command, its processes, and the variables that the launcher would set."""
-    count = job.num_processes
-    ranks = f"0 to {count - 1}" if count > 1 else "0"
-    world = f"WORLD_SIZE={count}" if job.nodes.count == 1 else f"WORLD_SIZE of all {job.nodes.count} machines"
+    """Return a job's command, its processes, and the variables that the config would set."""
     where = f"{job.nodes.address}:{job.nodes.port or 'a free port'}"
     machine = "a machine" if job.nodes.rank is None else f"machine {job.nodes.rank}"
     machines = f"{job.nodes.least} to {job.nodes.count}" if job.nodes.rank is None else f"{job.nodes.count}"
     lines = [
-        f"would run {count} process(es) on {machine} of {machines}, which meet at {where}:",
+        f"would run {job.num_processes} process(es) on {machine} of {machines}, which meet at {where}:",
         f"  {shlex.join(job.command)}",
-        f"with LOCAL_RANK {ranks}, LOCAL_WORLD_SIZE={count}, {world}, and:",
-        *(f"  {name}={shlex.quote(shown(name, value))}" for name, value in new.items()),
+        *(f"with {name}={shlex.quote(shown(name, value))}" for name, value in new.items()),
     ]
     chosen = {name: value for name, value in passed_on.items() if value is not None}
     lines.append(f"what the script leaves open is set to: {json.dumps(chosen) if chosen else 'nothing'}")
-    return "\n".join(lines if new else [lines[0], lines[1], lines[2].replace(", and:", ""), lines[-1]])
+    return "\n".join(lines)

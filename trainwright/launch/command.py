@@ -61,7 +61,9 @@ def _find_obstacle() -> Obstacle | None:
         guard = "Put the script's work under `if __name__ == '__main__':`, so that helper processes do not repeat it."
         return Obstacle("by multiprocessing", guard)
     if JOB_VARIABLE in os.environ or "RANK" in os.environ:
-        return Obstacle("as one worker of a job", "Pass as many devices as the job has processes.")
+        return Obstacle(
+            "as one worker of a job", "Pass as many devices as the job has processes, or call the function directly."
+        )
     if os.name != "posix":
         return Obstacle(f"on {sys.platform}", "Start the script with torchrun.")
     if not sys.executable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import shown
+from trainwright.errors import did_you_mean
 from trainwright.launch.processes import GRACE_VARIABLE
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "checked_variable",
     "config_path",
     "find_config",
-    "nearest",
     "of_jobs",
     "printable",
     "set_variables_of",
@@ -118,14 +117,6 @@ def find_config(given: str | None, variables: Mapping[str, str] | None = None) -
     return Config(path, source, *_parse(path, text))
 
 
-def nearest(word: str, known: Mapping[str, Any]) -> str:
-    """Return the known name that is nearest to a word as a question, or ""."""
-    bare = {each.lstrip("-"): each for each in known}  # dashes make no two flags similar
-    close = difflib.get_close_matches(word.lstrip("-"), bare, n=1)
-    close = [each for each in known if each.lower() == word.lower()] or [bare[each] for each in close]
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
 def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
     import yaml
 
@@ -146,7 +137,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
                 f"{where}: {key!r} is a key of Accelerate's configs; `trainwright config` writes one of ours."
             )
         if key not in KEYS:
-            hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else nearest(key, KEYS)
+            hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else did_you_mean(key, KEYS)
             raise ValueError(f"{where}: {key!r} is not a key of a config. Expected one of {', '.join(KEYS)}.{hint}")
         if key == "env":
             variables = {
@@ -202,8 +193,6 @@ def checked_variable(name: str, entry: Entry) -> Entry:
         raise ValueError(f"{entry.where}: env has {name}. Set the key {KEY_OF[name]!r} instead.")
     if name in OWN_VARIABLES:
         raise ValueError(f"{entry.where}: env has {name}, which trainwright launch sets itself. Remove it.")
-    if "\0" in entry.text:
-        raise ValueError(f"{entry.where}: the value of {name} holds a NUL character, which no variable can. Remove it.")
     return entry
 
 

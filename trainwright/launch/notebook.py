@@ -91,7 +91,7 @@ def work(folder: str) -> None:
             # Renamed, so that a rank that is killed while it writes leaves no half of a result.
             os.rename(path / f"{RESULT}.part", path / RESULT)
     except Exception as error:
-        carried = {"summary": summarize(error), "traceback": carry(error)}
+        carried = {"summary": summarize(error), "traceback": traceback.format_exc()}
         (path / f"error-{rank}").write_text(json.dumps(carried), encoding="utf-8")
         raise
 
@@ -116,7 +116,7 @@ def _failed(folder: Path, code: int, asked: str) -> Exception:
     if "(exit code" in text:  # it failed before or after it was connected to the others
         text = f"{text} ({carried['summary']})"
     rank = errors[0].name.removeprefix("error-")
-    return WorkerFailed(f"{asked}: {text}\n\nOn rank {rank}:\n{render(carried['traceback'])}")
+    return WorkerFailed(f"{asked}: {text}\n\nOn rank {rank}:\n{with_sources(carried['traceback'])}")
 
 
 END_SECONDS = 4.5  # for the launcher to end its workers, to which it gives 3 s between the first signal and SIGKILL
@@ -214,37 +214,11 @@ def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         process.wait()
 
 
-CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
-CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
+def with_sources(text: str) -> str:
+    """Return a worker's traceback with the source lines that only this process has, those of a notebook's cells."""
 
+    def found(match: re.Match[str]) -> str:
+        line = linecache.getline(match[2], int(match[3])).strip()
+        return f"{match[1]}    {line}\n" if line else match[1]
 
-def carry(error: BaseException) -> list[dict[str, Any]]:
-    """Return an exception and its causes as plain data, the first cause first."""
-    parts: list[dict[str, Any]] = []
-    seen: set[int] = set()
-    current: BaseException | None = error
-    link = ""
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        frames = [
-            [each.filename, each.lineno, each.name, each.line] for each in traceback.extract_tb(current.__traceback__)
-        ]
-        text = "".join(traceback.format_exception_only(current))
-        parts.insert(0, {"frames": frames, "text": text, "link": link})
-        is_caused = current.__cause__ is not None
-        link = CAUSE if is_caused else CONTEXT
-        current = current.__cause__ if is_caused or current.__suppress_context__ else current.__context__
-    return parts
-
-
-def render(parts: list[dict[str, Any]]) -> str:
-    """Return the text of a carried traceback. Source lines that the worker did not have are looked up here."""
-    text = ""
-    for part in parts:
-        frames = [
-            traceback.FrameSummary(name, number, function, line=line or linecache.getline(name, number).strip() or None)
-            for name, number, function, line in part["frames"]
-        ]
-        lines = traceback.format_list(traceback.StackSummary.from_list(frames))
-        text += f"Traceback (most recent call last):\n{''.join(lines)}{part['text']}{part['link']}"
-    return text
+    return re.sub(r'^( +File "(.+)", line (\d+), in .+\n)(?!    )', found, text, flags=re.MULTILINE)

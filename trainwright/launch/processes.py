@@ -59,7 +59,6 @@ def launcher_command(
     num_processes: int, command: list[str], nodes: Nodes | None = None, report: str | None = None
 ) -> list[str]:
     """Return the command line of a launcher, as `main` reads it. `report` is the `Job`'s."""
-    flags = [flag for flag, is_set in (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site)) if is_set]
     options: dict[str, object] = {"--num-processes": num_processes}
     if nodes is not None and (nodes.count > 1 or nodes.port):
         options |= {"--num-nodes": nodes.count, "--node-rank": nodes.rank}
@@ -72,7 +71,6 @@ def launcher_command(
     entry = str(Path(__file__).with_name("entry.py"))
     return [
         sys.executable,
-        *flags,
         entry,
         "launcher",
         *(str(each) for pair in options.items() for each in pair),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +12,6 @@ from trainwright.launch.config import KEY_OF, KEYS, Config
 __all__ = ["NameCheck", "Sources"]
 
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "env"}
-MACHINES = ("nodes", "num_nodes", "node_rank")
-"""A range of machines, and the settings that it replaces."""
 VARIABLE_OF = {key: variable for variable, key in KEY_OF.items()}
 
 NameCheck = Callable[[str | None, str | None, int], str | None]
@@ -85,23 +83,3 @@ class Sources:
                     raise
                 raise ValueError(f"{given.source}: {error}") from error
         return {**settings, "precision": settings["precision"]._replace(value=precision)}
-
-    def contradictions(self, settings: Mapping[str, LaunchSetting]) -> Iterator[str]:
-        """Yield a line for every entry of the config that a flag or the environment overrides."""
-        flags = [given for each in MACHINES if (given := self.find(each, flags_only=True)) is not None]
-        for name, entry in self.config.values.items():
-            used = settings.get({"cpu": "accelerator", "nodes": "num_nodes"}.get(name, name))
-            given = self.find(name)
-            if name in MACHINES and flags and (given is None or given.source == entry.where):
-                is_range = flags[0].source == FLAGS["nodes"]
-                given = flags[0] if is_range or name == "nodes" else given
-            elif used is None or used.source == entry.where:
-                continue
-            if given is not None and given.source != entry.where and given.text.lower() != entry.text.lower():
-                yield f"  {given.label} overrides {name}: {entry.text} of {entry.where}"
-
-    def contradicted_variables(self) -> Iterator[str]:
-        """Yield a line for every variable of the config that the environment overrides."""
-        for name, entry in self.config.variables.items():
-            if self.variables[name] != entry.text:
-                yield f"  the environment's {name} overrides env: {name} of {entry.where}"

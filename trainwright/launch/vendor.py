@@ -66,14 +66,9 @@ class JobAgent(LocalElasticAgent):
         """The result of this node's ranks once all have ended well, while other nodes' ranks run."""
         self._reason, self._rest = "", ""
         """Why the ranks restart, and lines to print after that."""
-        self._code = 1
 
     def run_job(self) -> tuple[int, str]:
         """Run the job to its end. Return its exit code and a text to print once the workers' output is."""
-        self._code, text = self._run_job()
-        return self._code, text
-
-    def _run_job(self) -> tuple[int, str]:
         try:
             result = self.run()
             if self._stopped_code is not None:
@@ -90,12 +85,12 @@ class JobAgent(LocalElasticAgent):
             Path(self._report).write_text(line, encoding="utf-8")
         return code, f"trainwright: {line}\n{rest}"
 
-    def close(self) -> None:
-        """Kill the workers that still run, print the rest of their output, and leave the other nodes."""
+    def close(self, code: int) -> None:
+        """Kill the workers that still run, print the rest of their output, and leave the other nodes with the exit code."""
         self._kill_all()
         self.logs.output.finish()
         with contextlib.suppress(*GONE):
-            self.rendezvous.leave(self._code)
+            self.rendezvous.leave(code)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._leave_if_signalled()
@@ -405,8 +400,11 @@ def run(job: Job) -> int:
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings
         logger.propagate = False
     try:
-        with contextlib.closing(JobAgent(job)) as agent:
+        agent, code = JobAgent(job), 1
+        try:
             code, text = agent.run_job()
+        finally:
+            agent.close(code)
     except LaunchError as error:
         code, text = 1, f"trainwright: {error}\n"
     _print(text)

@@ -142,7 +142,7 @@ class MixedPrecision(Precision):
         """Unscale, and step outside of autocast unless a gradient is not finite. A closure still runs within autocast.
 
         With a loss scale the closure runs once, before unscaling, because an optimizer would use scaled gradients from a
-        later call. NOTE: this is the only host-device sync of a step, because the host decides whether to step.
+        later call. NOTE: waits for the device, because the host decides whether to step.
         """
         if not torch.is_autocast_enabled(self._device_type):
             return self._step(optimizer, closure)

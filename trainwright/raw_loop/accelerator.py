@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainwright.checkpoint.reader import Verify
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler
 from trainwright.engine.prepared_loader import PreparedLoader
+from trainwright.engine.script_settings import refuse_unlike_arguments
 from trainwright.overrides import overridden
 from trainwright.precision import Precision
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
@@ -81,7 +83,7 @@ class Accelerator(Collectives):
         project_config: the same folders, and how many checkpoints are kept.
 
     Raises:
-        ValueError, TypeError: a setting is wrong. It is raised before any process is started.
+        ValueError, TypeError: a setting is wrong, before any process is started, or differs between ranks.
         RuntimeError: this machine does not have the accelerator.
         ImportError: the package of a logger is not installed.
         LaunchError: the processes of the job could not be started.
@@ -176,6 +178,9 @@ class Accelerator(Collectives):
         self._preparations = self._new_preparation()
         self._trackers = Trackers(engine.ranks, loggers, project.logging_dir)
         self._states = SavedStates(engine, project, self._trackers)
+        arguments = {field.name: getattr(settings, field.name) for field in fields(settings)}
+        arguments |= {"gradient_accumulation_steps": steps, "split_batches": loaders.configuration.split_batches}
+        refuse_unlike_arguments(arguments, "Accelerator", engine.ranks)
         self._weighs_rounds = engine.world_size > 1  # one process has no uneven rounds
         self._loss_check = LossCheck(engine, self._preparations)
 

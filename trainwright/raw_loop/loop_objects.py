@@ -173,9 +173,7 @@ class Preparation(Preparations):
         inner = engine.prepare_optimizers([*engine.optimizers, *optimizers])[earlier:]
         norm = self._optimization.clip_norm
         for given, each in zip(optimizers, inner, strict=True):
-            prepared = PreparedOptimizer(
-                engine, each, self.windows, self._count_step, given=given, clip_norm=norm, admit=self._admit
-            )
+            prepared = PreparedOptimizer(engine, each, self.windows, self._count_step, given=given, clip_norm=norm)
             self.optimizers.append(prepared)
 
     def _add_scheduler(self, scheduler: Any) -> None:
@@ -212,11 +210,6 @@ class Preparation(Preparations):
                 f"the {type(optimizer).__name__} has parameters of no prepared model, which each of the {world_size} "
                 "ranks would train by itself. Pass the models and their optimizers to prepare in one call."
             )
-
-    def _admit(self, optimizer: Optimizer) -> None:
-        """Check a group that was added to a prepared optimizer, and let the strategy train it. Collective."""
-        self._refuse_strangers(optimizer)
-        self._engine.refresh_trainable(if_changed=True)
 
 
 def _known_kind(given: Any) -> str:

@@ -17,7 +17,7 @@ from trainwright.checkpoint.discovery import is_newest
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.seeding import set_rng_state
 from trainwright.engine.engine import Engine
-from trainwright.engine.script_settings import checked_fresh
+from trainwright.engine.script_settings import SCHEDULERS, checked_fresh
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
@@ -101,6 +101,7 @@ class SavedStates:
             "position": {**position, "step": preparation.step_count},
             "loaders": loaders,
             "lr_schedulers": [scheduler.state_dict() for scheduler in preparation.schedulers],
+            "steps_of_schedulers": [scheduler.steps_since() for scheduler in preparation.schedulers],
             "registered": self._states_of_objects(),
             "loggers": self._trackers.states(),
         }
@@ -153,6 +154,9 @@ class SavedStates:
         restored = engine.load(opened, strict=strict, check=check, fresh=fresh)
         state = restored.state
         engine.script.resume(state, path, fresh)
+        steps = () if SCHEDULERS in fresh else state.get("steps_of_schedulers", ())
+        for scheduler, since in zip(preparation.schedulers, steps, strict=False):
+            scheduler.take_steps(*since)
         position = state["position"]
         preparation.resume_at(int(position["step"]))
         if position.get("epoch_ended"):  # a Trainer's, saved between two epochs

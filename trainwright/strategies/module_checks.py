@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,24 +48,10 @@ def graph_leaves(loss: Tensor) -> set[Tensor]:
     return leaves
 
 
-def sparse_weights(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield the name, the embedding and its weight for all weights with sparse gradients."""
-    embeddings: list[tuple[str, nn.Module, Tensor]] = []
-    elsewhere: set[Tensor] = set()
-    for module in modules:
-        for name, layer in module.named_modules():
-            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
-                embeddings.append((name, layer, layer.weight))
-            else:
-                elsewhere.update(layer.parameters(recurse=False))
-    # A sparse and a dense gradient of a tied weight add up to a dense one.
-    yield from (embedding for embedding in embeddings if embedding[2] not in elsewhere)
-
-
 def refuse_sparse_weights(module: nn.Module, name: str, is_trained: object) -> None:
     """Raise ValueError for trained layers with sparse gradients, which the strategy cannot reduce."""
-    for layer_name, layer, weight in sparse_weights([module] if is_trained else []):
-        if weight.requires_grad:
+    for layer_name, layer in module.named_modules() if is_trained else ():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
             raise ValueError(
                 f"{layer_name!r} of {type(module).__name__} is an {type(layer).__name__} with sparse=True, and "
                 f"strategy={name!r} only reduces dense gradients. Omit sparse, or choose strategy='ddp'."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -87,25 +86,24 @@ class DeferredAllReduce:
         equalize(created)
         self._parameters.update(created)
 
-    def refuse_unknown(self, optimizer: Optimizer, modules: Iterable[nn.Module], strategy: str) -> Self:
-        """Raise RuntimeError if the optimizer has a gradient of the modules that would not be averaged."""
-        refuse_unaveraged(strategy, modules, self.unknown(with_gradients(optimizer)))
-        return self
-
     def clear(self) -> None:
         self._parameters.clear()
 
-    def reduce(self, optimizer: Optimizer) -> None:
-        """Average the gradients of an optimizer's parameters. Collective."""
-        if not self._parameters or dist.get_world_size() == 1:
-            return
-        tracked: list[Tensor] = [p for p in parameters_of(optimizer) if p in self._parameters]
-        if not tracked:
+    def reduce(self, optimizer: Optimizer, modules: Iterable[nn.Module], strategy: str) -> None:
+        """Average the gradients of an optimizer's parameters. Collective.
+
+        Raises:
+            RuntimeError: one of the modules' other gradients would not be averaged.
+        """
+        refuse_unaveraged(strategy, modules, self.unknown(with_gradients(optimizer)))
+        created = self._parameters
+        tracked: list[Tensor] = [p for p in parameters_of(optimizer) if p in created] if created else []
+        if not tracked or dist.get_world_size() == 1:
             return
         used = torch.tensor([float(p.grad is not None) for p in tracked], device=tracked[0].device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
         buckets: dict[torch.dtype, list[Tensor]] = {}
-        for parameter, is_used in zip(tracked, used.tolist(), strict=True):
+        for parameter, is_used in zip(tracked, used.tolist(), strict=True):  # NOTE: waits for the device
             if is_used:
                 buckets.setdefault(parameter.dtype, []).append(parameter)
         for bucket in buckets.values():

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from trainwright.devices import abilities, hardware
-from trainwright.launch.config import nearest
+from trainwright.errors import did_you_mean
 from trainwright.strategies import resolve_strategy
 from trainwright.strategies.memory_plan import ALONE, MEMORY_PLANS
 
@@ -45,5 +45,5 @@ def choose(text: str | None, known: Iterable[str], usual: Iterable[str], flag: s
     chosen = [name.strip() for name in text.split(",")]
     for name in chosen:
         if name not in names:
-            raise ValueError(f"{flag} {name}: choose from {', '.join(names)}.{nearest(name, names)}")
+            raise ValueError(f"{flag} {name}: choose from {', '.join(names)}.{did_you_mean(name, names)}")
     return list(dict.fromkeys(chosen))

@@ -15,6 +15,7 @@ from trainwright.devices import hardware
 from trainwright.devices.hardware import describe_devices
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
+from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser, check_config
 from trainwright.launch.config import (
     KEYS,
@@ -23,7 +24,6 @@ from trainwright.launch.config import (
     checked_variable,
     config_path,
     find_config,
-    nearest,
     printable,
 )
 from trainwright.launch.setting_sources import NameCheck
@@ -60,7 +60,7 @@ def config_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.what not in (None, "show"):
-        hint = nearest(options.what, {"show": ""})
+        hint = did_you_mean(options.what, ["show"])
         parser.error(f"{options.what!r} is not accepted; the only word is show.{hint}")
     try:
         if options.what == "show":

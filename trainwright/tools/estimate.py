@@ -14,9 +14,9 @@ from torch import nn
 
 from trainwright import estimate_memory
 from trainwright.engine.memory_estimate import MOST_USED, available_memory, size_text
+from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser
 from trainwright.launch.columns import fill, lay_out, terminal_width
-from trainwright.launch.config import nearest
 from trainwright.precision import NAMES, canonical_name, resolve_precision
 from trainwright.strategies.memory_plan import FULLY_SHARDED, DeviceBytes
 from trainwright.tools.choices import LISTED_STRATEGIES, choose
@@ -203,7 +203,7 @@ def _optimizer(name: str) -> type[torch.optim.Optimizer]:
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     if name not in known:
-        raise ValueError(f"--optimizer {name}: choose from {', '.join(known)}.{nearest(name, known)}")
+        raise ValueError(f"--optimizer {name}: choose from {', '.join(known)}.{did_you_mean(name, known)}")
     return known[name]
 
 

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.errors import a_type_of
-from trainwright.launch.config import nearest
+from trainwright.errors import a_type_of, did_you_mean
 
 
 def make_module(target: str, arguments: str | None) -> tuple[nn.Module, str]:
@@ -131,7 +130,7 @@ def _find(source: ModuleType, origin: str, name: str) -> tuple[Any, str]:
     listed = ", ".join(classes) or "no class of a torch module"
     if name:
         if name not in vars(source):
-            raise ValueError(f"{origin} has no {name!r}. It defines {listed}.{nearest(name, vars(source))}")
+            raise ValueError(f"{origin} has no {name!r}. It defines {listed}.{did_you_mean(name, vars(source))}")
         return vars(source)[name], name
     if len(classes) != 1:
         raise ValueError(
@@ -164,7 +163,7 @@ def _check_call(target: Callable[..., Any], name: str, options: Mapping[str, Any
     if unknown is not None and inspect.Parameter.VAR_KEYWORD not in kinds:
         raise ValueError(
             f"{name} has no argument {unknown!r}, which is in --args {json.dumps(dict(options))}. It takes "
-            f"{', '.join(names) or 'no arguments'}.{nearest(unknown, dict.fromkeys(names))}"
+            f"{', '.join(names) or 'no arguments'}.{did_you_mean(unknown, names)}"
         )
     missing = [key for key in names if parameters[key].default is inspect.Parameter.empty and key not in options]
     if missing:

@@ -13,6 +13,7 @@ from trainwright.data.loaders import with_last
 from trainwright.data.transfer import Prefetcher
 from trainwright.engine.engine import Engine
 from trainwright.trainer.sources import BatchTransfer
+from trainwright.trainer.stop import Stop
 from trainwright.trainer.training_data import TrainData
 
 Pairs = Iterator[tuple[Any, bool]]
@@ -50,7 +51,7 @@ class EpochBatches:
         num_arguments: how many of the batch and its index training_step takes.
         transfer: moves a batch to the device; None if batches need no change.
         watch: wraps the iterator of batches, to measure the wait for them.
-        is_stopped: collective; whether the run stops before the first batch.
+        stop: is asked whether the run stops before the first batch.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class EpochBatches:
         transfer: BatchTransfer | None,
         engine: Engine,
         watch: Callable[[Pairs], Pairs],
-        is_stopped: Callable[[], bool],
+        stop: Stop,
     ) -> None:
-        self._data, self._engine, self._is_stopped = data, engine, is_stopped
+        self._data, self._engine, self._stop = data, engine, stop
         self._num_arguments, self._transfer = num_arguments, transfer
-        self._start, self._length, loader = data.position, data.num_batches, data.loader
+        self._start, self._length, loader = data.state.batch, data.num_batches, data.loader
         # A loader that belongs to a single rank may end before the loaders of other ranks.
         all_have = self._all_have if self._length is None and not loader.ends_together else None
         pairs = with_last(loader, self._start, self._length, data.most_batches, all_have=all_have)
@@ -89,7 +90,8 @@ class EpochBatches:
         return bool(self._engine.reduce(torch.tensor([int(has_batch)]), "min").item())
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._is_stopped():
+        self._stop.agree()
+        if self._stop.is_due():
             return
         transfer, count, length, loader = self._transfer, self._num_arguments, self._length, self._data.loader
         pairs: Pairs = self._pairs
@@ -109,7 +111,7 @@ class EpochBatches:
 
     def _refuse_short(self) -> None:
         """Reject a loader that yielded no batches, or fewer than its length (RuntimeError)."""
-        count = self._data.position
+        count = self._data.state.batch
         if self._length is None and count == 0:
             raise RuntimeError(
                 "the training loader yielded no batches (its dataset yields nothing, drop_last dropped all, or its __iter__ "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 
 import torch
@@ -15,7 +13,6 @@ from trainwright.trainer.evaluate import evaluate
 from trainwright.trainer.optimization import step_schedulers
 from trainwright.trainer.run_position import CHECKPOINT, VALIDATION, Phase
 from trainwright.trainer.stage import limited
-from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
 
@@ -74,39 +71,20 @@ def validate(run: TrainingRun, within: bool) -> None:
         state.count_validation()
         step_schedulers(run, "validation", state.validations, plateau=False)
         step_schedulers(run, "validation", state.validations, plateau=True)
-        if state.claim_postponed_schedulers():
+        if state.schedulers_wait:
+            state.postpone_schedulers(False)
             step_schedulers(run, "step", state.step, plateau=True)
 
-    with abandonable(run):
-        evaluate(run.validation, Phase.VALIDATION_WITHIN if within else Phase.VALIDATION_AT_END, before_end=count)
-    if within:  # an epoch's end asks for itself
-        run.stop.agree()
-
-
-@contextmanager
-def abandonable(run: TrainingRun) -> Iterator[None]:
-    """Run a validation in the block; if it fails or is abandoned, the run is saved as it was before. Collective.
-
-    Raises:
-        EvaluationAbandoned: it was.
-    """
-    stop, logbook, state = run.stop, run.logbook, run.state
     state.mark_rng(VALIDATION)
-    latest = logbook.state_dict() if stop.may_abandon else None
     try:
-        yield
-    except EvaluationAbandoned:
-        assert latest is not None
-        logbook.drop_evaluation(latest)
-        state.progress.end_batches(is_stopped=True)  # the state says whether the epoch-wise schedulers have stepped
-        stop.save(state.rng[VALIDATION])
-        logbook.end_evaluation()
-        raise
+        evaluate(run.validation, Phase.VALIDATION_WITHIN if within else Phase.VALIDATION_AT_END, before_end=count)
     except BaseException:
         state.rng[CHECKPOINT] = state.rng[
             VALIDATION
         ]  # a run resumed from a save on this error repeats the whole validation
         raise
+    if within:  # an epoch's end asks for itself
+        run.stop.agree()
 
 
 def validate_within(run: TrainingRun, batch: Batch) -> None:

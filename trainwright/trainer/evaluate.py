@@ -20,7 +20,6 @@ from trainwright.data.loaders import ShardedLoader, refuse_length
 from trainwright.data.seeding import isolate_rng
 from trainwright.data.transfer import to_device
 from trainwright.distributed.collectives import gather_nests
-from trainwright.distributed.sync_points import SyncPoint
 from trainwright.module import Module, hook_of, is_overridden
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
@@ -120,7 +119,8 @@ class Evaluation:
         """Reject a loader of the call that has no batch on any rank (RuntimeError). A hook may return an empty loader."""
         # A shard is empty on every rank or on none: a rank without samples has a dummy batch.
         if self.is_alone(self.loaders[index][1]):
-            is_empty = all(self.run.engine.ranks.exchange(is_empty, f"the end of a {self.stage} loader"))
+            call = f"the end of its {self.stage} loader (each rank needs as many batches if a step communicates)"
+            is_empty = all(self.run.engine.ranks.exchange(is_empty, call))
         if is_empty and self.source.owner is None:
             name = self.loaders[index][0]
             which = f" {index if name is None else name!r}" if len(self.loaders) > 1 else ""
@@ -164,7 +164,6 @@ def evaluate(
     if evaluation.limit == 0:
         return []
     engine.strategy.broadcast_buffers(engine.modules)
-    abandonment = run.stop.begin_evaluation()
     with (
         run.state.progress.during(phase),
         evaluation_mode(module, stage),
@@ -176,9 +175,8 @@ def evaluate(
         hooks.call(f"on_{stage}_epoch_start")
         for index, (name, _) in enumerate(evaluation.loaders):
             collector.begin_loader((index, name) if len(evaluation.loaders) > 1 else None)
-            run_loader(evaluation, collector, index, most, keep, abandonment)
-            if abandonment is not None:
-                run.stop.after_loader()
+            run_loader(evaluation, collector, index, most, keep)
+            run.stop.after_loader()
             if len(evaluation.loaders) > 1:
                 collector.end_loader()
         collector.begin_loader(None)
@@ -200,19 +198,15 @@ def run_loader(
     loader_index: int,
     most: int | None,
     keep: Callable[[int, int, Any], None] | None,
-    abandonment: SyncPoint | None,
 ) -> None:
-    """Run the stage's step on the batches of this rank's shard of one loader, until all ranks abandon it."""
+    """Run the stage's step on the batches of this rank's shard of one loader."""
     run, stage, module = evaluation.run, evaluation.stage, evaluation.module
     hooks, step = run.hooks, f"{stage}_step"
     always = run.engine.strategy.capabilities.forward_is_collective
     communication = Communication(in_hooks=stage != "predict", forward_is_collective=always)
     several = (loader_index,) if len(evaluation.loaders) > 1 else ()
 
-    def is_left(index: int) -> bool:
-        return abandonment is not None and abandonment.is_pending and run.stop.is_left(loader_index, index)
-
-    for batch in batches_of(evaluation, loader_index, most, is_left):
+    for batch in batches_of(evaluation, loader_index, most):
         collector.begin_batch(batch.value, batch.index, step, batch.is_uneven)
         if batch.is_dummy:
             run_dummy(evaluation, communication, collector, batch, several)
@@ -235,10 +229,8 @@ def run_loader(
 def do_nothing() -> None: ...
 
 
-def batches_of(
-    evaluation: Evaluation, loader_index: int, most: int | None, is_left: Callable[[int], bool]
-) -> Iterator[Batch]:
-    """Yield the batches of one loader."""
+def batches_of(evaluation: Evaluation, loader_index: int, most: int | None) -> Iterator[Batch]:
+    """Yield the batches of one loader, until all ranks abandon the evaluation."""
     run, stage, shown = evaluation.run, evaluation.stage, evaluation.shown
     loader, transfer = evaluation.loaders[loader_index][1], evaluation.transfer
     # Epoch 0 every time, so that every evaluation has the same batches in the same order.
@@ -255,7 +247,7 @@ def batches_of(
         is_dummy = loader.real_length is not None and index >= loader.real_length
         if length is not None and index >= length:
             refuse_length(length)
-        if is_left(index):
+        if run.stop.is_left(loader_index, index):
             break
         shown.note_indices(indices.popleft() if indices else None)
         value = value if transfer is None else transfer(value, loader_index)

@@ -51,11 +51,11 @@ from trainwright.trainer.training_run import TrainingRun
 def fit(run: TrainingRun) -> None:
     """Train from the run's position until its limits are reached. Collective."""
     state, stop = run.state, run.stop
-    # A validation that was abandoned has saved the run, so only the fit's end is left.
+    # After a signal in a validation the run is saved as it was before it.
     with suppress(EvaluationAbandoned):
         while not is_done(run):
             fit_epoch(run)
-            run.data.leave()
+            run.data.load_state_dict(run.data.state_dict())  # where the next epoch, or a later save, begins
             if not state.epoch_ended:
                 break
             state.next_epoch()
@@ -71,7 +71,8 @@ def fit(run: TrainingRun) -> None:
 def is_done(run: TrainingRun) -> bool:
     """Return whether no epoch is left to train, nor the rest of one that a stopped run was resumed within."""
     last, is_stopped = run.settings.last_epoch, run.stop.is_due()
-    return (is_stopped and not run.state.is_unfinished) or (last is not None and run.state.epoch >= last)
+    is_within_epoch = run.state.batch > 0 and not run.state.epoch_ended
+    return (is_stopped and not is_within_epoch) or (last is not None and run.state.epoch >= last)
 
 
 def fit_epoch(run: TrainingRun) -> None:
@@ -100,10 +101,8 @@ def begin_epoch(run: TrainingRun) -> EpochBatches:
     if run.logbook.collector is None:
         run.logbook.start(run.module)
     state.begin_epoch()
-    if run.data.is_to_reload:
-        run.data.reload()
-        if run.validation is not None:
-            run.validation.renew()
+    if run.data.reload_if_due() and run.validation is not None:
+        run.validation.renew()
     run.data.seek(run.trained.resume_source)
     run.hooks.call("on_train_epoch_start")
     batches = run.begin_batches()

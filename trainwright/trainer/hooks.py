@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -77,6 +77,11 @@ RENAMED_HOOKS = {
     "on_pretrain_routine_end": "on_fit_start",
 }
 """Other hooks of earlier trainers."""
+STEP_PARTS = (
+    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
+    "on_validation_model_zero_grad",
+)  # fmt: skip
+"""The parts of a step that a module may override. They may log as hooks may."""
 UNTIMED_HOOKS = ("on_tune", "on_run_end")
 """Hooks called before the profiler is set up, or after it is closed."""
 
@@ -88,13 +93,13 @@ class HookTable:
         self,
         trainer: Any,
         module: Module | None,
-        callbacks: Sequence[Callback],
         logbook: Logbook,
         profiler: Profiler | None = None,
     ) -> None:
         self._trainer, self._module, self._logbook, self._profiler = trainer, module, logbook, profiler
-        ordered = sorted(callbacks, key=_priority_of, reverse=True)
+        ordered = sorted(trainer.callbacks, key=_priority_of, reverse=True)
         calls = {name: self._of_callbacks(name, ordered) + self._of_module(name) for name in HOOKS}
+        calls |= {name: self._of_module(name) for name in STEP_PARTS}
         save_point = tuple(partial(_without_arguments, hook) for hook in calls["on_save_point"])
         early = [callback for callback in ordered if callback.priority >= 0]
         late = ordered[len(early) :]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trainwright.engine.engine import Engine
-from trainwright.engine.optimizers import AFTER_VALIDATIONS
 from trainwright.loggers.base import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
@@ -55,7 +54,7 @@ class Logbook:
             "evaluation_batches": self._evaluation_batches,
         }
         """What a checkpoint contains, by name."""
-        self._held_rows: list[tuple[dict[str, float], int]] = []
+        self._held_rows: list[tuple[tuple[str, Loader | None], dict[str, float]]] = []
         """Rows of a validation within fit, until it ends: a run that abandons the validation writes them when resumed."""
         self._outer: MetricCollector | None = None
         """The collector before the running evaluation."""
@@ -120,13 +119,9 @@ class Logbook:
             return
         collector = self.collector
         assert collector is not None
-        counter = (collector.stage, collector.loader)
-        before = self._evaluation_batches.get(counter, 0)
-        self._evaluation_batches[counter] = before + 1
-        if values := self._step_values():
-            self._held_rows.append((values, before))
-            if self.training_collector is None:  # outside of fit no run resumes from within
-                self._write_held_rows()
+        self._held_rows.append(((collector.stage, collector.loader), self._step_values()))
+        if self.training_collector is None:  # outside of fit no run resumes from within
+            self._write_held_rows()
 
     def _step_values(self) -> dict[str, float]:
         assert self.collector is not None
@@ -226,19 +221,13 @@ class Logbook:
             return self.unfinished
         return self.training_collector.state_dict(self._not_of_evaluation)
 
-    def drop_evaluation(self, latest: dict[str, Any]) -> None:
-        """Restore the latest values from before an evaluation that the run leaves."""
-        for store in self._stores.values():
-            store.clear()
-        self.load_state_dict(latest)
-        self._held_rows.clear()
-
     def monitored(self, name: str, asker: str) -> float:
         """Return a metric that `asker` follows. ValueError with the logged names if it was not logged."""
         self._keep_steps()
         metrics = self._callback  # of which epoch values are not rounded
         if name not in metrics:
-            early = f" No validation has run yet: if it logs {name!r}, {AFTER_VALIDATIONS}."
+            early = f" No validation has run yet: if it logs {name!r}, give a scheduler interval='validation', or see "
+            early += "check_val_every_n_epoch and limit_val_batches."
             raise ValueError(
                 f"{asker} follows {name!r}, which was not logged; there are {', '.join(sorted(metrics)) or 'no metrics'}. "
                 f"Log it with self.log, or change monitor.{'' if self._state.validations else early}"
@@ -304,8 +293,10 @@ class Logbook:
 
     def _write_held_rows(self) -> None:
         held, self._held_rows = self._held_rows, []
-        for numbers, step in held:
-            self._write(numbers, step)
+        for counter, numbers in held:
+            before = self._evaluation_batches.get(counter, 0)
+            self._evaluation_batches[counter] = before + 1
+            self._write(numbers, before)
 
     def _write(self, numbers: dict[str, float], step: int) -> None:
         """Write a row. A metric named step replaces its x value, and a metric named epoch the number of the epoch."""

@@ -84,7 +84,7 @@ def read_evaluation(
 
     Without a module, evaluate the module of the `latest` run, with the weights of its best checkpoint if there is one.
     """
-    best = next((each.best_model_path for each in latest.checkpoint_callbacks if each.best_model_path), "")
+    best = next((each.best_model_path for each in latest.trainer.checkpoint_callbacks if each.best_model_path), "")
     if model is None and ckpt_path is None and best:
         ckpt_path = "best"
         latest.trainer.print(f"trainer.{call} was given no module: it takes the best checkpoint, {best}")

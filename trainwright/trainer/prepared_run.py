@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.data.datamodule import DataModule
 from trainwright.distributed.sync_points import SyncPoint
-from trainwright.engine.memory_estimate import warn_of_memory
 from trainwright.engine.optimizers import (
     SchedulerConfig,
     check_scheduler,
@@ -30,6 +30,7 @@ from trainwright.strategies.base import Clipping, Optimization, StepResult
 from trainwright.strategies.divided_optimizers import unwrap_optimizer
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.evaluate import Evaluation
+from trainwright.trainer.hooks import STEP_PARTS, Hooks
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.sources import (
     BatchTransfer,
@@ -39,13 +40,6 @@ from trainwright.trainer.sources import (
     num_step_arguments,
 )
 from trainwright.trainer.training_data import TrainData
-
-OWN_PARTS = (
-    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
-    "on_validation_model_zero_grad",
-)  # fmt: skip
-"""The parts of a step that a module may override."""
-STEP_OVERRIDES = ("optimizer_step", "configure_gradient_clipping")
 
 
 class PlainBackwards:
@@ -110,9 +104,6 @@ class IntervalClock:
         return True
 
 
-Hooks = tuple[Callable[..., Any], ...]
-
-
 @dataclass(frozen=True)
 class LoopPlan:
     """The branches that the loop of one fit has, chosen once when the fit is prepared."""
@@ -147,7 +138,6 @@ class PreparedRun(Run):
     """A call of fit, with the source of its training loaders and the validation loaders that it was given."""
 
     module: Module
-    data: TrainData
     plan: LoopPlan
     window: AccumulationWindow
     optimizer: Optimizer | None = None
@@ -167,6 +157,11 @@ class PreparedRun(Run):
     ) -> None:
         super().__init__(parts, "fit", module, datamodule, choice, previous)
         self._source, self._given_validation = source, given_validation
+        options = {**self.loader_options, "in_order": self.in_order}
+        note = self.stages.note_training
+        self.data = TrainData(source, self.engine, self.settings, self.state, options, note=note)
+        self.update_trained(data=self.data)
+        self.close_at_end(self.data.close)
         self.validation: Evaluation | None = None
         self.window = AccumulationWindow(self.engine)
         """The batches of the next optimizer step. Windows count from where the run resumes, since no checkpoint is saved
@@ -203,7 +198,7 @@ class PreparedRun(Run):
             self.update_trained(accumulate_grad_batches=self.accumulate)
         self._prepare_data()
         first = self._prepare_optimizers()
-        overrides = {name: self._with_log_context(name) for name in OWN_PARTS if is_overridden(name, module, Module)}
+        overrides = {name: partial(self.hooks.call, name) for name in STEP_PARTS if self.hooks[name]}
         has_hooks = bool(self.hooks["on_before_zero_grad"]) or "optimizer_zero_grad" in overrides
         gives_closure = first is not None and _closure_is_wanted(self.accumulate, engine, first)
         clock = None
@@ -219,7 +214,8 @@ class PreparedRun(Run):
             clipping=Clipping.needed(optimization.clip_norm, optimization.clip_value),
             log_every=settings.log_every,
             validation_clock=clock,
-            has_own_step=gives_closure or not overrides.keys().isdisjoint(STEP_OVERRIDES),
+            has_own_step=gives_closure
+            or not overrides.keys().isdisjoint({"optimizer_step", "configure_gradient_clipping"}),
             batch_start=self.hooks["on_train_batch_start"],
             batch_end=self.hooks["on_train_batch_end"],
             before_backward=self.hooks["on_before_backward"],
@@ -234,14 +230,12 @@ class PreparedRun(Run):
         """Make the training data and the validation, and load loaders that the call was given. Collective."""
         source = self._find_validation()  # here, because setup() may have added hooks
         if source is not None:
-            self.validation = Evaluation(self, self.module, "validation", source)
-        data = self._train_data()
-        if self.validation is not None:
-            data.plan_validation()
+            self.validation, self.enable_validation = Evaluation(self, self.module, "validation", source), True
+            self.data.plan_validation()
         self.is_prepared = True
         # They are checked before anything is run; hooks are called when it is their turn.
         if self._source.owner is None:
-            data.load()
+            self.data.load()
             if self.validation is not None and self.validation.source.owner is None:
                 self.validation.load()
 
@@ -282,7 +276,6 @@ class PreparedRun(Run):
                 use_fused(optimizer, [module])
         wrapped = engine.prepare_optimizers(optimizers)
         self._take_schedulers(schedulers)
-        warn_of_memory(engine, module, optimizers)
         before = self._announce_step if is_manual else None
         prepared = [
             PreparedOptimizer(
@@ -294,40 +287,6 @@ class PreparedRun(Run):
         if wrapped and not is_manual:
             self.optimizer = wrapped[0]
         return optimizers[0] if optimizers and not is_manual else None
-
-    def _with_log_context(self, name: str) -> Callable[..., Any]:
-        """Return a method of the module that may log as a hook may."""
-        method = self.profiler.timed(getattr(self.module, name), f"[module] {name}")
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            collector = self.logbook.collector
-            if collector is None:
-                return method(*args, **kwargs)
-            outer = collector.enter_hook(name)
-            try:
-                return method(*args, **kwargs)
-            finally:
-                collector.enter_hook(outer)
-
-        return call
-
-    def _train_data(self) -> TrainData:
-        """Return the training data, not loaded if this makes it."""
-        if self.trained.data is None:
-            self.data = TrainData(
-                self._source,
-                self.engine,
-                self.settings,
-                self.state,
-                {**self.loader_options, "in_order": self.in_order},
-                note=self.stages.note_training,
-            )
-            self.update_trained(data=self.data)
-            self.close_at_end(self.data.close)
-        return self.data
-
-    def load_training_data(self) -> None:
-        self._train_data().load()
 
     def _take_schedulers(self, schedulers: list[SchedulerConfig]) -> None:
         self.update_trained(schedulers=schedulers)

@@ -55,7 +55,6 @@ class Resumption:
         if run.settings.limit_train_batches == 0:
             return False
         run.data.seek(run.trained.resume_source)
-        run.data.warn_of_iterators()
         if checkpoint is not None:
             run.hooks.call("on_resume_start")  # callbacks that had stopped the run stop it again
             run.stop.agree()
@@ -79,7 +78,7 @@ class Resumption:
         """
         run = self._run
         with isolate_rng():
-            opened = open_with_hooks(run, checkpoint)
+            opened = run.engine.open(checkpoint, edit=edit_with_hooks(run, "on_load_checkpoint"))
             # A raw loop saves none. Only another ModelCheckpoint can miss the scores of one.
             unused = load_states(run.trainer.callbacks, opened.state.get("callbacks", {}))
             scores = bool(run.trainer.checkpoint_callbacks)
@@ -118,8 +117,7 @@ class Resumption:
         for config in run.trained.schedulers if run.state.step else ():
             if (optimizer := getattr(config.scheduler, "optimizer", None)) is not None:
                 optimizer._opt_called = True  # it stepped before this process began, and torch would warn of the order
-        unfinished = self._unfinished_metrics(checkpoint, restored.rank_state) if run.state.batch else None
-        run.logbook.load_state_dict(state.get("metrics", {}), unfinished)
+        run.logbook.load_state_dict(state.get("metrics", {}), self._unfinished_metrics(checkpoint, own))
         last, epoch = run.settings.last_epoch, run.state.epoch
         if last is not None and epoch >= last and run.state.batch == 0:
             run.trainer.print(
@@ -153,11 +151,11 @@ class Resumption:
             )
         return is_alike
 
-    def _unfinished_metrics(self, checkpoint: StoredCheckpoint, own: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _unfinished_metrics(self, checkpoint: StoredCheckpoint, own: dict[str, Any]) -> dict[str, Any] | None:
         """Return the epoch's logged values of this rank, or at a different world size a share of all ranks' values."""
         engine = self._run.engine
         if checkpoint.world_size == engine.world_size:
-            return (own or {}).get("metrics")
+            return own.get("metrics")
         # Each saved rank's values go to exactly one rank, or the epoch's sums would count them twice.
         ranks = range(engine.rank, checkpoint.world_size, engine.world_size)
         states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in ranks]
@@ -180,22 +178,6 @@ def load_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> lis
         if (stored := key if key in unused else next(similar, None)) is not None:
             callback.load_state_dict(unused.pop(stored))
     return list(unused)
-
-
-def open_with_hooks(run: Run, checkpoint: StoredCheckpoint) -> OpenCheckpoint:
-    """Read a verified checkpoint and show its contents to on_load_checkpoint, which may still build layers. Collective."""
-    return run.engine.open(checkpoint, edit=edit_with_hooks(run, "on_load_checkpoint"))
-
-
-def restore_weights(run: Run, opened: OpenCheckpoint) -> None:
-    """Load a module's weights, and the datamodule's state, from a checkpoint. Collective.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or another model's.
-    """
-    assert run.module is not None
-    restored = run.engine.load(opened, weights_only=True, strict=run.module.strict_loading is not False)
-    restore_datamodule(run, restored.state)
 
 
 def restore_datamodule(run: Run, state: dict[str, Any]) -> None:

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.callbacks.base import Callback, attach, detach
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.base import attach, detach
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.data.datamodule import DataModule
 from trainwright.devices.abilities import has_pinned_memory
@@ -127,37 +126,17 @@ class Run:
         profiler = self.profiler if is_measuring(self.profiler) else None
         if module is not None:  # None until the first call
             check_hooks(module)
-            for callback in self.callbacks:
+            for callback in self.trainer.callbacks:
                 check_hooks(callback)
-        self.hooks = HookTable(self.trainer, module, self.callbacks, self.logbook, profiler)
+        self.hooks = HookTable(self.trainer, module, self.logbook, profiler)
         self.compiled: Compiled | None = None
         self.window: AccumulationWindow | None = None
         """The batches of the next optimizer step, in a fit."""
         self.is_prepared = False
         """Whether the loop may run, or has begun."""
+        self.enable_validation = False
+        """Whether the run is a fit that validates."""
         self._closing: list[Callable[[], None]] = []
-
-    @property
-    def callbacks(self) -> list[Callback]:
-        """Return the Trainer's callbacks, which its user may replace during the run."""
-        callbacks: list[Callback] = self.trainer.callbacks
-        return callbacks
-
-    @property
-    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """Return the ModelCheckpoints among the callbacks."""
-        checkpoints: list[ModelCheckpoint] = self.trainer.checkpoint_callbacks
-        return checkpoints
-
-    @property
-    def ckpt_path(self) -> str | None:
-        """Return the checkpoint that the call was given."""
-        return self.choice.path
-
-    @property
-    def enable_validation(self) -> bool:
-        """Return whether the run is a fit that validates."""
-        return False
 
     def obstacle(self, error: BaseException) -> str:
         """Return why a run that fails here cannot be resumed exactly, "" if it can."""
@@ -172,9 +151,6 @@ class Run:
     def update_trained(self, **changes: Any) -> None:
         """Replace some of the objects that the fit has made."""
         self.trained = replace(self.trained, **changes)
-
-    def load_training_data(self) -> None:
-        """Load the training data of a fit, if that was not done yet. Collective."""
 
     def backward(self, loss: Tensor, send: Any, options: dict[str, Any]) -> None:
         """Send a loss backward under manual optimization, by `send` if the module overrides it, and call the hooks."""
@@ -227,7 +203,7 @@ class Run:
             "metrics": self.logbook.state_dict(),
             "should_stop": self.stop.requested,
             "accumulate_grad_batches": self.trained.accumulate_grad_batches,
-            "ckpt_path": self.ckpt_path,
+            "ckpt_path": self.choice.path,
             "resume_source": self.trained.resume_source,
         }
 
@@ -239,7 +215,7 @@ class Run:
         self.trained = Trained(changed["accumulate_grad_batches"], changed["resume_source"])
         self.logbook = Logbook(self.loggers, self.engine, self.state)
         self.logbook.load_state_dict(changed["metrics"])
-        self.hooks = HookTable(self.trainer, self.module, self.callbacks, self.logbook)
+        self.hooks = HookTable(self.trainer, self.module, self.logbook)
 
     @contextmanager
     def opened(self, stays: bool = False) -> Iterator[None]:
@@ -265,7 +241,7 @@ class Run:
             if datamodule is not None:
                 datamodule.trainer = self.trainer
             self.hooks.agree(engine.ranks, f"the start of {self.call}")
-            attach(self.callbacks, module)
+            attach(self.trainer.callbacks, module)
             if not stays:
                 engine.close()
             stack.enter_context(engine.ranks.located_by(self._position))
@@ -323,7 +299,7 @@ class Run:
         ranks, choice = self.engine.ranks, self.choice
         # Rank 0's, because the working directories of the ranks may differ.
         self.root = ranks.broadcast(self.root, START_OF_LOGGERS)
-        saving = self.checkpoint_callbacks if self.call == "fit" and not self.settings.fast_dev_run else []
+        saving = self.trainer.checkpoint_callbacks if self.call == "fit" and not self.settings.fast_dev_run else []
         lock_folders(ranks, [callback.given_dirpath for callback in saving], locks)
         path = choice.path or ""
         if choice.continues:
@@ -373,10 +349,10 @@ class Run:
         if self.compiled is not None:
             self.compiled.undo()
             self.compiled = None
-        self.running_call, self.is_prepared = None, False
+        self.running_call, self.is_prepared, self.enable_validation = None, False, False
         self.logbook.stop_collecting()
         self.state.progress.end(outcome.error is not None)
-        detach(self.callbacks)
+        detach(self.trainer.callbacks)
         for child in self.module.modules() if self.module is not None else ():
             if isinstance(child, Module):
                 # A run that failed after toggle_optimizer has left parameters frozen.

@@ -293,10 +293,7 @@ class Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the counters. A counter that an older version did not know keeps its value."""
-        for entry in fields(self):
-            if entry.metadata.get("counts", True) and entry.name in state:
-                # Types of fields are texts here, under `from __future__ import annotations`.
-                setattr(self, entry.name, (bool if entry.type == "bool" else int)(state[entry.name]))
+        vars(self).update({name: state[name] for name in self._counters() if name in state})
         # The checkpoint was saved before next_epoch, which the interrupted run would have called now.
         if self.epoch_ended:
             self.loaded_end = {name: getattr(self, name) for name in OF_THE_END}
@@ -333,11 +330,6 @@ class Position:
     def shown_epoch(self) -> int:
         """Return the epoch's number. After a fit, the number of epochs trained, an unfinished one included."""
         return self.epoch + (self.open_epoch is not None and self.progress.phase is Phase.OUTSIDE)
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Return whether an epoch has begun and not ended."""
-        return self.batch > 0 and not self.epoch_ended
 
     def mark_rng(self, name: str) -> None:
         """Remember this rank's present RNG state under a name."""
@@ -398,11 +390,6 @@ class Position:
         """Let step-wise schedulers that follow a metric wait if a validation is due after their step; return `is_due`."""
         self.schedulers_wait = is_due
         return is_due
-
-    def claim_postponed_schedulers(self) -> bool:
-        """Return whether such schedulers have waited, and count them as stepped."""
-        waited, self.schedulers_wait = self.schedulers_wait, False
-        return waited
 
     def keep_gradients(self, window: AccumulationWindow) -> None:
         """Store gradients that wait over an epoch's end for a step of manual optimization, and begin another window."""

@@ -75,14 +75,6 @@ def run_state(run: Run, data: LoaderState | None) -> dict[str, Any]:
     }
 
 
-def sharded_state(run: Run) -> dict[str, Mapping[str, Tensor]]:
-    """Return the tensors that callbacks store in pieces, by section and name."""
-    parts: dict[str, Mapping[str, Tensor]] = {}
-    for sections in run.hooks.call("sharded_state_dict") if run.module is not None else ():
-        parts |= sections or {}
-    return parts
-
-
 def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
     """Return the state of each callback that has any, by its key."""
     return {each.state_key: state for each in callbacks if (state := each.state_dict())}
@@ -122,18 +114,22 @@ def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: b
         run.logbook.log_step()  # no resumed run would write it
     number = run.state.count_save()  # before the state is read, because the checkpoint contains its number
     data = None if weights_only or run.trained.data is None else run.trained.data.state_dict()
+    state, own = run_state(run, data), None if data is None else rank_state(run, data)
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    for sections in run.hooks.call("sharded_state_dict"):
+        parts |= sections or {}
     run.engine.save(
         path,
         step=run.state.step,
         epoch=run.state.epoch,
-        state=run_state(run, data),
-        rank_state=None if data is None else rank_state(run, data),
+        state=state,
+        rank_state=own,
         weights_only=weights_only,
         number=number,
         edit=edit_with_hooks(run, SAVE_HOOK),
         blocking=blocking,
         overwrite=overwrite,
-        parts=sharded_state(run),
+        parts=parts,
     )
 
 

@@ -137,7 +137,7 @@ class Status:
     @property
     def ckpt_path(self) -> str | None:
         """Return the checkpoint that the run was given. Set it between two runs for later calls without one."""
-        return self.run.ckpt_path if self.run.running_call is not None or self._ckpt_path is None else self._ckpt_path
+        return self.run.choice.path if self.run.running_call is not None or self._ckpt_path is None else self._ckpt_path
 
     @ckpt_path.setter
     def ckpt_path(self, path: str | os.PathLike[str] | None) -> None:
@@ -250,8 +250,8 @@ class Status:
         limit = math.inf if most == -1 else most
         if last is None:
             return limit
-        if self.run.running_call == "fit":
-            self.run.load_training_data()
+        if self.run.running_call == "fit" and self.run.trained.data is not None:
+            self.run.trained.data.load()
         batches = self.num_training_batches
         if self.train_dataloader is None and batches == math.inf:
             raise RuntimeError(
@@ -335,21 +335,14 @@ class Status:
 class FitLoop:
     """`trainer.fit_loop`: the limits of a fit, which the Trainer's attributes change too, and its counters at this moment."""
 
-    __slots__ = ("_trainer", "epoch_loop", "epoch_progress")
+    __slots__ = ("_change_setting", "_settings", "epoch_loop", "epoch_progress")
 
     max_epochs, min_epochs = Status.max_epochs, Status.min_epochs
     max_steps, min_steps = Status.max_steps, Status.min_steps
 
     def __init__(self, trainer: Status, state: Position) -> None:
-        self._trainer = trainer
+        self._settings, self._change_setting = trainer._settings, trainer._change_setting
         self.epoch_progress = SimpleNamespace(current=SimpleNamespace(completed=state.shown_epoch))
         self.epoch_loop = SimpleNamespace(
             batch_idx=state.batch - 1, total_batch_idx=state.total_batches - 1, global_step=state.step
         )
-
-    @property
-    def _settings(self) -> Settings:
-        return self._trainer._settings
-
-    def _change_setting(self, name: str, value: Any) -> None:
-        self._trainer._change_setting(name, value)

@@ -3,7 +3,7 @@
     a rank is signalled       SignalWatch records it and calls Stop.request_points, whose sync points notify all ranks
     in training               Stop.is_due ends the loop of every rank at one optimizer step, once they know the signal
     in a validation           Stop.after_loader: all ranks leave it, and the run is saved as it was before
-    the loop has ended        Stop.finish calls Stop.save, and that ModelCheckpoint.save_stop and Trainer.save_checkpoint
+    the loop has ended        Stop.finish > ModelCheckpoint.save_stop > Trainer.save_checkpoint > saving.py (the contents)
     after fit's cleanup       rank 0 prints it and has SLURM requeue the job on SIGUSR1, and all ranks raise RunStopped
 
 A signal changes nothing for a run that is ending anyway, by max_steps or by should_stop.
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.data.seeding import isolate_rng, set_rng_state
+from trainwright.data.seeding import isolate_rng
 from trainwright.distributed.environment import requeue_job
 from trainwright.distributed.signals import SignalWatch, exit_code, is_interactive
 from trainwright.distributed.sync_points import SyncPoint
@@ -60,8 +60,7 @@ class Stop:
         """The sync point at which all ranks stop training. None outside of fit."""
         self._abandonment: SyncPoint | None = None
         """The sync point at which all ranks leave a validation before one batch."""
-        self._is_saved, self._is_rerunnable = False, is_rerunnable
-        self._evaluations = 0
+        self._is_rerunnable = is_rerunnable
 
     @property
     def received(self) -> int:
@@ -157,36 +156,33 @@ class Stop:
         return bool(self.number)
 
     @property
-    def may_abandon(self) -> bool:
-        """Return, the same on every rank, whether a signal abandons an evaluation that begins now.
-
-        Not within an accumulation window: no checkpoint has its gradients, and its end changes the weights.
-        """
-        is_within_window = self._state.progress.is_within_window
-        return self._abandonment is not None and not is_within_window and not self._ends_by_itself
-
-    @property
     def _ends_by_itself(self) -> bool:
         """Return whether the run ends here without a signal, and a resumed run would not train on."""
         return -1 < self._settings.max_steps <= self._state.step or self._is_requested
 
-    def begin_evaluation(self) -> SyncPoint | None:
-        """Begin an evaluation; return the sync point to check before every batch, None if it cannot be abandoned."""
-        self._evaluations += 1
-        return self._abandonment if self.may_abandon else None
+    @property
+    def _may_abandon(self) -> bool:
+        """Return whether a signal abandons an evaluation.
+
+        Not within an accumulation window: no checkpoint has its gradients, and its end changes the weights.
+        """
+        return not self._state.progress.is_within_window and not self._ends_by_itself
 
     def is_left(self, loader: int, batch: int) -> bool:
         """Return whether all ranks abandon the running evaluation before this batch."""
-        assert self._abandonment is not None
+        point = self._abandonment
+        if point is None or not point.is_pending or not self._may_abandon:
+            return False
         # Sync points compare numbers, so the numbers of batches grow over all evaluations of the fit.
-        return self._abandonment.is_reached((self._evaluations << 64) + (loader << 48) + batch)
+        return point.is_reached((self._state.total_batches << 64) + (loader << 48) + batch)
 
     def after_loader(self) -> None:
         """Abandon the evaluation on every rank if one of them has left it or knows of a signal. Collective.
 
         Must run before the first collective of the evaluation's end, which ranks that left early never reach.
         """
-        if self.agree_on_signal():
+        if self._abandonment is not None and self._may_abandon and self.agree_on_signal():
+            self._state.progress.end_batches(is_stopped=True)
             raise EvaluationAbandoned
 
     def finish(self) -> None:
@@ -194,14 +190,9 @@ class Stop:
         if (self.number or not self._ends_by_itself) and self.agree_on_signal():
             self.save()
 
-    def save(self, rng: dict[str, Any] | None = None) -> None:
-        """Save the stopped run once, with this RNG state if there is one. Collective: call on every rank."""
-        if self._is_saved:
-            return
-        self._is_saved = True
+    def save(self) -> None:
+        """Save the stopped run. Collective: call on every rank."""
         with isolate_rng():
-            if rng is not None:
-                set_rng_state(rng)
             if (checkpoint := self._checkpoint) is not None:
                 self.path = checkpoint.save_stop(self._trainer)
 

@@ -46,10 +46,10 @@ from trainwright.trainer.parts import (
 )
 from trainwright.trainer.preparation import Request, read_evaluation, read_fit
 from trainwright.trainer.remote_call import call_remotely, changes
-from trainwright.trainer.resume import Resumption, open_with_hooks, restore_weights
+from trainwright.trainer.resume import Resumption, restore_datamodule
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import Position
-from trainwright.trainer.saving import save_checkpoint
+from trainwright.trainer.saving import edit_with_hooks, save_checkpoint
 from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.status import Status
@@ -472,12 +472,14 @@ class Trainer(Status):
         self.run = run
         with self.run.opened(stays):
             # Before the strategy wraps the module, since on_load_checkpoint may still build layers.
-            opened = open_with_hooks(run, choice.checkpoint) if choice.checkpoint is not None else None
+            edit, checkpoint = edit_with_hooks(run, "on_load_checkpoint"), choice.checkpoint
+            opened = None if checkpoint is None else engine.open(checkpoint, edit=edit)
             self.run.prepare_module(module)
             if not stays:
                 engine.prepare_module(module, None)
             if opened is not None:
-                restore_weights(run, opened)
+                restored = engine.load(opened, weights_only=True, strict=module.strict_loading is not False)
+                restore_datamodule(run, restored.state)
             engine.take_seed()
             # setup() may have added the loaders' hook
             source = find_source(stage, request.loaders, request.datamodule, module, "dataloaders", call)
@@ -491,7 +493,7 @@ class Trainer(Status):
     def _call_workers(self, run: Run, options: dict[str, Any]) -> Any:
         """Make a call in processes started for it, and return its result."""
         self.run.stop.note_end(None)
-        others = (run.call, run.ckpt_path, self.run.module is run.module, self.state.plain())
+        others = (run.call, run.choice.path, self.run.module is run.module, self.state.plain())
         try:
             result = call_remotely(self, run, call_in_worker, self._arguments, others, options)
         except KeyboardInterrupt as error:

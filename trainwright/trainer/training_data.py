@@ -6,16 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.combined import ShardedCombination, shard
-from trainwright.data.combined_loader import is_read_once
 from trainwright.data.first_draws import compare_first_draws
 from trainwright.data.loader_state import NOT_BEGUN, LoaderState
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.source_state import SPACING
 from trainwright.data.stateful_iterable import ONCE
 from trainwright.engine.engine import Engine
-from trainwright.errors import a_type_of
-from trainwright.rank_zero import rank_zero_warn
-from trainwright.trainer.oversights import parts_of
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import LoaderSource
@@ -41,7 +37,7 @@ class TrainData:
         *,
         note: Callable[[Any, int | float], None],
     ) -> None:
-        self._source, self._engine, self._settings, self._state = source, engine, settings, state
+        self._source, self._engine, self._settings, self.state = source, engine, settings, state
         self._options, self._note, self._validates = options, note, False
         self._loader: ShardedLoader | ShardedCombination | None = None
         self._users: Any = None
@@ -58,11 +54,6 @@ class TrainData:
         assert self._loader is not None, "the training data is not loaded"
         return self._loader
 
-    @property
-    def position(self) -> int:
-        """Return the number of the epoch's batches that this rank has finished."""
-        return self._state.batch
-
     def load(self) -> None:
         """Load and shard the data, if not loaded yet. Collective."""
         if self._loader is None:
@@ -72,26 +63,20 @@ class TrainData:
         """Compute the interval between validations too (ValueError if it does not fit), at once if the data is loaded."""
         self._validates = True
         if self._loader is not None:
-            self._plan_validation()
+            length = limited(self._loader.length, self._settings.limit_train_batches)
+            self.validate_every = _validation_interval(self._settings, length)
 
-    def _plan_validation(self) -> None:
-        length = limited(self.loader.length, self._settings.limit_train_batches)
-        self.validate_every = _validation_interval(self._settings, length)
-
-    @property
-    def is_to_reload(self) -> bool:
-        """Whether `reload_dataloaders_every_n_epochs` requires new loaders in this epoch."""
-        every, epoch = self._settings.reload_dataloaders_every_n_epochs, self._state.epoch
-        return bool(every and epoch and epoch % every == 0)
-
-    def reload(self) -> None:
-        """Call the loader hook again, if there is one. Collective.
+    def reload_if_due(self) -> bool:
+        """Call the loader hook, if there is one, in every n-th epoch; return whether it is one. Collective.
 
         New loaders start from the beginning, except in a run that resumes within such an epoch: its position belongs to
         loaders that were new at the epoch's start.
         """
-        if self._source.owner is not None:
-            self._load(self.state_dict() if self._state.batch else NOT_BEGUN)  # a batch is done: a resumed epoch
+        every, epoch = self._settings.reload_dataloaders_every_n_epochs, self.state.epoch
+        is_due = bool(every and epoch and epoch % every == 0)
+        if is_due and self._source.owner is not None:
+            self._load(self.state_dict() if self.state.batch else NOT_BEGUN)  # a batch is done: a resumed epoch
+        return is_due
 
     def _load(self, position: LoaderState) -> None:
         """Make and shard the loaders, and compute the epoch's length and the interval between validations.
@@ -110,7 +95,7 @@ class TrainData:
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"The training loaders have different lengths across ranks ({', '.join(lengths)} batches), which would "
-                "deadlock. Pass the same data on every rank; it is sharded for you."
+                "deadlock. Pass the same data on every rank, which is sharded for you, or separate loaders of equal length."
             )
         if length == 0 and limit != 0:
             raise ValueError(
@@ -119,7 +104,7 @@ class TrainData:
             )
         compare_first_draws(loader, engine.ranks, "training")
         if self._validates:
-            self._plan_validation()
+            self.plan_validation()
         self._measure()
 
     def again(self) -> ShardedLoader | ShardedCombination:
@@ -127,7 +112,7 @@ class TrainData:
         one_by_one = isinstance(self._loader, ShardedCombination) and self._loader.combination == "sequential"
         # "padded" does not support loaders that come one after the other.
         loader = self._shard("train" if one_by_one else "padded")
-        loader.set_epoch(self._engine.seed, self._state.epoch)
+        loader.set_epoch(self._engine.seed, self.state.epoch)
         return loader
 
     def _shard(self, mode: Any) -> ShardedLoader | ShardedCombination:
@@ -142,7 +127,7 @@ class TrainData:
         """Return the position in the epoch's data, between two epochs the end of the last one."""
         if self._loader is None:
             return self._loaded
-        return self._loader.state_dict(self._state.batch, is_over=self._state.epoch_ended)
+        return self._loader.state_dict(self.state.batch, is_over=self.state.epoch_ended)
 
     def load_state_dict(self, position: LoaderState) -> None:
         """Set the position at which the next epoch begins, even before the loaders are made."""
@@ -150,17 +135,13 @@ class TrainData:
         if self._loader is not None:
             self._loader.load_state_dict(position)
 
-    def leave(self) -> None:
-        """Keep the position at which an epoch ended or stopped, for the next epoch or a later save."""
-        self.load_state_dict(self.state_dict())
-
     def seek(self, origin: str | None) -> None:
         """Begin the epoch's data at the loaded position.
 
         Raises:
             ValueError: the position, of the checkpoint `origin`, is beyond the end of the data.
         """
-        state, loader = self._state, self.loader
+        state, loader = self.state, self.loader
         loader.set_epoch(self._engine.seed, state.epoch, state.batch)
         # Again: an epoch that resumes at a different world size has another length.
         self._measure()
@@ -171,23 +152,13 @@ class TrainData:
                 "Resume with the data that it was saved with, or from a checkpoint of an epoch's end."
             )
 
-    def warn_of_iterators(self) -> None:
-        """Warn of an iterator in a resumed run, since earlier epochs may have read another iterator."""
-        once = next(filter(is_read_once, parts_of(self._users)), None) if self._state.epoch else None
-        if once is not None:
-            rank_zero_warn(
-                f"the run continues in epoch {self._state.epoch}, and reads {a_type_of(once)} from its start. Pass an iterator "
-                "that begins at this epoch's data, or an object whose __iter__ starts again.",
-                stacklevel=2,
-            )
-
     def plan_states(self, window: int, callbacks: Iterable[ModelCheckpoint]) -> None:
         """Plan after which batches the loader keeps its source's state, for the checkpoints that can be foreseen there.
 
         The plan is pairs of an interval and one such batch. An unforeseen save (on a signal, by time, by hand) takes the
         state of an earlier batch.
         """
-        settings, state = self._settings, self._state
+        settings, state = self._settings, self.state
         # A limit ends the epoch within the source's pass, and the next epoch continues from there.
         pairs = [] if self.most_batches is None else [(ONCE, self.most_batches)]
         if settings.max_steps > state.step:
@@ -212,7 +183,7 @@ class TrainData:
         length, whole = loader.length, loader.whole_length
         if isinstance(limit, float) and length is not None and whole is not None and length != whole:
             # A run whose world size changed within the epoch has more or fewer batches than one whose size did not.
-            length = max(self._state.batch, (limited(whole, limit) or 0) + length - whole)
+            length = max(self.state.batch, (limited(whole, limit) or 0) + length - whole)
         else:
             length = limited(length, limit)
         self.num_batches = length if loader.exact_length is not None else None

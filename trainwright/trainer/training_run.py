@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from trainwright.data.transfer import map_tensors
+from trainwright.data.workers import timed
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.engine.optimizers import use_fused
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
-from trainwright.trainer.oversights import warn_of_evaluation_mode
+from trainwright.trainer.oversights import parts_of, warn_of_evaluation_mode
 from trainwright.trainer.prepared_run import PreparedRun
 from trainwright.trainer.run_position import AFTER_EPOCH_START, Phase
 from trainwright.trainer.uneven_round import UnevenRound
@@ -32,8 +33,6 @@ class TrainingRun(PreparedRun):
     """The current batch, if it is one of an uneven round."""
     _num_empty = 0
     """Batches of this run for which training_step returned None."""
-    _is_checked = False
-    """Whether an epoch has begun."""
 
     def begin_batches(self) -> EpochBatches:
         """Begin an epoch's windows, and return its batches from the state's position on.
@@ -55,24 +54,20 @@ class TrainingRun(PreparedRun):
         if self.settings.fused_optimizers:
             for optimizer in self.trained.optimizers:
                 use_fused(optimizer, [self.module])  # a hook may have added groups
-        self.data.plan_states(self.accumulate, self.checkpoint_callbacks)
+        self.data.plan_states(self.accumulate, self.trainer.checkpoint_callbacks)
         plan = self.plan
-        return EpochBatches(self.data, plan.num_arguments, plan.transfer, self.engine, self._timed, self._is_stopped)
+        return EpochBatches(self.data, plan.num_arguments, plan.transfer, self.engine, self._timed, self.stop)
 
     def _timed(self, pairs: Pairs) -> Pairs:
-        """Return the same batches, timed by the profiler."""
-        if not self._is_checked:
-            self._is_checked = True
+        """Return the same batches, timed by the profiler and, in the first epoch, for a warning of slow loaders."""
+        if not self.state.progress.batches_begun:
             self.close_at_end(self._drop_batch)
             warn_of_evaluation_mode(self.module, self.trained.optimizers)
+            processes = self.engine.environment.local_world_size
+            pairs = timed(pairs, parts_of(self.stages.train_dataloader), processes, self.engine.device)
         if is_measuring(self.profiler):
             return self.profiler.timed_iterator(pairs, "train_dataloader_next")
         return pairs
-
-    def _is_stopped(self) -> bool:
-        """Return whether the run stops before the first batch. Collective."""
-        self.stop.agree()
-        return self.stop.is_due()
 
     def begin_batch(self, batch: Batch) -> bool:
         """Begin a training batch; return False if on_train_batch_start ends the epoch before it. Collective then."""
@@ -169,11 +164,6 @@ class TrainingRun(PreparedRun):
             super().backward(loss, send, options)
         finally:
             self.plain_backwards.came.clear()
-
-    @property
-    def enable_validation(self) -> bool:
-        """Return whether this fit validates."""
-        return self.running_call is not None and self.validation is not None
 
     def obstacle(self, error: BaseException) -> str:
         """Return why a run that fails here cannot be resumed exactly; "" if it can."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 from rungs import result
 
+from trainwright.strategies import STRATEGIES, VARIANTS
 from trainwright.tools.ladder.attempt import Result
 from trainwright.tools.ladder.rungs import choose_devices, known_rungs, settings_of, usual_rungs
 
-STRATEGIES = ["ddp", "ddp_sharded", "deepspeed_stage_2", "fsdp", "deepspeed_stage_3"]
+BUILT_IN = ["ddp", "ddp_sharded", "deepspeed_stage_2", "fsdp", "deepspeed_stage_3"]
 
 
 def test_the_rungs_depend_on_the_machine() -> None:
-    assert usual_rungs("cpu", 2) == ["unchanged", "bf16-mixed", "compile", *STRATEGIES]
+    usual = usual_rungs("cpu", 2)
+    assert usual[:3] == ["unchanged", "bf16-mixed", "compile"]
+    assert [name for name in usual[3:] if name in VARIANTS or name in STRATEGIES] == usual[3:]
+    assert set(BUILT_IN) <= set(usual[3:])
+    assert "deepspeed_stage_1" not in usual
     assert usual_rungs("cpu", 1) == ["unchanged", "bf16-mixed", "compile"]
     known = known_rungs()
     assert set(usual_rungs("cpu", 2)) < set(known)

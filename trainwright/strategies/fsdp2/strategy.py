@@ -303,6 +303,7 @@ class FSDPStrategy(Strategy):
                 self._gather_roots()
             return
         for module in modules:
+            vendor.follow_unfrozen(self.wrapped[module])
             self._deferred.adopt(module)
             self._use.track(module)
             self.buffers.track(module)
@@ -334,7 +335,7 @@ class FSDPStrategy(Strategy):
         if not (self._automatic and torch.is_grad_enabled()):
             root.reshard()  # no backward will do it, and hooks must freeze the shards, not the gathered parameters
             if self.cpu_offload and self.device.type != "cpu":
-                # The device has to have copied the offloaded shards, which may be written next.
+                # NOTE: waits for the device, which has to have copied the offloaded shards. They may be written next.
                 torch.accelerator.synchronize(self.device)
         return outputs
 
@@ -360,7 +361,7 @@ class FSDPStrategy(Strategy):
                 root.set_requires_gradient_sync(enabled)
 
     def _finalize(self, optimizer: Optimizer) -> None:
-        self._deferred.refuse_unknown(optimizer, self.wrapped, self.name).reduce(optimizer)
+        self._deferred.reduce(optimizer, self.wrapped, self.name)
         self.precision.unscale(optimizer, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
     def step(

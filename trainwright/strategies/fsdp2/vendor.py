@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,6 +29,13 @@ def without_view(tensor: Tensor) -> Tensor:
 def gather_for_backward(root: Any, loss: Tensor) -> None:
     """Let the backward of a loss that was computed within the root's forward gather and reduce the root's group."""
     root._get_fsdp_state()._register_pre_backward_hook(loss)
+
+
+def follow_unfrozen(root: nn.Module) -> None:
+    """Set the dtypes of gradients again, which FSDP leaves unset for groups that are frozen in their first forward."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
+            group._init_mp_dtypes()
 
 
 def refuse_hooks(module: nn.Module) -> None:

@@ -266,11 +266,6 @@ def refuse_what_cannot_be_sharded(part: nn.Module, stage: int) -> None:
         for name, parameter in member.named_parameters(recurse=False):
             if parameter.requires_grad:
                 dtypes.setdefault(parameter.dtype, f"{prefix}.{name}".removeprefix("."))
-            if stage == 3 and parameter.numel() == 0 and not hasattr(parameter, "ds_id"):
-                raise ValueError(
-                    f"parameter {name!r} has the shape {tuple(parameter.shape)}, but ZeRO stage 3 cannot gather one without "
-                    "elements. Make it a buffer, or choose stage 1 or 2."
-                )
     found = " and ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
     if len(dtypes) > 1 or any(dtype.is_complex or dtype == torch.float64 for dtype in dtypes):
         raise ValueError(

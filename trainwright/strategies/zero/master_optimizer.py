@@ -7,11 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.contents import placed
 from trainwright.checkpoint.tensors import Piece, TensorEntry
 from trainwright.strategies.base import by_parameter, new_state, state_location
 from trainwright.strategies.divided_optimizers import DIVIDED, GroupView, UsedParameters
@@ -113,8 +111,6 @@ class MasterOptimizer(Optimizer):
                 part = value.detach().reshape(-1)[shard.start : shard.start + shard.numel]
                 dtype = view.tensor.dtype if value.dtype == shard.parameter.dtype else value.dtype
                 cut[key] = part.to(view.tensor.device, dtype, copy=True)
-            elif value.numel() == 0 and key == "sum" and isinstance(self.own, torch.optim.Adagrad):
-                cut[key] = torch.full_like(view.tensor, group["initial_accumulator_value"], requires_grad=False)
             elif value.numel() == 0:
                 raise ValueError(
                     f"{type(self.own).__name__} makes its state ({key!r}) when it is constructed, and an earlier run has left "
@@ -186,12 +182,3 @@ def allocate(master: MasterOptimizer, names: Mapping[Tensor, str], entries: Mapp
                 if is_part and entry.dtype == view.shard.parameter.dtype:
                     entry = replace(entry, dtype=view.tensor.dtype)  # the parameter's dtype becomes the master's
                 state[key] = new_state(view.tensor, key, entry, group, is_part)
-
-
-def move_plain(master: MasterOptimizer) -> None:
-    """Move tensors inside non-tensor state, such as lists of them, to the masters' device and dtype after a load."""
-    for parameter, view in master.views.items():
-        state = master.own.state.get(view.tensor, {})
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                state[key] = placed(value, view.tensor, parameter.dtype)

@@ -34,7 +34,7 @@ from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_
 from trainwright.strategies.replication import equalize
 from trainwright.strategies.used_parameters import BackwardGuard, are_all_stepped
 from trainwright.strategies.zero import deepspeed_config, vendor
-from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard, allocate, move_plain, optimizer_pieces
+from trainwright.strategies.zero.master_optimizer import MasterOptimizer, Shard, allocate, optimizer_pieces
 from trainwright.strategies.zero.zero_optimizer import AddedAttributes, Part, ZeroOptimizer, ZeroPrecision
 from trainwright.strategies.zero.zero_order import ReductionOrder
 from trainwright.strategies.zero.zero_write_back import (
@@ -360,8 +360,6 @@ class DeepSpeedStrategy(Strategy):
         return _prepared(optimizer).master.views
 
     def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
-        for facade in self._engines if loaded is not None else ():
-            move_plain(facade.master)
         stepped = {shard.parameter for engine in self._engines.values() for shard in self._shards(engine)}
         vendor.refresh(p for module in modules for p in module.parameters() if p not in stepped)
         for engine in self._engines.values():
