@@ -145,6 +145,10 @@ def test_settings_are_attributes_and_can_be_set_between_runs() -> None:
         trainer.world_size = 3
     trainer.fit_loop.min_epochs, trainer.fit_loop.max_steps = 1, 50
     assert (trainer.min_epochs, trainer.fit_loop.min_epochs, trainer.max_steps) == (1, 1, 50)
+    loop = trainer.fit_loop
+    loop.max_epochs = 3
+    loop.max_epochs += 2
+    assert loop.max_epochs == trainer.max_epochs == 5
     with pytest.raises(AttributeError):
         trainer.fit_loop.max_epoch = 3  # type: ignore[attr-defined]
 
@@ -426,6 +430,14 @@ def test_waiting_for_data_beside_idle_cores_is_named(
     ) as said:
         trainer_of(max_epochs=2).fit(Computing(), loader)
     assert len(said) == 1
+
+
+def test_other_loaders_may_count_workers_in_their_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    loader = type("Own", (list,), {"num_workers": None})(make_loader())
+    trainer = trainer_of()
+    trainer.fit(Classifier(), loader)
+    assert trainer.global_step == 11
 
 
 def test_a_dataset_that_sleeps_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:

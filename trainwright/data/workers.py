@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import (
     ChainDataset,
     ConcatDataset,
+    DataLoader,
     Dataset,
     IterableDataset,
     StackDataset,
@@ -162,7 +163,7 @@ def timed(batches: Iterator[T], loaders: Iterable[Any], processes: int, device: 
     The first batches are timed. A wait costs nothing if the device still computes at its end. `processes` share the cores.
     """
     cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // processes
-    workers = min(getattr(loader, "num_workers", cores) for loader in loaders)
+    workers = min((loader.num_workers for loader in loaders if isinstance(loader, DataLoader)), default=cores)
     if workers + 1 >= cores or not (device.type == "cpu" or copies_aside(device.type)):
         return batches
     return chain(_timed(batches, workers, cores, device), batches)
