@@ -194,6 +194,16 @@ def test_an_overridden_optimizer_step_changes_nothing(settings: dict[str, Any]) 
     assert trainer.global_step == (8 if "accumulate_grad_batches" in settings else 22)
 
 
+def test_setup_may_set_a_part_of_the_step() -> None:
+    class Sets(Classifier):
+        def setup(self, stage: str) -> None:
+            self.optimizer_step = lambda *_: None  # type: ignore[method-assign]
+
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Sets(), make_loader())
+    assert trainer.global_step == 0
+
+
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_an_optimizer_step_that_does_nothing_is_not_counted(precision: str) -> None:
     """Every second batch counts. A batch whose closure is not called loses its gradients."""
