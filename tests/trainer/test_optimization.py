@@ -166,7 +166,7 @@ def test_a_plateau_that_steps_before_the_first_validation_fails() -> None:
         module = Validated(plateau)
         tw.Trainer(**QUIET, max_epochs=2, **settings).fit(module, make_loader(8), make_loader(8))
 
-    advice = "give a scheduler interval='validation', or see check_val_every_n_epoch and limit_val_batches"
+    advice = "pass validation data, and give a scheduler interval='validation'"
     with pytest.raises(ValueError, match=f"No validation has run yet: if it logs 'val_loss', {advice}"):
         run(check_val_every_n_epoch=2)
     with pytest.raises(ValueError, match=advice):
