@@ -223,7 +223,7 @@ def test_what_cannot_be_copied_to_the_workers_is_named(ran: Ran) -> None:
         ran.trainer.test(Net())
 
 
-def test_a_hand_written_loop_needs_the_function() -> None:
+def test_a_hand_written_loop_needs_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         tw.LaunchError, match=r"devices=2 needs .*test runner \(pytest\).*trainwright\.notebook_launcher\("
     ):
@@ -232,6 +232,8 @@ def test_a_hand_written_loop_needs_the_function() -> None:
         tw.notebook_launcher(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"num_processes=0 is not accepted. Pass an integer of at least 1"):
         tw.notebook_launcher(print, num_processes=0)
+    assert tw.notebook_launcher(pow, (2, 5), num_processes=1) == 32
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: "another process")
     assert tw.notebook_launcher(pow, (2, 5), num_processes=1) == 32
 
 

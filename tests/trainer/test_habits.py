@@ -145,6 +145,10 @@ def test_settings_are_attributes_and_can_be_set_between_runs() -> None:
         trainer.world_size = 3
     trainer.fit_loop.min_epochs, trainer.fit_loop.max_steps = 1, 50
     assert (trainer.min_epochs, trainer.fit_loop.min_epochs, trainer.max_steps) == (1, 1, 50)
+    loop = trainer.fit_loop
+    loop.max_epochs = 3
+    loop.max_epochs += 2
+    assert loop.max_epochs == trainer.max_epochs == 5
     with pytest.raises(AttributeError):
         trainer.fit_loop.max_epoch = 3  # type: ignore[attr-defined]
 
@@ -390,7 +394,7 @@ class Reading(Dataset[Any]):
         self.read = read
 
     def __len__(self) -> int:
-        return 50
+        return 15
 
     def __getitem__(self, index: int) -> Any:
         self.read()
@@ -419,21 +423,37 @@ def test_waiting_for_data_beside_idle_cores_is_named(
     monkeypatch.setattr("trainwright.data.workers.perf_counter", lambda: now[0])
     loader = DataLoader(Reading(lambda: spend(seconds)))
     if not is_named:
-        trainer_of().fit(Computing(), loader)
+        trainer_of(max_epochs=4).fit(Computing(), loader)
         return
     with pytest.warns(
-        UserWarning, match=r"during 34% of its time: .* num_workers=0, and this process has 4 cores"
+        UserWarning, match=r"during 33% of its time: .* num_workers=0, and this process has 4 cores"
     ) as said:
-        trainer_of(max_epochs=2).fit(Computing(), loader)
+        trainer_of(max_epochs=4).fit(Computing(), loader)
     assert len(said) == 1
+
+
+def test_other_loaders_may_count_workers_in_their_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    loader = type("Own", (list,), {"num_workers": None})(make_loader())
+    trainer = trainer_of()
+    trainer.fit(Classifier(), loader)
+    assert trainer.global_step == 11
 
 
 def test_a_dataset_that_sleeps_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
-    monkeypatch.setattr("trainwright.data.workers.LONG_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("trainwright.data.workers.LONG_WAIT_SECONDS", 0.1)
     monkeypatch.setattr("trainwright.data.workers.LARGE_SHARE", 0.01)
     with pytest.warns(UserWarning, match="training has waited for data"):
         trainer_of().fit(Classifier(), DataLoader(Reading(lambda: time.sleep(0.01))))
+
+
+def test_a_misspelled_monitor_is_named_before_training() -> None:
+    watched = [tw.EarlyStopping("vall_loss"), tw.EarlyStopping("loss")]
+    with pytest.warns(UserWarning, match="EarlyStopping follows 'vall_loss'.* Did you mean 'val_loss'") as said:
+        with pytest.raises(ValueError, match="follows 'vall_loss', which was not logged"):
+            trainer_of(callbacks=watched, num_sanity_val_steps=1).fit(Classifier(), make_loader(8), make_loader(8))
+    assert len(said) == 1
 
 
 def test_objects_of_lightnings_classes_are_named() -> None:

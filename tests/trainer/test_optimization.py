@@ -166,7 +166,7 @@ def test_a_plateau_that_steps_before_the_first_validation_fails() -> None:
         module = Validated(plateau)
         tw.Trainer(**QUIET, max_epochs=2, **settings).fit(module, make_loader(8), make_loader(8))
 
-    advice = "give a scheduler interval='validation', or see check_val_every_n_epoch and limit_val_batches"
+    advice = "pass validation data, and give a scheduler interval='validation'"
     with pytest.raises(ValueError, match=f"No validation has run yet: if it logs 'val_loss', {advice}"):
         run(check_val_every_n_epoch=2)
     with pytest.raises(ValueError, match=advice):
@@ -192,6 +192,16 @@ def test_an_overridden_optimizer_step_changes_nothing(settings: dict[str, Any]) 
     fit(expected, gradient_clip_val=0.5, max_epochs=2, **settings)
     assert_equal(weights(module), weights(expected))
     assert trainer.global_step == (8 if "accumulate_grad_batches" in settings else 22)
+
+
+def test_setup_may_set_a_part_of_the_step() -> None:
+    class Sets(Classifier):
+        def setup(self, stage: str) -> None:
+            self.optimizer_step = lambda *_: None  # type: ignore[method-assign]
+
+    trainer = tw.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Sets(), make_loader())
+    assert trainer.global_step == 0
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])

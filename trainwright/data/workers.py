@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import (
     ChainDataset,
     ConcatDataset,
+    DataLoader,
     Dataset,
     IterableDataset,
     StackDataset,
@@ -156,36 +157,48 @@ def hear_signals() -> None:
         sys.exit(128 + signal.SIGTERM)
 
 
-def timed(batches: Iterator[T], loaders: Iterable[Any], processes: int, device: torch.device) -> Iterator[T]:
-    """Return the same batches, and warn once if training waits for them while cores are idle.
+class LoaderWaits:
+    """A fit's waits for its loaders. It warns once if training waits long while cores are idle.
 
-    The first batches are timed. A wait costs nothing if the device still computes at its end. `processes` share the cores.
+    The first batches of the fit are timed. A wait costs nothing if the device still computes at its end.
+
+    Args:
+        loaders: the training loaders.
+        processes: how many processes share the cores.
+        device: the device of this process.
     """
-    cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // processes
-    workers = min(getattr(loader, "num_workers", cores) for loader in loaders)
-    if workers + 1 >= cores or not (device.type == "cpu" or copies_aside(device.type)):
-        return batches
-    return chain(_timed(batches, workers, cores, device), batches)
 
+    def __init__(self, loaders: Iterable[Any], processes: int, device: torch.device) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._cores = cores // processes
+        self._workers = min((each.num_workers for each in loaders if isinstance(each, DataLoader)), default=cores)
+        is_possible = self._workers + 1 < self._cores and (device.type == "cpu" or copies_aside(device.type))
+        self._left = TIMED_BATCHES if is_possible else 0
+        self._device, self._waited, self._spent = device, 0.0, 0.0
 
-def _timed(batches: Iterator[T], workers: int, cores: int, device: torch.device) -> Iterator[T]:
-    stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-    yield from islice(batches, 1)  # the first batch starts the workers
-    begun = asked = perf_counter()
-    waited = 0.0
-    for batch in islice(batches, TIMED_BATCHES):
-        came = perf_counter()
-        if stream is None or stream.query():
-            waited += came - asked
-        yield batch
-        if waited > max(LONG_WAIT_SECONDS, LARGE_SHARE * (came - begun)):
-            rank_zero_warn(
-                f"training has waited for data during {waited / (came - begun):.0%} of its time: the loader has "
-                f"num_workers={workers}, and this process has {cores} cores. Pass a larger num_workers.",
-                stacklevel=2,
-            )
-            return
+    def timed(self, batches: Iterator[T]) -> Iterator[T]:
+        """Return the same batches of an epoch."""
+        return chain(self._timed(batches), batches) if self._left else batches
+
+    def _timed(self, batches: Iterator[T]) -> Iterator[T]:
+        stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
+        yield from islice(batches, 1)  # the first batch starts the workers
         asked = perf_counter()
+        for batch in islice(batches, self._left):
+            came = perf_counter()
+            if stream is None or stream.query():
+                self._waited += came - asked
+            yield batch
+            asked, before = perf_counter(), asked
+            self._left, self._spent = self._left - 1, self._spent + asked - before
+            if self._waited > max(LONG_WAIT_SECONDS, LARGE_SHARE * self._spent):
+                self._left = 0
+                rank_zero_warn(
+                    f"training has waited for data during {self._waited / self._spent:.0%} of its time: the loader has "
+                    f"num_workers={self._workers}, and this process has {self._cores} cores. Pass a larger num_workers.",
+                    stacklevel=2,
+                )
+                return
 
 
 def set_epoch_of_parts(loader: Any, epoch: int) -> None:

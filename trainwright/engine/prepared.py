@@ -31,7 +31,7 @@ class PreparedOptimizer(Optimizer):
     Args:
         optimizer: the optimizer that the strategy prepared.
         windows: whether a step is due. If it is not, a call does nothing. None if every call steps.
-        after_step, before_step: called with the result, and with the optimizer.
+        after_step, before_step, after_group: called with the result, and with the optimizer, also when it has another group.
         given: the user's optimizer, if the strategy has replaced it.
         clip_norm: the limit on the gradients' norm in a step, if they were not clipped before.
         has_loss: the loss is computed before a step, so a strategy that steps alone does not call the closure.
@@ -47,6 +47,7 @@ class PreparedOptimizer(Optimizer):
         *,
         given: Optimizer | None = None,
         clip_norm: float | None = None,
+        after_group: Callable[[Optimizer], None] | None = None,
         has_loss: bool = False,
     ) -> None:
         # Optimizer.__init__ is not called, because groups and state are the inner optimizer's.
@@ -58,7 +59,7 @@ class PreparedOptimizer(Optimizer):
         """How often step was called, and how often it stepped."""
         self._engine, self._windows = engine, windows
         self._before_step, self._after_step = before_step, after_step
-        self._clip_norm, self._has_loss = clip_norm, has_loss
+        self._clip_norm, self._after_group, self._has_loss = clip_norm, after_group, has_loss
         self._is_done = False
         """Whether a step has used the current gradients."""
         self._cleared_at: int | None = None
@@ -191,6 +192,8 @@ class PreparedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
+        if self._after_group is not None:
+            self._after_group(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

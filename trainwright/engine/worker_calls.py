@@ -46,12 +46,7 @@ def call_in_workers(
 
 
 def call_in_job(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    num_processes: int,
-    *,
-    asked: str,
-    defaults: dict[str, str],
+    function: Callable[..., Any], args: Sequence[Any], num_processes: int, *, asked: str, defaults: dict[str, str]
 ) -> Any:
     """Run `function(*args)` on every rank of a new job, and return rank 0's result; a single rank is this process.
 
@@ -64,7 +59,8 @@ def call_in_job(
     """
     from trainwright.launch.command import check_worker_calls
 
-    check_worker_calls(asked)
+    if num_processes > 1 or Environment.detect().launched_by != "single":
+        check_worker_calls(asked)
     if num_processes == 1:
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         with announced(**{**ranks, JOB_VARIABLE: json.dumps(defaults)} if defaults else {}):

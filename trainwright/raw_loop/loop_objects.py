@@ -171,9 +171,11 @@ class Preparation(Preparations):
         earlier = len(engine.optimizers)
         # The strategies expect the earlier optimizers first in the list.
         inner = engine.prepare_optimizers([*engine.optimizers, *optimizers])[earlier:]
-        norm = self._optimization.clip_norm
+        norm, refuse = self._optimization.clip_norm, self._refuse_strangers
         for given, each in zip(optimizers, inner, strict=True):
-            prepared = PreparedOptimizer(engine, each, self.windows, self._count_step, given=given, clip_norm=norm)
+            prepared = PreparedOptimizer(
+                engine, each, self.windows, self._count_step, given=given, clip_norm=norm, after_group=refuse
+            )
             self.optimizers.append(prepared)
 
     def _add_scheduler(self, scheduler: Any) -> None:

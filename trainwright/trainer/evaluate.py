@@ -25,7 +25,7 @@ from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.trainer.epoch_batches import Batch
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.oversights import parts_of, warn_of_shuffling
+from trainwright.trainer.oversights import parts_of, warn_of_misspelled_monitors, warn_of_shuffling
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import VALIDATION_LOADERS, Phase
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_transfer, num_step_arguments
@@ -311,6 +311,7 @@ def sanity_check(evaluation: Evaluation) -> None:
         )
         try:
             evaluate(evaluation, Phase.SANITY_CHECK, most=most)
+            warn_of_misspelled_monitors(run.trainer.callbacks, run.trainer.callback_metrics)
             run.hooks.call("on_sanity_check_end")
         except EvaluationAbandoned:  # nothing was trained, so the run is saved as it begins
             run.logbook.end_evaluation()

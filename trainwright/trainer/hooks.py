@@ -99,7 +99,6 @@ class HookTable:
         self._trainer, self._module, self._logbook, self._profiler = trainer, module, logbook, profiler
         ordered = sorted(trainer.callbacks, key=_priority_of, reverse=True)
         calls = {name: self._of_callbacks(name, ordered) + self._of_module(name) for name in HOOKS}
-        calls |= {name: self._of_module(name) for name in STEP_PARTS}
         save_point = tuple(partial(_without_arguments, hook) for hook in calls["on_save_point"])
         early = [callback for callback in ordered if callback.priority >= 0]
         late = ordered[len(early) :]
@@ -149,6 +148,11 @@ class HookTable:
             # The arguments before the loader's index: batch and batch_idx, at a batch's end outputs too.
             hook = _with_loader_index(hook, 2 if name.endswith("_start") else 3)
         return hook
+
+    def find_step_parts(self) -> dict[str, Callable[..., Any]]:
+        """Return calls of the parts of a step that the module overrides, also by an attribute that setup() has set."""
+        self._calls |= {name: self._of_module(name) for name in STEP_PARTS}
+        return {name: partial(self.call, name) for name in STEP_PARTS if self._calls[name]}
 
     def agree(self, ranks: Ranks, call: str) -> None:
         """Reduce early on every rank if one rank has a hook that reads the values. Collective."""

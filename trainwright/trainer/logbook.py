@@ -226,8 +226,8 @@ class Logbook:
         self._keep_steps()
         metrics = self._callback  # of which epoch values are not rounded
         if name not in metrics:
-            early = f" No validation has run yet: if it logs {name!r}, give a scheduler interval='validation', or see "
-            early += "check_val_every_n_epoch and limit_val_batches."
+            early = f" No validation has run yet: if it logs {name!r}, pass validation data, and give a scheduler "
+            early += "interval='validation'. See also check_val_every_n_epoch and limit_val_batches."
             raise ValueError(
                 f"{asker} follows {name!r}, which was not logged; there are {', '.join(sorted(metrics)) or 'no metrics'}. "
                 f"Log it with self.log, or change monitor.{'' if self._state.validations else early}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,20 @@ def warn_of_open_end(settings: Settings, callbacks: list[Callback]) -> None:
             "max_steps= or max_time=.",
             stacklevel=2,
         )
+
+
+def warn_of_misspelled_monitors(callbacks: Iterable[Callback], logged: Iterable[str]) -> None:
+    """Warn of callbacks that follow a metric whose name differs a little from the metrics of the sanity check."""
+    names = list(logged)
+    for callback in callbacks:
+        name = str(getattr(callback, "monitor", None))
+        close = get_close_matches(name, names, n=1, cutoff=0.85)
+        if close and name not in names and close[0][0] == name[0]:  # train_loss is not a misspelled val_loss
+            rank_zero_warn(
+                f"{type(callback).__name__} follows {name!r}, which the sanity check has not logged; without it, the callback "
+                f"raises an error. Did you mean {close[0]!r}?",
+                stacklevel=2,
+            )
 
 
 def warn_of_shuffling(loaders: Any, stage: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from trainwright.strategies.base import Clipping, Optimization, StepResult
 from trainwright.strategies.divided_optimizers import unwrap_optimizer
 from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.evaluate import Evaluation
-from trainwright.trainer.hooks import STEP_PARTS, Hooks
+from trainwright.trainer.hooks import Hooks
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.sources import (
     BatchTransfer,
@@ -198,7 +197,7 @@ class PreparedRun(Run):
             self.update_trained(accumulate_grad_batches=self.accumulate)
         self._prepare_data()
         first = self._prepare_optimizers()
-        overrides = {name: partial(self.hooks.call, name) for name in STEP_PARTS if self.hooks[name]}
+        overrides = self.hooks.find_step_parts()
         has_hooks = bool(self.hooks["on_before_zero_grad"]) or "optimizer_zero_grad" in overrides
         gives_closure = first is not None and _closure_is_wanted(self.accumulate, engine, first)
         clock = None

@@ -335,13 +335,15 @@ class Status:
 class FitLoop:
     """`trainer.fit_loop`: the limits of a fit, which the Trainer's attributes change too, and its counters at this moment."""
 
-    __slots__ = ("_change_setting", "_settings", "epoch_loop", "epoch_progress")
+    __slots__ = ("_trainer", "epoch_loop", "epoch_progress")
 
     max_epochs, min_epochs = Status.max_epochs, Status.min_epochs
     max_steps, min_steps = Status.max_steps, Status.min_steps
+    _settings = Forwarded[Settings]("_trainer._settings", "The Trainer's arguments.")
+    _change_setting = Forwarded[Any]("_trainer._change_setting", "Change an argument.")
 
     def __init__(self, trainer: Status, state: Position) -> None:
-        self._settings, self._change_setting = trainer._settings, trainer._change_setting
+        self._trainer = trainer
         self.epoch_progress = SimpleNamespace(current=SimpleNamespace(completed=state.shown_epoch))
         self.epoch_loop = SimpleNamespace(
             batch_idx=state.batch - 1, total_batch_idx=state.total_batches - 1, global_step=state.step

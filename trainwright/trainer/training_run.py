@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainwright.data.transfer import map_tensors
-from trainwright.data.workers import timed
+from trainwright.data.workers import LoaderWaits
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.engine.optimizers import use_fused
 from trainwright.profilers.base import is_measuring
@@ -59,12 +59,13 @@ class TrainingRun(PreparedRun):
         return EpochBatches(self.data, plan.num_arguments, plan.transfer, self.engine, self._timed, self.stop)
 
     def _timed(self, pairs: Pairs) -> Pairs:
-        """Return the same batches, timed by the profiler and, in the first epoch, for a warning of slow loaders."""
+        """Return the same batches, timed by the profiler, and for a warning of slow loaders."""
         if not self.state.progress.batches_begun:
             self.close_at_end(self._drop_batch)
             warn_of_evaluation_mode(self.module, self.trained.optimizers)
             processes = self.engine.environment.local_world_size
-            pairs = timed(pairs, parts_of(self.stages.train_dataloader), processes, self.engine.device)
+            self._waits = LoaderWaits(parts_of(self.stages.train_dataloader), processes, self.engine.device)
+        pairs = self._waits.timed(pairs)
         if is_measuring(self.profiler):
             return self.profiler.timed_iterator(pairs, "train_dataloader_next")
         return pairs
