@@ -42,8 +42,8 @@ def warn_of_misspelled_monitors(callbacks: Iterable[Callback], logged: Iterable[
         close = get_close_matches(name, names, n=1, cutoff=0.85)
         if close and name not in names and close[0][0] == name[0]:  # train_loss is not a misspelled val_loss
             rank_zero_warn(
-                f"{type(callback).__name__} follows {name!r}, which the sanity check has not logged; without it, the callback "
-                f"raises an error. Did you mean {close[0]!r}?",
+                f"{type(callback).__name__} follows {name!r}, which the sanity check has not logged. Did you mean "
+                f"{close[0]!r}?",
                 stacklevel=2,
             )
 
