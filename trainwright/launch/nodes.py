@@ -70,6 +70,8 @@ class Job:
     """A file to which the launcher writes the line about the rank that failed first."""
     grace_seconds: float = 120.0
     """How long the ranks have to save and exit after a signal."""
+    job_id: str | None = None
+    """A name that tells this job from others at the same address, or None for one that its command gives."""
 
 
 def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
