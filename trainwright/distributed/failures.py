@@ -34,6 +34,8 @@ class FailureReport:
     rank: int
     summary: str
     traceback: str
+    code: int = 0
+    """The exit code of the rank (negative: killed by a signal), or 0 if the rank itself posted."""
     was_printed: bool = False
 
 
@@ -43,10 +45,11 @@ class FailureLog:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def post(self, rank: int, summary: str, trace: str = "") -> int:
+    def post(self, rank: int, summary: str, trace: str = "", code: int = 0) -> int:
         """Post a failure and return its number in the order, from 1."""
         number = self._store.add("failure/count", 1)
-        post(self._store, f"failure/{number}", json.dumps({"rank": rank, "summary": summary, "traceback": trace}))
+        fields = {"rank": rank, "summary": summary, "traceback": trace, "code": code}
+        post(self._store, f"failure/{number}", json.dumps(fields))
         return number
 
     def post_error(self, rank: int, error: BaseException) -> int:
@@ -59,6 +62,15 @@ class FailureLog:
     def wait_until_printed(self, timeout_seconds: float) -> None:
         """Wait for the first failing rank's traceback. Once another rank has left, the launcher ends that rank too."""
         _wait_until(lambda: self._store.check(["failure/printed"]), timeout_seconds)
+
+    def announce_join(self, rank: int) -> None:
+        """Record that a rank is connecting to the others, and waits for them."""
+        post(self._store, f"joined/{rank}", "1")
+        self._store.add("joined", 1)
+
+    def others_wait_for(self, rank: int) -> bool:
+        """Return whether another rank is connecting, and this rank never did."""
+        return self._store.add("joined", 0) > 0 and not self._store.check([f"joined/{rank}"])
 
     def announce_end(self) -> None:
         """Record that the launcher is ending the job, so that later errors are no failures."""

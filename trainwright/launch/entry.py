@@ -28,9 +28,28 @@ def attach(launcher_pid: int, command: list[str]) -> None:
 
         # The setting survives exec.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    elif os.fork() == 0:
+        watch(launcher_pid)
     if os.getppid() != launcher_pid:  # the launcher ended before the prctl took effect
         sys.exit(1)
     os.execv(command[0], command)
+
+
+def watch(launcher_pid: int) -> None:
+    """Kill this process's group when the launcher has ended: other kernels than Linux do not."""
+    import signal
+    import time
+
+    rank = os.getppid()
+    for fd in range(3):  # the launcher reads the rank's output to its end
+        os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+    while os.getppid() == rank:
+        try:
+            os.kill(launcher_pid, 0)
+        except ProcessLookupError:
+            os.killpg(0, signal.SIGKILL)
+        time.sleep(0.2)
+    os._exit(0)
 
 
 def work_in(folder: str) -> None:
