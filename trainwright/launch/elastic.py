@@ -1,312 +1,377 @@
-"""The rendezvous of a job's nodes: a store that the main node holds, and the nodes that run every start of the job."""
+"""Elastic: the launcher on one of several machines, on torch elastic's public API.
+
+Elastic brings the machines together and restarts them. Its worker is one NodeSupervisor on each machine, which runs the
+ranks. The main node serves the store at which all meet.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
+import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from torch.distributed.elastic.rendezvous.api import (
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainwright.distributed.failures import FailureLog
-from trainwright.distributed.job_store import STORE_PREFIX, Store, post, stores
-from trainwright.distributed.network import claim_port, is_own_address, is_own_name, listen_at, resolve
+from trainwright.distributed.job_store import STORE_PREFIX, Store, join_store, post, serve_store, stores
+from trainwright.distributed.masking import masked
+from trainwright.distributed.network import claim_port, is_listening, is_own_address, is_own_name, listen_at, resolve
+from trainwright.distributed.signals import STOP_SIGNALS
 from trainwright.errors import LaunchError
-from trainwright.launch.nodes import Nodes
-from trainwright.launch.roster import Heartbeat, Member, Roster, Round
+from trainwright.launch.node_supervisor import JOINED, NODE_LOST
+from trainwright.launch.nodes import Job, Nodes, Outcome, Place
+from trainwright.launch.supervisor import ENTRY
 
-STORE_SECONDS = 300.0  # that the store may take to answer the first request
-NOTICE_SECONDS = 5.0  # after which a node prints whom it is waiting for
+NOTICE_SECONDS = 5.0  # after which a launcher prints whom it is waiting for
+MORE_SECONDS = 30.0  # that a job with enough nodes waits for more, from the latest arrival, before its first start
+LAST_CALL_SECONDS = 3  # that a restart with enough nodes waits for more
+KEEP_ALIVE_SECONDS, KEEP_ALIVE_TIMES = (
+    2,
+    4,
+)  # a launcher that was silent for their product does not take part in a restart
+WATCH_SECONDS = 0.5
+SILENCE_SECONDS = 30.0  # how long a machine may be unreachable before it counts as lost
+STORE_SECONDS = 60.0  # for a request to the store
+CLOSE_SECONDS = 3.0  # for the main thread to end by itself
+REPLACE_SECONDS = 5.0  # after which a silent launcher is replaced by another one with its number
+SUPERVISOR_KILLED = "the supervisor of this node was killed"
 LEAVE_SECONDS = 10.0  # that the main node keeps the store for the others at the end
-CUT_SECONDS = 20.0  # between the loss of the main node and the end of a launcher that still waits for its answer
-T = TypeVar("T")
-GONE = (RuntimeError, OSError)
-"""The errors of an attempt to reach the main node after it has gone."""
 MAIN_IS_GONE = (
     "the launcher of node 0, the main node, has ended or cannot be reached; the nodes meet there, so the job ends. Start it "
     "again on all nodes, the main one included."
 )
 
 
-class NodeRendezvous(RendezvousHandler):
-    """A rendezvous of nodes over a store that listens at the main node's address only.
+class NodeEnded(Exception):
+    """This machine's part of the job is over."""
 
-    For a job of one node it listens on the loopback interface, at a free port. A node that is not given its number is the main
-    one if the address is its own. `on_cut` is called in a thread before this process ends because the main node, whose
-    answer it waits for, cannot be reached.
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
+
+def run_node(job: Job) -> Outcome:
+    """Run a job's ranks on this machine, one of several, to the end of the job."""
+    for name in ("torch.distributed.elastic", "torchelastic"):
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings
+        logger.propagate = False
+    folder = Path(tempfile.mkdtemp(prefix="trainwright-"))
+    try:
+        return NodeLauncher(job, folder).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class NodeLauncher(RendezvousHandler):
+    """The launcher of one node: elastic's rendezvous, over a store that listens at the main node's address only.
+
+    A node that is not given its number is the main one if the address is its own.
+
+    Args:
+        job: its command, and this machine's place.
+        folder: for the files that this process and its supervisors exchange.
 
     Raises:
-        LaunchError: the port is taken, the address is not the main node's, or the main node does not answer.
+        LaunchError: the port is taken, the address is not the main node's, or the main node rejects this one.
     """
 
-    def __init__(
-        self, nodes: Nodes, num_processes: int, max_restarts: int = 0, on_cut: Callable[[], object] = lambda: None
-    ) -> None:
-        self.nodes, self._max_restarts, self._on_cut = nodes, max_restarts, on_cut
-        self.own = Member(socket.gethostname(), num_processes, nodes.rank)
-        self.round = Round(members=[self.own])
-        self._port, self._arrival = nodes.port, 0
+    def __init__(self, job: Job, folder: Path) -> None:
+        self._job, self._nodes, self._folder = job, job.nodes, folder
+        self._signal = self._interrupts = self._restarts = self._arrival = 0
+        self._is_over = threading.Event()
+        self._answered_at = time.monotonic()
+        self._place: Place | None = None
+        self._arrivals: list[int] = []
+        """The arrival numbers of the nodes of the current start."""
+        for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         self._claim: socket.socket | None = None
-        self.store, self.is_main = self._open_store()
-        self.heartbeat = Heartbeat(nodes.address, is_main=self.is_main) if nodes.count > 1 else None
-        self._agents = stores().PrefixStore("agent", self.store)
-        self._has_left = threading.Event()
-        self._roster: Roster | None = None
-        if self.heartbeat is not None and self.is_main:
-            self._roster = Roster(nodes, self._agents, self.heartbeat, self.own)
-            post(self._agents, "main", json.dumps({"terms": self._terms(), "heartbeat": self.heartbeat.port}))
-
-    def _open_store(self) -> tuple[Any, bool]:
-        """Hold or find the job's store. Return it, and whether this is the main node."""
-        if self.nodes.rank is not None:
-            return (self._hold_store(), True) if self.nodes.rank == 0 else (self._find_store(), False)
-        if not is_own_address(self.nodes.address):
-            return self._find_store(), False
-        self._claim = claim_port(self.nodes.address, self.nodes.port)
-        if self._claim is None:  # another launcher on this machine holds it
-            return self._find_store(), False
-        try:
-            return self._hold_store(), True
-        except LaunchError:
-            self._claim.close()
-            raise
-
-    def _hold_store(self) -> Any:
-        _, number = resolve(self.nodes.address)
-        if self.nodes.count > 1 and is_own_name(self.nodes.address, number):
-            raise LaunchError(
-                f"the main address {self.nodes.address!r} is {number} on this node, which no other node can reach. Give this "
-                "node's IP address as the main address."
-            )
-        # TCPStore itself would listen on all interfaces, so it gets a bound socket.
-        listener = listen_at(self.nodes.address, self.nodes.port)
-        self._port = int(listener.getsockname()[1])
-        return stores().TCPStore(
-            self.nodes.address, self._port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+        self._base, self._is_main = self._open_store()
+        self._store = stores().PrefixStore("launchers", self._base)
+        self._reception = Reception(self._nodes, self._describe()) if self._is_main else None
+        self._arrival = 0 if self._is_main else int(self._store.add("arrivals", 1))
+        for target, arguments in ((self._watch, (self._base.clone(),)), (self._watch_answers, ())):
+            threading.Thread(target=target, args=arguments, daemon=True).start()
+        if not self._is_main:
+            self._arrive()
+        timeout = RendezvousTimeout(
+            join=timedelta(seconds=self._nodes.wait_seconds), last_call=timedelta(seconds=LAST_CALL_SECONDS)
+        )
+        self._elastic = DynamicRendezvousHandler.from_backend(
+            "trainwright",
+            stores().PrefixStore("elastic", self._base),
+            C10dRendezvousBackend(stores().PrefixStore("elastic", self._base), "trainwright"),
+            self._nodes.least,
+            self._nodes.count,
+            timeout=timeout,
+            keep_alive_interval=KEEP_ALIVE_SECONDS,
+            keep_alive_max_attempt=KEEP_ALIVE_TIMES,
         )
 
-    def _answers(self) -> bool:
+    def run(self) -> Outcome:
+        """Run this node's ranks until the job, or this node's part in it, is over."""
+        rendezvous_handler_registry.register("trainwright", lambda _: self)
+        config = LaunchConfig(
+            self._nodes.least,
+            self._nodes.count,
+            nproc_per_node=1,
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+            run_id="trainwright",
+            role="trainwright",
+            rdzv_backend="trainwright",
+            max_restarts=self._job.max_restarts,
+            signals_to_handle="",  # they are handled here
+        )
+        outcome, text = Outcome(1), ""
         try:
-            socket.create_connection((self.nodes.address, self._port), timeout=2.0).close()
-        except OSError:
-            return False
-        return True
+            elastic_launch(config, sys.executable)(ENTRY, "node", str(self._folder), *sys.path)
+            outcome = self._take_outcome() or outcome
+        except NodeEnded as end:
+            outcome = end.outcome
+        except ChildFailedError:
+            outcome = self._take_outcome() or Outcome(1, SUPERVISOR_KILLED)
+        except LaunchError as error:
+            text = str(error)
+            raise
+        except RuntimeError as error:  # of a request to the store
+            raise LaunchError(MAIN_IS_GONE) from error
+        finally:
+            self._leave(outcome.code, text)
+        return outcome
 
-    def _find_store(self) -> Any:
-        resolve(self.nodes.address)
-        self._wait(lambda _: self._answers(), lambda: f"the main node at {self.nodes.address} port {self._port}")
-        timeout = timedelta(seconds=STORE_SECONDS)
-        return stores().TCPStore(self.nodes.address, self._port, None, False, timeout=timeout, wait_for_workers=False)
-
-    def failures(self, round_number: int) -> FailureLog:
-        """Return the failures of the job since a start of it."""
-        return FailureLog(cast(Store, stores().PrefixStore(f"{STORE_PREFIX}/{round_number}", self.store)))
+    # The rendezvous, as elastic calls it.
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the nodes of the next start and return this node's rendezvous."""
-        if self.nodes.count == 1:
-            last = self.round
-            self.round = Round(last.number + 1, last.number + 1, [0], [self.own])
-        elif self._roster is not None:
-            self.round = self._roster.start(self._wait(self._choose, self._roster.describe))
-        else:
-            try:
-                self.round = self._join()
-            except GONE as error:
-                if isinstance(error, (LaunchError, RendezvousGracefulExitError)):
-                    raise
-                raise LaunchError(f"{MAIN_IS_GONE} ({error})") from error
-        info = RendezvousStoreInfo(self.nodes.address, self._port)
-        store = stores().PrefixStore(f"round/{self.round.number}", self._agents)
-        return RendezvousInfo(store, self.node_rank, self.num_nodes, info)
-
-    def _choose(self, waited: float) -> list[int] | None:
-        assert self._roster is not None
-        return self._roster.choose(is_over=waited > self.nodes.wait_seconds)
-
-    def _join(self) -> Round:
-        assert self.heartbeat is not None
-        if self._arrival == 0:
-            self._arrive()
-        else:
-            post(self._agents, f"ready/{self._arrival}", str(self.round.number))
-        is_new = self.round.number < 0
-        while True:
-            found = self._wait(self._next_round, lambda: "the main node, and those that it waits for", has_end=False)
-            if self._arrival in found.arrivals:
-                return found
-            if not is_new:
-                raise LaunchError(
-                    "the job has started again without this node, whose ranks had not ended in time. Start its launcher again "
-                    "to join."
-                )
-            self.round = Round(found.number, found.restarts)  # without its members
-            _say("the job runs on other nodes. This one joins at its next restart, unless the job has its most nodes.")
-
-    def _arrive(self) -> None:
-        assert self.heartbeat is not None
-        main = json.loads(self._agents.get("main"))
-        for own, theirs in zip(self._terms(), main["terms"], strict=True):
-            if own != theirs:
-                which = "this node" if self.nodes.rank is None else f"node {self.nodes.rank}"
-                raise LaunchError(
-                    f"{own} was given to {which}, but {theirs} to the main node. Give all nodes of a job the same."
-                )
-        self._arrival = self._agents.add("arrivals", 1)
-        post(self._agents, f"node/{self._arrival}", json.dumps(asdict(self.own)))
-        post(self._agents, f"ready/{self._arrival}", "-1")
-        # Last: when a node has connected, the main node reads both keys, and would wait for them.
-        self.heartbeat.connect(self._arrival, main["heartbeat"])
-        threading.Thread(target=self._watch_main, name="trainwright-heartbeat", daemon=True).start()
-
-    def _terms(self) -> list[str]:
-        """Return the terms that must be the same on all nodes."""
-        return [str(self.nodes), f"max_restarts={self._max_restarts}"]
-
-    def _next_round(self, _: float) -> Round | None:
-        """Return the round after this node's last one, or None. Raise if the job has ended."""
-        assert self.heartbeat is not None
-        if self._agents.check([f"refused/{self._arrival}"]):
-            raise LaunchError(self._agents.get(f"refused/{self._arrival}").decode())
-        if self._agents.check(["ended"]):
-            ended = json.loads(self._agents.get("ended"))
-            if ended["code"] == 0:
-                _say("the job has ended without this node.")
-                raise RendezvousGracefulExitError
-            raise LaunchError(f"the main node has ended the job, with exit code {ended['code']}. See its output.")
-        if self.heartbeat.lost():
-            raise LaunchError(MAIN_IS_GONE)
-        if self._agents.check(["latest"]) and (latest := int(self._agents.get("latest"))) > self.round.number:
-            return Round.from_json(self._agents.get(f"round/{latest}"))
-        return None
-
-    def _watch_main(self) -> None:
-        # NOTE: a request to a store that cannot be reached waits for a quarter of an hour, whatever its timeout, and so does
-        # the thread that made it.
-        assert self.heartbeat is not None
-        while not self.heartbeat.lost():
-            if self._has_left.wait(1.0):
-                return
-        if not self._has_left.wait(CUT_SECONDS):
-            _say(MAIN_IS_GONE)
-            self._on_cut()
-            os._exit(1)
-
-    @property
-    def node_rank(self) -> int:
-        """This node's number in the current round."""
-        return self.round.arrivals.index(self._arrival)
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.round.members)
-
-    @property
-    def world_size(self) -> int:
-        return sum(member.num_processes for member in self.round.members)
-
-    def first_rank(self, node: int) -> int:
-        return sum(member.num_processes for member in self.round.members[:node])
-
-    def node_of(self, rank: int) -> int:
-        return max(node for node in range(self.num_nodes) if self.first_rank(node) <= rank)
-
-    def lost_nodes(self) -> list[int]:
-        """Return the lost nodes of this round. Other nodes than the main one only see the main one."""
-        if self.heartbeat is None:
-            return []
-        if self._roster is not None:
-            self._roster.admit()
-        arrivals = self.round.arrivals
-        return [arrivals.index(each) for each in self.heartbeat.lost() if each in arrivals and not self.has_left(each)]
-
-    def say_finished(self, signal_number: int = 0) -> None:
-        """Announce that all processes of this node have succeeded, or that this signal (0: none) stopped them."""
-        post(self._agents, self._finished(self._arrival), str(signal_number))  # this launcher may end right after
-
-    def all_finished(self) -> bool:
-        return bool(self._agents.check([self._finished(each) for each in self.round.arrivals]))
-
-    def signals(self) -> list[int]:
-        """Return the numbers that the nodes announced after they finished, in the order of their ranks."""
-        return [int(self._agents.get(self._finished(each))) for each in self.round.arrivals]
-
-    def _finished(self, arrival: int) -> str:
-        return f"finished/{self.round.number}/{arrival}"
-
-    def has_left(self, arrival: int) -> bool:
-        """Return whether a node's launcher has left in an orderly way."""
-        return bool(self._agents.check([f"left/{arrival}"]))
-
-    def leave(self, code: int = 1) -> None:
-        """Leave the job. The main node, which holds the store, says how it ended and waits until all others have left."""
-        if self.heartbeat is None or self._has_left.is_set():
-            return
-        self._has_left.set()
+        """Wait for the nodes of the next start and describe it to this node's supervisor."""
+        last = self._take_outcome()
+        if self._signal or (last is not None and not (last.reason and last.may_restart)):
+            raise NodeEnded(last or Outcome(128 + self._signal))
+        if self._place is None:
+            self._wait_for_start()
+        elif last is None:
+            last = Outcome(1, SUPERVISOR_KILLED)
         try:
-            with suppress(RuntimeError):  # the main node may have gone, and its store
-                if self.is_main:
-                    post(self._agents, "ended", json.dumps({"code": code}))
-                if self.is_main or not self.heartbeat.lost():
-                    post(self._agents, f"left/{self._arrival}", "1")
-            deadline = time.monotonic() + LEAVE_SECONDS
-            while self._roster is not None and time.monotonic() < deadline:
-                self._roster.admit()
-                if all(self.has_left(each) for each in self._roster.living() if each != 0):
-                    break
-                time.sleep(0.02)
-        finally:
-            self.heartbeat.close()
-            if self._claim is not None:
-                self._claim.close()
-
-    # Elastic calls these methods of any rendezvous. This one decides at every start who may join, so it never closes.
+            info = self._elastic.next_rendezvous()
+        except (RendezvousClosedError, RendezvousGracefulExitError) as error:
+            raise NodeEnded(self._end_of_job(last)) from error
+        except RendezvousTimeoutError as error:
+            missing = "the other nodes" if self._reception is None else self._reception.describe_missing()
+            raise LaunchError(
+                f"waited {self._nodes.wait_seconds:g} s for {missing}, to start the ranks again. Start the launchers of lost "
+                "nodes again in time."
+            ) from error
+        except RendezvousConnectionError as error:
+            raise LaunchError(MAIN_IS_GONE) from error
+        self._restarts += last is not None and last.reason != JOINED
+        own = {**self._describe(), "arrival": self._arrival, "restarts": self._restarts}
+        info.store.set(f"member/{info.rank}", json.dumps(own))
+        members = [json.loads(info.store.get(f"member/{rank}")) for rank in range(info.world_size)]
+        members.sort(key=lambda member: (member["node_rank"] or 0, member["arrival"]))
+        if info.rank == 0:
+            info.store.set("start", str(self._store.add("starts", 1) - 1))
+        self._arrivals = [member["arrival"] for member in members]
+        self._place = Place(
+            self._nodes.address,
+            self._nodes.port,
+            tuple(member["num_processes"] for member in members),
+            tuple(member["host"] for member in members),
+            self._arrivals.index(self._arrival),
+            int(info.store.get("start")),
+        )
+        self._restarts = max(member["restarts"] for member in members)
+        self._say_start(last)
+        is_range = self._nodes.rank is None and self._restarts < self._job.max_restarts
+        start = {"job": {**asdict(self._job), "nodes": {}}, "place": self._place._asdict()}
+        (self._folder / "start").write_text(json.dumps({**start, "least": self._nodes.least if is_range else 0}))
+        address = RendezvousStoreInfo(self._nodes.address, self._nodes.port)
+        return RendezvousInfo(info.store, self._place.node, info.world_size, address)
 
     @property
     def use_agent_store(self) -> bool:
-        return True  # the workers use this store too
+        return True  # the ranks use this store too
 
     def get_backend(self) -> str:
         return "trainwright"
 
+    def get_run_id(self) -> str:
+        return "trainwright"
+
     def is_closed(self) -> bool:
-        return False
+        return self._elastic.is_closed()
 
     def set_closed(self) -> None:
-        pass
+        self._elastic.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return f"trainwright-{os.getpid()}"
+        """Return how many nodes wait for a start. Elastic restarts the ranks for them, unless the ranks end anyway."""
+        assert self._place is not None
+        finished = stores().PrefixStore(f"nodes/{self._place.start}", self._base)
+        is_ending = self._failures().count() > 0 or finished.check([f"finished/{self._place.node}"])
+        return 0 if is_ending else self._elastic.num_nodes_waiting()
 
     def shutdown(self) -> bool:
-        return True  # the store ends with the launcher
+        """Close the rendezvous, unless only this node leaves. Elastic calls it when its agent ends."""
+        last = self._read_outcome()
+        has_failed = last is not None and bool(last.reason) and last.may_restart
+        return bool(self._elastic.shutdown()) if self._is_main or has_failed else True
 
-    def _wait(self, find: Callable[[float], T | None], describe: Callable[[], str], *, has_end: bool = True) -> T:
-        """Wait until something is found, given the seconds that have passed. After a while print who is missing."""
+    # This node, before and between the starts.
+
+    def _open_store(self) -> tuple[Any, bool]:
+        """Serve or find the job's store. Return it, and whether this is the main node."""
+        nodes = self._nodes
+        is_main = nodes.rank == 0
+        if nodes.rank is None and is_own_address(nodes.address):
+            self._claim = claim_port(nodes.address, nodes.port)
+            is_main = self._claim is not None  # otherwise another launcher on this machine is the main one
+        if not is_main:
+            where = f"the main node at {nodes.address} port {nodes.port}"
+            self._wait(lambda _: is_listening(nodes.address, nodes.port), lambda: where)
+            return join_store(nodes.address, nodes.port, timedelta(seconds=STORE_SECONDS)), False
+        _, number = resolve(nodes.address)
+        if is_own_name(nodes.address, number):
+            raise LaunchError(
+                f"the main address {nodes.address!r} is {number} on this node, which no other node can reach. Give this "
+                "node's IP address as the main address."
+            )
+        return serve_store(listen_at(nodes.address, nodes.port), nodes.address), True
+
+    def _describe(self) -> dict[str, Any]:
+        """Return this launcher as the others see it."""
+        command = [os.path.basename(self._job.command[1]), *self._job.command[2:]]
+        return {
+            "host": socket.gethostname(),
+            "num_processes": self._job.num_processes,
+            "node_rank": self._nodes.rank,
+            "job": self._job.job_id or masked(command).text,
+            "terms": [str(self._nodes), f"max_restarts={self._job.max_restarts}"],
+        }
+
+    def _arrive(self) -> None:
+        """Ask the main node to admit this one."""
+        answer = f"answer/{self._arrival}"
+        post(self._store, f"arrival/{self._arrival}", json.dumps(self._describe()))
+        where = f"the launcher of node 0 at {self._nodes.address} port {self._nodes.port} to admit this one"
+        self._wait(lambda _: self._store.check([answer]), lambda: where, limit=STORE_SECONDS)
+        if reason := self._store.get(answer).decode():
+            raise LaunchError(f"the main node at {self._nodes.address} rejected this one: {reason}")
+
+    def _wait_for_start(self) -> None:
+        """Wait until enough nodes have come for the first start."""
+        reception = self._reception
+        if reception is not None:
+            limit = self._nodes.wait_seconds
+            self._wait(lambda waited: reception.is_complete(is_over=waited >= limit), reception.describe_missing)
+            post(self._store, "go", "1")
+            return
+        waited_for = "the main node, and those that it waits for"
+        has_news = lambda _: self._store.check(["go"]) or self._store.check(["ended"])  # noqa: E731
+        self._wait(has_news, lambda: waited_for, limit=float("inf"))
+        if not self._store.check(["go"]):
+            raise LaunchError(f"the main node has ended the job: {json.loads(self._store.get('ended'))['text']}")
+
+    def _say_start(self, last: Outcome | None) -> None:
+        assert self._place is not None
+        then = f"restarting all ranks on {len(self._place.hosts)} node(s)"
+        if last is None or last.reason != JOINED:
+            then += f", restart {self._restarts} of {self._job.max_restarts}" if self._restarts else ""
+        if last is not None:
+            _say(f"{last.reason}; {then}.\n{last.rest}".rstrip("\n"))
+        elif self._place.start:
+            _say(f"this node joins as node {self._place.node}; {then}.")
+
+    def _failures(self) -> FailureLog:
+        assert self._place is not None
+        return FailureLog(stores().PrefixStore(f"{STORE_PREFIX}/{self._place.start}", self._base))
+
+    def _read_outcome(self) -> Outcome | None:
+        path = self._folder / "outcome"
+        return Outcome(*json.loads(path.read_text())) if path.exists() else None
+
+    def _take_outcome(self) -> Outcome | None:
+        """Return the end of the last start on this node, or None if the supervisor left none."""
+        outcome = self._read_outcome()
+        for name in ("outcome", "pid"):
+            (self._folder / name).unlink(missing_ok=True)
+        return outcome
+
+    def _end_of_job(self, last: Outcome | None) -> Outcome:
+        """Return how the job has ended, as seen by a node that wanted to take part in the next start."""
+        if last is not None and last.reason != JOINED:
+            return last
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while not self._store.check(["ended"]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        code = json.loads(self._store.get("ended"))["code"] if self._store.check(["ended"]) else 1
+        see = "" if code == 0 else f", with exit code {code}. See the output of the others"
+        return Outcome(code, rest=f"trainwright: the job has ended without this node{see}.\n")
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """Pass the first signal on to the supervisor. End at once if there is none, and at the second Ctrl-C."""
+        self._interrupts += number == signal.SIGINT
+        pid = self._supervisor()
+        if pid is None:
+            self._exit(128 + number)
+        elif self._interrupts > 1:
+            self._exit(128 + number, "second Ctrl-C; the ranks were killed.")
+        elif not self._signal:
+            self._signal = number
+            (self._folder / "signal").write_text(str(number))
+            os.kill(pid, signal.SIGUSR2)
+
+    def _supervisor(self) -> int | None:
+        try:
+            return int((self._folder / "pid").read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _exit(self, code: int, text: str = "") -> None:
+        """End this process and the ranks, whatever the main thread waits for."""
+        if (pid := self._supervisor()) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # the ranks end with it
+        if text:
+            _say(text)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(code)
+
+    def _wait(self, find: Callable[[float], bool], describe: Callable[[], str], *, limit: float | None = None) -> None:
+        """Wait until something is true, given the seconds that have passed. After a while print who is missing."""
+        limit = self._nodes.wait_seconds if limit is None else limit
         began, has_printed = time.monotonic(), False
-        while True:  # polls rather than blocks, so that Python can run signal handlers
-            waited = time.monotonic() - began
-            if found := find(waited):
-                return found
-            if has_end and waited > self.nodes.wait_seconds:
+        while not find(waited := time.monotonic() - began):  # polls, so that Python can run signal handlers
+            if waited > limit:
                 raise LaunchError(
-                    f"waited {self.nodes.wait_seconds:g} s for {describe()}. Start the job on every node with the same "
+                    f"waited {limit:g} s for {describe()}. Start the job on every node with the same "
                     "number of nodes, main address and port. See whether the others have started, and whether a firewall is "
                     "in between."
                 )
@@ -314,6 +379,148 @@ class NodeRendezvous(RendezvousHandler):
                 has_printed = True
                 _say(f"waiting for {describe()}.")
             time.sleep(0.1)
+
+    # The watch, in threads.
+
+    def _watch(self, base: Any) -> None:
+        """Show the main node that this one runs. On the main node, admit others and report lost ones."""
+        store = stores().PrefixStore("launchers", base)
+        while not self._is_over.wait(WATCH_SECONDS):
+            try:
+                store.add(f"alive/{self._arrival}", 1)
+                if self._reception is not None:
+                    self._reception.admit(store)
+                    self._report_lost()
+                self._answered_at = time.monotonic()
+            except RuntimeError:
+                self._lose_main()
+
+    def _watch_answers(self) -> None:
+        # NOTE: a request to a store that cannot be reached blocks its thread for a quarter of an hour.
+        while not self._is_over.wait(1.0):
+            if time.monotonic() - self._answered_at > SILENCE_SECONDS:
+                self._lose_main()
+
+    def _lose_main(self) -> None:
+        if not self._is_over.wait(CLOSE_SECONDS):
+            self._exit(1, MAIN_IS_GONE)
+
+    def _report_lost(self) -> None:
+        assert self._reception is not None
+        lost = [self._arrivals.index(arrival) for arrival in self._arrivals if self._reception.is_lost(arrival)]
+        if lost and self._place is not None and self._failures().count() == 0:
+            failures = self._failures()
+            failures.post(self._place.first_rank(lost[0]), NODE_LOST)
+            failures.mark_printed()
+
+    def _leave(self, code: int, text: str = "") -> None:
+        """Leave the job. The main node, which serves the store, waits until all others have left."""
+        self._is_over.set()
+        with suppress(RuntimeError):  # the main node may have gone
+            if self._reception is None:
+                post(self._store, f"left/{self._arrival}", "1")
+                return
+            post(self._store, "ended", json.dumps({"code": code, "text": text}))
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while time.monotonic() < deadline:
+                self._reception.admit(self._store)
+                living = [f"left/{arrival}" for arrival in self._reception.living() if arrival]
+                if not living or self._store.check(living):
+                    break
+                time.sleep(0.05)
+        if self._claim is not None:
+            self._claim.close()
+
+
+class Reception:
+    """On the main node: admits the launchers of the job, rejects others by name, and knows which of them run.
+
+    Launchers are known by the number of their arrival. The main node's is 0.
+    """
+
+    def __init__(self, nodes: Nodes, own: dict[str, Any]) -> None:
+        self._nodes = nodes
+        self._members = {0: own}
+        self._pending: dict[int, float] = {}
+        """When launchers have arrived that are not admitted yet."""
+        self._num_arrivals = 0
+        self._last_arrival = time.monotonic()
+        self._beats: dict[int, tuple[int, float]] = {}
+        """The latest number of every launcher, which counts up while it runs, and the time at which it came."""
+
+    def admit(self, store: Store) -> None:
+        """Admit or reject the launchers that have arrived."""
+        now = time.monotonic()
+        for arrival in self._members:
+            beat = store.add(f"alive/{arrival}", 0)
+            if beat != self._beats.get(arrival, (-1, 0.0))[0]:
+                self._beats[arrival] = beat, now
+        while store.check([f"arrival/{self._num_arrivals + 1}"]):
+            self._num_arrivals += 1
+            self._pending[self._num_arrivals] = now
+        for arrival, came_at in list(self._pending.items()):
+            member = json.loads(store.get(f"arrival/{arrival}"))
+            rejection = self._find_rejection(member, came_at)
+            if rejection is None:
+                continue
+            del self._pending[arrival]
+            if rejection:
+                _say(f"the launcher on {member['host']} was rejected: {rejection}")
+            else:
+                self._members[arrival], self._beats[arrival], self._last_arrival = member, (0, now), now
+            post(store, f"answer/{arrival}", rejection)
+
+    def _find_rejection(self, member: dict[str, Any], came_at: float) -> str | None:
+        """Return why a launcher is rejected, "" if it is admitted, or None if that cannot be said yet."""
+        own, rank = self._members[0], member["node_rank"]
+        if member["job"] != own["job"]:
+            return (
+                f"it runs the job {member['job']!r}, and the job here is {own['job']!r}. Use another port for one of them, or "
+                "give the same --job-id to all nodes of one job."
+            )
+        for theirs, ours in zip(member["terms"], own["terms"], strict=True):
+            if theirs != ours:
+                which = "this node" if rank is None else f"node {rank}"
+                return f"{theirs} was given to {which}, but {ours} to the main node. Give all nodes of a job the same."
+        for arrival, other in list(self._members.items()):
+            if rank is None or other["node_rank"] != rank:
+                continue
+            if self._beats[arrival][1] > came_at:
+                return (
+                    f"node_rank={rank} was given to two nodes, {other['host']} and {member['host']}. Give each its own number, "
+                    f"from 0 to {self._nodes.count - 1}."
+                )
+            if time.monotonic() - came_at < REPLACE_SECONDS:
+                return None
+            del self._members[arrival]  # its launcher has ended, and this one replaces it
+        return ""
+
+    def living(self) -> list[int]:
+        """Return the arrival numbers of the launchers that run."""
+        now = time.monotonic()
+        return [arrival for arrival in self._members if now - self._beats[arrival][1] < REPLACE_SECONDS]
+
+    def is_lost(self, arrival: int) -> bool:
+        """Return whether a launcher has been silent for too long."""
+        return arrival in self._members and time.monotonic() - self._beats[arrival][1] > SILENCE_SECONDS
+
+    def is_complete(self, *, is_over: bool) -> bool:
+        """Return whether the job can start. `is_over` says that the time to wait has passed."""
+        num_living = len(self.living())
+        if num_living >= self._nodes.count:
+            return True
+        is_late = is_over or time.monotonic() - self._last_arrival > MORE_SECONDS
+        return self._nodes.rank is None and num_living >= self._nodes.least and is_late
+
+    def describe_missing(self) -> str:
+        """Return who is missing, in words."""
+        living = [self._members[arrival] for arrival in self.living()]
+        if self._nodes.rank is None:
+            hosts = ", ".join(member["host"] for member in living)
+            return f"{self._nodes.least} to {self._nodes.count} nodes; {len(living)} of them are here ({hosts})"
+        here = {member["node_rank"] for member in living}
+        missing = ", ".join(str(rank) for rank in range(self._nodes.count) if rank not in here)
+        return f"node(s) {missing} of {self._nodes.count}"
 
 
 def _say(text: str) -> None:

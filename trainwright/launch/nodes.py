@@ -145,6 +145,8 @@ class Outcome(NamedTuple):
 
     code: int
     reason: str = ""
-    """Which rank failed first. Empty if none did."""
+    """Which rank failed first, or why the ranks start again. Empty if the job has ended well."""
     rest: str = ""
     """More lines to print."""
+    may_restart: bool = True
+    """Whether this machine runs the ranks again, if there is a reason and restarts are left."""

@@ -10,8 +10,8 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from functools import cache
+from pathlib import Path
 from typing import NoReturn
 
 from trainwright.devices import num_cores

@@ -103,7 +103,9 @@ class Supervisor:
         prefix = f"[rank{rank}] ".encode() if rank else b""
         for pipe, target in zip((process.stdout, process.stderr), targets, strict=True):
             if pipe is not None:
-                self._printers.append(threading.Thread(target=_print_lines, args=(pipe, prefix, target, log), daemon=True))
+                self._printers.append(
+                    threading.Thread(target=_print_lines, args=(pipe, prefix, target, log), daemon=True)
+                )
                 self._printers[-1].start()
 
     def _watch(self, place: Place) -> Outcome:
@@ -129,7 +131,11 @@ class Supervisor:
             if self.failures.count() > 0:
                 posted_at = min(posted_at, time.monotonic())
             # A failed rank may not end by itself while one of its threads runs.
-            if failed or time.monotonic() > posted_at + END_SECONDS:
+            if (
+                failed
+                or (posted_at < float("inf") and not self._running())
+                or time.monotonic() > posted_at + END_SECONDS
+            ):
                 return self._fail(place, codes, failed)
 
     def look_around(self, place: Place) -> Outcome | None:
@@ -176,7 +182,11 @@ class Supervisor:
 
     def _fail(self, place: Place, codes: dict[int, int], failed: dict[int, int]) -> Outcome:
         """End all ranks after a failure, and return which rank of the job failed first."""
-        if failed and self.failures.count() == 0 and (len(place.hosts) == 1 or set(failed.values()) != {PEER_FAILED_EXIT_CODE}):
+        if (
+            failed
+            and self.failures.count() == 0
+            and (len(place.hosts) == 1 or set(failed.values()) != {PEER_FAILED_EXIT_CODE})
+        ):
             rank = min(failed, key=lambda rank: (_order(failed[rank]), rank))
             self.post(rank, _describe_exit(failed[rank]), failed[rank])
         end_groups([self._ranks[rank] for rank in failed], TIDY_SECONDS)
@@ -225,7 +235,7 @@ class Supervisor:
 
 def end_groups(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
     """End the process groups of ranks: SIGTERM, so that loader workers can clean up, and SIGKILL after some seconds."""
-    groups, number, deadline = list(processes), signal.SIGTERM, time.monotonic() + seconds
+    groups, number, deadline = list(processes), int(signal.SIGTERM), time.monotonic() + seconds
     while groups := [process for process in groups if _reaches(process, number)]:
         if number == signal.SIGKILL:
             break
