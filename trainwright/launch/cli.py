@@ -148,8 +148,8 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
             f"the variable {GRACE_VARIABLE}; default: {GRACE_SECONDS})"),
         add("--logs", metavar="DIR", help="also append each rank's output to DIR/rank0.log and so on (or the variable "
             f"{LOGS_VARIABLE})"),
-        add("--job-id", metavar="NAME", help="a name that tells this job from others at the same address, the same on every machine "
-            f"(or {JOB_ID_VARIABLE}; default: the job's command)"),
+        add("--job-id", metavar="NAME", help="a name that tells this job from others at the same address, the same on every "
+            f"machine (or {JOB_ID_VARIABLE}; default: the job's command)"),
         add("--config-file", metavar="PATH", help=f"a YAML file for what flags leave open (or the variable {CONFIG_VARIABLE}; "
             "default: ~/.config/trainwright/config.yaml, if it is there; trainwright config writes it)"),
         add("--dry-run", action="store_true", help="print what would run, and run nothing"),
