@@ -43,6 +43,9 @@ if mode == "wait":
 accelerator.wait_for_everyone()
 """
 
+SLURM = ["--emit", "slurm", "--devices", "2", "--time", "1"]
+KUBERNETES = ["--emit", "kubernetes", "--devices", "2", "--image", "a", "--volume"]
+
 
 def job(folder: Path, *arguments: str) -> Started:
     (folder / "train.py").write_text(SCRIPT)
@@ -180,12 +183,29 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
         (["--nodes", "1:4", "x.py"], "--nodes 4 was given, but no main address. Pass --main-address"),
         (["--nodes", "1:4", "--main-address", "a", "--main-port", "0", __file__], "main_port=0 is not a port"),
         (["--logs", f"{__file__}/below", __file__], "Not a directory"),
+        (["--emit", "pbs", __file__], "argument --emit: invalid choice: 'pbs'"),
+        (
+            ["--emit", "slurm", "--time", "1", __file__],
+            "--emit slurm needs --devices. Add it, for example --devices 4.",
+        ),
+        ([*SLURM[:-2], __file__], "--emit slurm needs --time. Add it, for example --time 04:00:00."),
+        ([*SLURM[:-1], "1 h", __file__], "--time 1 h: expected a limit as sbatch takes it, such as 04:00:00."),
+        ([*SLURM, "x.py"], "file 'x.py' does not exist. Pass the path of a script"),
+        ([*SLURM, "--devices", "-1", __file__], "--devices -1: expected an integer of at least 1."),
+        ([*SLURM, "--image", "a", __file__], "--image was given with --emit slurm, which takes --devices, --time,"),
+        ([*SLURM, "--strategy", "ddp", __file__], "--strategy was given with --emit slurm, which takes"),
+        (["--emit", "kubernetes", "--devices", "2", "a.py"], "--emit kubernetes needs --image. Add it, for example"),
+        ([*KUBERNETES, "a b", "a.py"], "--volume a b: expected the name of a PersistentVolumeClaim."),
+        ([*KUBERNETES, "a"], "no script was given."),
+        ([*KUBERNETES, "a", "--job-id", "A", "a.py"], "--job-id A: expected at most 40 lowercase letters"),
+        ([*KUBERNETES, "a", "--strategy", "dpd", "a.py"], "strategy='dpd' is unknown; choose from auto"),
+        (["--image", "a", __file__], "--image is for the files of --emit. Add --emit, or leave it out."),
     ],
 )
 def test_a_wrong_use_is_refused_at_once(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("NODE_RANK", "MASTER_ADDR", "RANK"):
+    for name in ("NODE_RANK", "MASTER_ADDR", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit) as caught:
         main(["launch", *arguments], check_names)
@@ -206,7 +226,7 @@ def test_devices_that_are_not_there_are_refused(
 
 
 def test_a_worker_cannot_launch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit):
         main(["launch", __file__], check_names)
     assert "this process is itself a rank of a job" in capsys.readouterr().err

@@ -21,9 +21,10 @@ from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.errors import did_you_mean
 from trainwright.launch.columns import lay_out, terminal_width
 from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, printable
+from trainwright.launch.manifests import NEEDED, emit
 from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, WAIT_SECONDS, Job, Nodes
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, supervise
-from trainwright.launch.setting_sources import FLAGS, Given, LaunchSetting, NameCheck, Sources
+from trainwright.launch.setting_sources import FLAGS, Given, LaunchSetting, NameCheck, Sources, flag_of, read_number
 
 __all__ = ["Parser", "check_config", "check_script", "split_command"]
 
@@ -69,6 +70,14 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     own, command = split_command(parser, actions, arguments)
     options = parser.parse_args(own)
     try:
+        if options.emit is not None:
+            if options.emit == "slurm" or not command:  # another file system has the script of a pod
+                check_script(command)
+            print(emit(options, command, check_names), end="")
+            return 0
+        for name in ("image", "volume", "time", "cpus"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"{flag_of(name)} is for the files of --emit. Add --emit, or leave it out.")
         config = find_config(options.config_file, os.environ)
         new = {name: entry.text for name, entry in config.variables.items() if name not in os.environ}
         os.environ.update(new)  # before torch looks for GPUs
@@ -152,6 +161,11 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
             f"machine (or {JOB_ID_VARIABLE}; default: the job's command)"),
         add("--config-file", metavar="PATH", help=f"a YAML file for what flags leave open (or the variable {CONFIG_VARIABLE}; "
             "default: ~/.config/trainwright/config.yaml, if it is there; trainwright config writes it)"),
+        add("--emit", choices=NEEDED, help="print an sbatch file, or manifests for Kubernetes, and run nothing"),
+        add("--image", metavar="IMAGE", help="with --emit kubernetes: the container's image, which has the script"),
+        add("--volume", metavar="CLAIM", help="with --emit kubernetes: the PersistentVolumeClaim of the checkpoints, at /runs"),
+        add("--time", metavar="LIMIT", help="with --emit slurm: the time limit of the job, such as 04:00:00"),
+        add("--cpus", metavar="N", help="with --emit: CPU cores of every process (default: 4)"),
         add("--dry-run", action="store_true", help="print what would run, and run nothing"),
         add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, instead of a script"),
         add("-h", "--help", action="help", help="show this help message and exit"),
@@ -186,10 +200,10 @@ def split_command(
 
 def resolve(sources: Sources) -> dict[str, LaunchSetting]:
     """Return all settings with their sources (ValueError if one is wrong, or two contradict)."""
-    if JOB_VARIABLE in sources.variables or "RANK" in sources.variables:
+    if JOB_VARIABLE in sources.variables or "LOCAL_RANK" in sources.variables:  # a pod of a PyTorchJob has RANK only
         raise ValueError(
-            "this process is itself a rank of a job (the environment has RANK). Start one launcher on each machine. Run the "
-            "script without trainwright launch here, or unset the variable."
+            "this process is itself a rank of a job (the environment has LOCAL_RANK). Start one launcher on each machine. Run "
+            "the script without trainwright launch here, or unset the variable."
         )
     # Not at the top: it imports torch, which looks for GPUs as the config's variables say.
     from trainwright.devices import hardware
@@ -203,14 +217,14 @@ def resolve(sources: Sources) -> dict[str, LaunchSetting]:
         "accelerator": LaunchSetting(kind, cpu.source if cpu is not None else f"default: {num_gpus} GPU(s) here"),
         "strategy": _text(sources.find("strategy"), "auto"),
         "precision": _text(sources.find("precision"), None),
-        "gradient_accumulation_steps": _number(sources.find("gradient_accumulation_steps"), default=None, least=1),
-        "num_nodes": _number(sources.find("num_nodes"), default=1, least=1),
+        "gradient_accumulation_steps": read_number(sources.find("gradient_accumulation_steps"), default=None, least=1),
+        "num_nodes": read_number(sources.find("num_nodes"), default=1, least=1),
     }
     if (span := _range(sources)) is not None:
         settings["min_nodes"], settings["num_nodes"] = span
     settings |= _node(sources, settings["num_nodes"], is_range=span is not None)
-    settings["max_restarts"] = _number(sources.find("max_restarts"), default=0)
-    settings["grace_seconds"] = _number(sources.find("grace_seconds"), default=GRACE_SECONDS)
+    settings["max_restarts"] = read_number(sources.find("max_restarts"), default=0)
+    settings["grace_seconds"] = read_number(sources.find("grace_seconds"), default=GRACE_SECONDS)
     settings["logs"] = _text(sources.find("logs"), None)
     settings["job_id"] = _text(sources.find("job_id"), None)
     return settings
@@ -236,7 +250,7 @@ def _devices(given: Given | None, num_gpus: int, kind: str) -> LaunchSetting:
         return LaunchSetting(num_together(kind) or 1, "default" if given is None else f"{given.source} (auto)")
     if given.text == "-1":
         return LaunchSetting(num_gpus or num_cores(), given.source)
-    number = _number(given, default=1, least=1, more=", -1 for all, or auto").value
+    number = read_number(given, default=1, least=1, more=", -1 for all, or auto").value
     if num_gpus and number > num_gpus:
         raise ValueError(f"{given.label}: torch sees {num_gpus} GPU(s) here. Pass at most that many, or add --cpu.")
     return LaunchSetting(number, given.source)
@@ -282,9 +296,9 @@ def _node(sources: Sources, num_nodes: LaunchSetting, *, is_range: bool) -> dict
                     f"{each.label} is for several machines. Add --num-nodes N or --nodes, or leave it out."
                 )
         return {
-            "node_rank": _number(rank, default=0),
+            "node_rank": read_number(rank, default=0),
             "main_address": LaunchSetting(LOOPBACK, "default"),
-            "main_port": _number(port, default=0),
+            "main_port": read_number(port, default=0),
         }
     rank, address, port, wait = (sources.find(name) for name in names)
     flag = f"--{'nodes' if is_range else 'num-nodes'} {num_nodes.value}"
@@ -293,7 +307,7 @@ def _node(sources: Sources, num_nodes: LaunchSetting, *, is_range: bool) -> dict
             f"{flag} was given, but not this machine's number. Pass --node-rank, from 0 to {num_nodes.value - 1}, or set "
             "NODE_RANK."
         )
-    number = LaunchSetting(None, "by arrival") if is_range else _number(rank, default=0)
+    number = LaunchSetting(None, "by arrival") if is_range else read_number(rank, default=0)
     if address is None:
         which = "at which all meet" if is_range else "with --node-rank 0"
         raise ValueError(
@@ -303,22 +317,13 @@ def _node(sources: Sources, num_nodes: LaunchSetting, *, is_range: bool) -> dict
     return {
         "node_rank": number,
         "main_address": LaunchSetting(address.text, address.source),
-        "main_port": _number(port, default=DEFAULT_PORT),
-        "rendezvous_seconds": _number(wait, default=WAIT_SECONDS),
+        "main_port": read_number(port, default=DEFAULT_PORT),
+        "rendezvous_seconds": read_number(wait, default=WAIT_SECONDS),
     }
 
 
 def _text(given: Given | None, default: str | None) -> LaunchSetting:
     return LaunchSetting(default, "default") if given is None else LaunchSetting(given.text, given.source)
-
-
-def _number(given: Given | None, *, default: int | None, least: int = 0, more: str = "") -> LaunchSetting:
-    if given is None:
-        return LaunchSetting(default, "default")
-    # int() would also take " 5" and "1_000", and isdigit() superscripts, which int() rejects.
-    if not (given.text.isascii() and given.text.isdigit()) or int(given.text) < least:
-        raise ValueError(f"{given.label}: expected an integer of at least {least}{more}.")
-    return LaunchSetting(int(given.text), given.source)
 
 
 def _describe(

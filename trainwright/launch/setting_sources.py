@@ -11,7 +11,13 @@ from trainwright.launch.config import KEY_OF, KEYS, Config
 
 __all__ = ["NameCheck", "Sources"]
 
-FLAGS = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "env"}
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+FLAGS = {name: flag_of(name) for name in KEYS if name != "env"}
 VARIABLE_OF = {key: variable for variable, key in KEY_OF.items()}
 
 NameCheck = Callable[[str | None, str | None, int], str | None]
@@ -33,6 +39,16 @@ class Given(NamedTuple):
     label: str
 
 
+def read_number(given: Given | None, *, default: int | None, least: int = 0, more: str = "") -> LaunchSetting:
+    """Return an integer, or the default if none was given (ValueError if the text is another)."""
+    if given is None:
+        return LaunchSetting(default, "default")
+    # int() would also take " 5" and "1_000", and isdigit() superscripts, which int() rejects.
+    if not (given.text.isascii() and given.text.isdigit()) or int(given.text) < least:
+        raise ValueError(f"{given.label}: expected an integer of at least {least}{more}.")
+    return LaunchSetting(int(given.text), given.source)
+
+
 @dataclass(frozen=True)
 class Sources:
     """The flags, the environment and the config of one command."""
@@ -45,10 +61,10 @@ class Sources:
         """Return the first of the flag, the variable and the config's entry that is there."""
         flag = getattr(self.options, name)
         if isinstance(flag, bool):  # --cpu and --no-cpu
-            spelled = FLAGS[name] if flag else f"--no-{name}"
+            spelled = flag_of(name) if flag else f"--no-{name}"
             return Given(str(flag).lower(), spelled, spelled)
         if flag is not None:
-            return Given(flag, FLAGS[name], f"{FLAGS[name]} {flag}")
+            return Given(flag, flag_of(name), f"{flag_of(name)} {flag}")
         variable = VARIABLE_OF.get(name, "")
         if environment and not flags_only and (text := self.variables.get(variable)):
             return Given(text, variable, f"{variable}={text}")
