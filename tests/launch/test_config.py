@@ -11,7 +11,7 @@ import pytest
 from trainwright.__main__ import check_names
 from trainwright.launch import cli
 from trainwright.launch.cli import main
-from trainwright.launch.config import KEYS, config_path
+from trainwright.launch.config import KEY_OF, KEYS, config_path
 from trainwright.launch.processes import GRACE_VARIABLE
 
 CONFIG = """\
@@ -32,7 +32,7 @@ env:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The jobs that launch would have started, and their arguments."""
-    for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", GRACE_VARIABLE):
+    for name in ("RANK", *KEY_OF):
         monkeypatch.delenv(name, raising=False)
     for name in ("FIRST", "SECOND", "MY_TOKEN"):
         monkeypatch.setenv(name, "")  # so that it is restored
@@ -82,11 +82,14 @@ def test_flags_override_the_environment_which_overrides_the_config(
     started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(GRACE_VARIABLE, "8")
+    monkeypatch.setenv("TRAINWRIGHT_LOGS", "kept")
+    monkeypatch.setenv("TRAINWRIGHT_JOB_ID", "overridden")
     monkeypatch.setenv("FIRST", "mine")
     flags = ["--devices", "3", "--precision=32", "--strategy", "fsdp", "--gradient-accumulation-steps", "1", "--no-cpu"]
-    assert launch(CONFIG, *flags) == 0
+    assert launch(CONFIG + "job_id: overridden\n", *flags, "--job-id", "mine") == 0
     job, passed_on = started[0]
     assert (job.num_processes, job.grace_seconds, os.environ["FIRST"]) == (3, 8, "mine")
+    assert (job.logs, job.job_id) == ("kept", "mine")
     assert passed_on == {
         "strategy": "fsdp",
         "precision": "32-true",

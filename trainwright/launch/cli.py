@@ -21,7 +21,7 @@ from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.errors import did_you_mean
 from trainwright.launch.columns import lay_out, terminal_width
 from trainwright.launch.config import CONFIG_VARIABLE, KEY_OF, OTHER_WORDS, Config, find_config, printable
-from trainwright.launch.nodes import WAIT_SECONDS, Job, Nodes
+from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, WAIT_SECONDS, Job, Nodes
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE, supervise
 from trainwright.launch.setting_sources import FLAGS, Given, LaunchSetting, NameCheck, Sources
 
@@ -87,6 +87,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         max_restarts=settings["max_restarts"].value,
         logs=logs,
         grace_seconds=settings["grace_seconds"].value,
+        job_id=settings["job_id"].value,
     )
     passed_on = {name: settings[name].value for name in ("strategy", "precision", "gradient_accumulation_steps")}
     passed_on["strategy"] = None if passed_on["strategy"] == "auto" else passed_on["strategy"]
@@ -145,7 +146,10 @@ def _launch_parser() -> tuple[Parser, list[argparse.Action]]:
             "(default: 0)"),
         add("--grace-seconds", metavar="N", help="on SIGTERM, SIGUSR1 or Ctrl-C, how long the ranks have to save and exit (or "
             f"the variable {GRACE_VARIABLE}; default: {GRACE_SECONDS})"),
-        add("--logs", metavar="DIR", help="also append each rank's output to DIR/rank0.log and so on"),
+        add("--logs", metavar="DIR", help="also append each rank's output to DIR/rank0.log and so on (or the variable "
+            f"{LOGS_VARIABLE})"),
+        add("--job-id", metavar="NAME", help="a name that tells this job from others at the same address, the same on every "
+            f"machine (or {JOB_ID_VARIABLE}; default: the job's command)"),
         add("--config-file", metavar="PATH", help=f"a YAML file for what flags leave open (or the variable {CONFIG_VARIABLE}; "
             "default: ~/.config/trainwright/config.yaml, if it is there; trainwright config writes it)"),
         add("--dry-run", action="store_true", help="print what would run, and run nothing"),
@@ -208,6 +212,7 @@ def resolve(sources: Sources) -> dict[str, LaunchSetting]:
     settings["max_restarts"] = _number(sources.find("max_restarts"), default=0)
     settings["grace_seconds"] = _number(sources.find("grace_seconds"), default=GRACE_SECONDS)
     settings["logs"] = _text(sources.find("logs"), None)
+    settings["job_id"] = _text(sources.find("job_id"), None)
     return settings
 
 

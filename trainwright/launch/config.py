@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import shown
 from trainwright.errors import did_you_mean
+from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE
 from trainwright.launch.processes import GRACE_VARIABLE
 
 __all__ = [
@@ -42,6 +43,7 @@ KEYS = {
     "max_restarts": "how many times all ranks are restarted, after a failed rank or a lost machine",
     "grace_seconds": "how long the ranks have to save and leave after a signal",
     "logs": "a folder that keeps the output of each rank",
+    "job_id": "a name that tells this job from others at the same address",
     "env": "environment variables of the processes; those that are set already stay",
 }
 """The keys of a config, with their meanings."""
@@ -61,6 +63,8 @@ KEY_OF = {
     "MASTER_ADDR": "main_address",
     "MASTER_PORT": "main_port",
     GRACE_VARIABLE: "grace_seconds",
+    LOGS_VARIABLE: "logs",
+    JOB_ID_VARIABLE: "job_id",
 }
 """Variables that a key of the config sets."""
 OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_VARIABLE, CONFIG_VARIABLE)
