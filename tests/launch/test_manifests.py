@@ -106,7 +106,7 @@ def test_the_page_shows_the_printed_manifests(capsys: pytest.CaptureFixture[str]
 def test_the_sbatch_file_has_the_settings_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--emit", "slurm", "--time", "04:00:00", "--devices", "4"]
     head, _, command = emitted(capsys, *flags, "train.py", "--name", "a b").partition("\n\n")
-    assert command == f"srun {sys.executable} train.py --name 'a b'\n"
+    assert command == f"srun --cpus-per-task=4 {sys.executable} train.py --name 'a b'\n"
     settings = ["job-name=train", "nodes=1", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=4", "time=04:00:00"]
     settings += ["signal=USR1@120", "requeue", "output=./%x-%j.out"]
     assert head.splitlines()[2:] == [f"#SBATCH --{setting}" for setting in settings]
@@ -116,7 +116,7 @@ def test_the_sbatch_file_has_the_settings_of_the_job(capsys: pytest.CaptureFixtu
     for part in (
         "name=mine",
         "nodes=2",
-        "task=2",
+        "task=2 ",
         "USR1@9",
         "output=logs/%x-%j.out",
         f"srun {sys.executable} -m train",

@@ -71,7 +71,7 @@ def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameC
 #SBATCH --requeue
 #SBATCH --output={options.logs or "."}/%x-%j.out
 
-srun {shlex.join([sys.executable, *command])}
+srun --cpus-per-task={cpus} {shlex.join([sys.executable, *command])}
 """
 
 
