@@ -166,7 +166,10 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
             "--num-nodes 2 was given, but not this machine's number. Pass --node-rank",
         ),
         (["--num-nodes", "2", "--node-rank", "0", "x.py"], "but no main address. Pass --main-address"),
-        (["--num-nodes", "2", "--node-rank", "-1", "x.py"], "--node-rank -1: expected an integer of at least 0."),
+        (
+            ["--num-nodes", "2", "--node-rank", "-1", "--main-address", "a", "x.py"],
+            "--node-rank -1: expected an integer of at least 0.",
+        ),
         (["--node-rank", "1", __file__], "node_rank=1 is out of range for num_nodes=1"),
         (
             ["--num-nodes", "2", "--node-rank", "2", "--main-address", "a", __file__],
@@ -180,7 +183,7 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
         (["--nodes", "4:2", "x.py"], "--nodes 4:2: expected MIN:MAX, two integers of at least 1"),
         (["--nodes", "0:2", "x.py"], "--nodes 0:2: expected MIN:MAX"),
         (["--nodes", "1:", "x.py"], "--nodes 1:: expected MIN:MAX"),
-        (["--nodes", "1:4", "x.py"], "--nodes 4 was given, but no main address. Pass --main-address"),
+        (["--nodes", "1:4", "x.py"], "--nodes 1:4 was given, but no main address. Pass --main-address"),
         (["--nodes", "1:4", "--main-address", "a", "--main-port", "0", __file__], "main_port=0 is not a port"),
         (["--logs", f"{__file__}/below", __file__], "Not a directory"),
         (["--emit", "pbs", __file__], "argument --emit: invalid choice: 'pbs'"),
@@ -239,7 +242,7 @@ def test_help_lists_commands_and_unknown_ones_are_rejected() -> None:
     shown = run("--help").stdout
     assert "launch      run a script in several processes" in shown
     assert "checkpoint  show, verify, export or import" in shown
-    assert "--main-address HOST" in run("launch", "--help").stdout
+    assert "--main-address ADDRESS" in run("launch", "--help").stdout
     wrong = run("lanch")
     assert wrong.returncode == 2
     text = "'lanch' is not a command. Choose from launch, config, test, ladder, estimate, env, runs, plot, migrate, "

@@ -113,14 +113,7 @@ def test_the_sbatch_file_has_the_settings_of_the_job(capsys: pytest.CaptureFixtu
     flags += ["--cpu", "--cpus", "2", "--num-nodes", "2", "--logs", "logs", "--grace-seconds", "9", "--job-id", "mine"]
     text = emitted(capsys, *flags, "-m", "train")
     assert "gpus" not in text
-    for part in (
-        "name=mine",
-        "nodes=2",
-        "task=2 ",
-        "USR1@9",
-        "output=logs/%x-%j.out",
-        f"srun {sys.executable} -m train",
-    ):
+    for part in ("name=mine", "nodes=2", "task=2", "USR1@9", "output=logs/%x-%j.out", f"{sys.executable} -m train"):
         assert f"{part}\n" in text
 
 
