@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import shown
 from trainwright.errors import did_you_mean
-from trainwright.launch.processes import GRACE_VARIABLE
+from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, WAIT_SECONDS
+from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE
 
 __all__ = [
     "KEYS",
@@ -28,20 +29,21 @@ __all__ = [
 CONFIG_VARIABLE = "TRAINWRIGHT_CONFIG"
 """The variable that names the config, where --config-file does not."""
 KEYS = {
-    "devices": "processes on this machine, one for each device: a number, -1 for all, or auto",
+    "devices": "processes on this machine, one for each device: a number, -1 for all, or auto (every GPU, or one process)",
     "cpu": "true: compute on the CPU even if there is a GPU",
-    "strategy": "how the processes divide the work: auto, or the name of a strategy",
-    "precision": "such as 32-true, 16-mixed or bf16-mixed",
+    "strategy": "how the processes divide the work: auto, or the name of a strategy, such as ddp",
+    "precision": "such as 32-true, 16-mixed or bf16-mixed; also 32, fp16 or bf16",
     "gradient_accumulation_steps": "batches per optimizer step",
-    "num_nodes": "machines of the job",
+    "num_nodes": "machines of the job, each of which runs this command (default: 1)",
     "nodes": "instead of num_nodes and node_rank: MIN:MAX machines, numbered as they arrive",
-    "node_rank": "this machine's number, from 0",
-    "main_address": "name or address of machine 0",
-    "main_port": "port of machine 0",
-    "rendezvous_seconds": "how long the machines wait for each other",
-    "max_restarts": "how many times all ranks are restarted, after a failed rank or a lost machine",
-    "grace_seconds": "how long the ranks have to save and leave after a signal",
-    "logs": "a folder that keeps the output of each rank",
+    "node_rank": "this machine's number, from 0 (or the variable NODE_RANK)",
+    "main_address": "name or address of machine 0 (or MASTER_ADDR)",
+    "main_port": "port of machine 0 (or MASTER_PORT; default: 29500, or a free one for a single machine)",
+    "rendezvous_seconds": f"how long the machines wait for each other (default: {WAIT_SECONDS})",
+    "max_restarts": "how many times all ranks are restarted, after a failed rank or a lost machine (default: 0)",
+    "grace_seconds": f"how long the ranks have to save and exit after a signal (or {GRACE_VARIABLE}; default: {GRACE_SECONDS})",
+    "logs": f"a folder for the output of each rank, in rank0.log and so on (or {LOGS_VARIABLE})",
+    "job_id": f"a name that tells this job from others at the same address, the same on every machine (or {JOB_ID_VARIABLE})",
     "env": "environment variables of the processes; those that are set already stay",
 }
 """The keys of a config, with their meanings."""
@@ -61,6 +63,8 @@ KEY_OF = {
     "MASTER_ADDR": "main_address",
     "MASTER_PORT": "main_port",
     GRACE_VARIABLE: "grace_seconds",
+    LOGS_VARIABLE: "logs",
+    JOB_ID_VARIABLE: "job_id",
 }
 """Variables that a key of the config sets."""
 OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_VARIABLE, CONFIG_VARIABLE)

@@ -12,6 +12,10 @@ from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 
 WAIT_SECONDS = 300
 """How long the nodes wait for each other, unless another time is given."""
+LOGS_VARIABLE = "TRAINWRIGHT_LOGS"
+"""The variable that names the folder of `Job.logs`."""
+JOB_ID_VARIABLE = "TRAINWRIGHT_JOB_ID"
+"""The variable that gives `Job.job_id`."""
 
 
 LOGS_VARIABLE = "TRAINWRIGHT_LOGS"
