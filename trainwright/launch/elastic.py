@@ -226,7 +226,7 @@ class NodeLauncher(RendezvousHandler):
         return "trainwright"
 
     def is_closed(self) -> bool:
-        return self._elastic.is_closed()
+        return bool(self._elastic.is_closed())
 
     def set_closed(self) -> None:
         self._elastic.set_closed()
@@ -236,7 +236,7 @@ class NodeLauncher(RendezvousHandler):
         assert self._place is not None
         finished = stores().PrefixStore(f"nodes/{self._place.start}", self._base)
         is_ending = self._failures().count() > 0 or finished.check([f"finished/{self._place.node}"])
-        return 0 if is_ending else self._elastic.num_nodes_waiting()
+        return 0 if is_ending else int(self._elastic.num_nodes_waiting())
 
     def shutdown(self) -> bool:
         """Close the rendezvous, unless only this node leaves. Elastic calls it when its agent ends."""
@@ -445,7 +445,7 @@ class Reception:
         """When launchers have arrived that are not admitted yet."""
         self._num_arrivals = 0
         self._last_arrival = time.monotonic()
-        self._beats: dict[int, tuple[int, float]] = {}
+        self._beats = {0: (0, time.monotonic())}
         """The latest number of every launcher, which counts up while it runs, and the time at which it came."""
 
     def admit(self, store: Store) -> None:

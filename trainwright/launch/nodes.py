@@ -18,10 +18,6 @@ JOB_ID_VARIABLE = "TRAINWRIGHT_JOB_ID"
 """The variable that gives `Job.job_id`."""
 
 
-LOGS_VARIABLE = "TRAINWRIGHT_LOGS"
-"""A folder for the output of the ranks, where --logs does not name one."""
-
-
 @dataclass(frozen=True)
 class Nodes:
     """The machines of a job, and which of them this is.

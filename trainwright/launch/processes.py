@@ -20,7 +20,7 @@ from trainwright.distributed.job_store import serve_store
 from trainwright.distributed.network import LOOPBACK, listen_at, loopback_interface
 from trainwright.errors import LaunchError
 from trainwright.launch.command import own_command
-from trainwright.launch.nodes import LOGS_VARIABLE, Job, Nodes, Outcome, Place, nodes_of
+from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, Job, Nodes, Outcome, Place, nodes_of
 from trainwright.launch.supervisor import Supervisor
 
 __all__ = ["GRACE_VARIABLE", "launcher_command"]
@@ -93,8 +93,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sys.path.extend(path for path in options.add_path if path not in sys.path)
     nodes = Nodes(options.num_nodes, options.node_rank, options.main_address, options.main_port)
-    grace, logs = grace_seconds(os.environ), os.environ.get(LOGS_VARIABLE)
-    job = Job(options.command, options.num_processes, nodes, report=options.report, grace_seconds=grace, logs=logs)
+    job = Job(
+        options.command,
+        options.num_processes,
+        nodes,
+        report=options.report,
+        grace_seconds=grace_seconds(os.environ),
+        logs=os.environ.get(LOGS_VARIABLE),
+        job_id=os.environ.get(JOB_ID_VARIABLE),
+    )
     return supervise(job, {})
 
 
