@@ -41,27 +41,25 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainwright.distributed.failures import FailureLog
-from trainwright.distributed.job_store import STORE_PREFIX, Store, join_store, post, serve_store, stores
+from trainwright.distributed.job_store import STORE_PREFIX, join_store, post, serve_store, stores
 from trainwright.distributed.masking import masked
 from trainwright.distributed.network import claim_port, is_listening, is_own_address, is_own_name, listen_at, resolve
 from trainwright.distributed.signals import STOP_SIGNALS
 from trainwright.errors import LaunchError
 from trainwright.launch.node_supervisor import JOINED, NODE_LOST
-from trainwright.launch.nodes import Job, Nodes, Outcome, Place
+from trainwright.launch.nodes import Job, JobOutcome, Place
+from trainwright.launch.reception import SILENCE_SECONDS, Reception, say
 from trainwright.launch.supervisor import ENTRY
 
 NOTICE_SECONDS = 5.0  # after which a launcher prints whom it is waiting for
-MORE_SECONDS = 30.0  # that a job with enough nodes waits for more, from the latest arrival, before its first start
 LAST_CALL_SECONDS = 3  # that a restart with enough nodes waits for more
 KEEP_ALIVE_SECONDS, KEEP_ALIVE_TIMES = (
     2,
     4,
 )  # a launcher that was silent for their product does not take part in a restart
 WATCH_SECONDS = 0.5
-SILENCE_SECONDS = 30.0  # how long a machine may be unreachable before it counts as lost
 STORE_SECONDS = 60.0  # for a request to the store
 CLOSE_SECONDS = 3.0  # for the main thread to end by itself
-REPLACE_SECONDS = 5.0  # after which a silent launcher is replaced by another one with its number
 SUPERVISOR_KILLED = "the supervisor of this node was killed"
 LEAVE_SECONDS = 10.0  # that the main node keeps the store for the others at the end
 MAIN_IS_GONE = (
@@ -73,11 +71,11 @@ MAIN_IS_GONE = (
 class NodeEnded(Exception):
     """This machine's part of the job is over."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: JobOutcome) -> None:
         self.outcome = outcome
 
 
-def run_node(job: Job) -> Outcome:
+def run_node(job: Job) -> JobOutcome:
     """Run a job's ranks on this machine, one of several, to the end of the job."""
     for name in ("torch.distributed.elastic", "torchelastic"):
         logger = logging.getLogger(name)
@@ -123,6 +121,8 @@ class NodeLauncher(RendezvousHandler):
             threading.Thread(target=target, args=arguments, daemon=True).start()
         if not self._is_main:
             self._arrive()
+        # Otherwise elastic opens another store, on all interfaces, which a node that joins later waits for in vain.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         timeout = RendezvousTimeout(
             join=timedelta(seconds=self._nodes.wait_seconds), last_call=timedelta(seconds=LAST_CALL_SECONDS)
         )
@@ -132,12 +132,13 @@ class NodeLauncher(RendezvousHandler):
             C10dRendezvousBackend(stores().PrefixStore("elastic", self._base), "trainwright"),
             self._nodes.least,
             self._nodes.count,
+            local_addr=socket.gethostname(),
             timeout=timeout,
             keep_alive_interval=KEEP_ALIVE_SECONDS,
             keep_alive_max_attempt=KEEP_ALIVE_TIMES,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """Run this node's ranks until the job, or this node's part in it, is over."""
         rendezvous_handler_registry.register("trainwright", lambda _: self)
         config = LaunchConfig(
@@ -151,14 +152,14 @@ class NodeLauncher(RendezvousHandler):
             max_restarts=self._job.max_restarts,
             signals_to_handle="",  # they are handled here
         )
-        outcome, text = Outcome(1), ""
+        outcome, text = JobOutcome(1), ""
         try:
             elastic_launch(config, sys.executable)(ENTRY, "node", str(self._folder), *sys.path)
             outcome = self._take_outcome() or outcome
         except NodeEnded as end:
             outcome = end.outcome
         except ChildFailedError:
-            outcome = self._take_outcome() or Outcome(1, SUPERVISOR_KILLED)
+            outcome = self._take_outcome() or JobOutcome(1, SUPERVISOR_KILLED)
         except LaunchError as error:
             text = str(error)
             raise
@@ -174,11 +175,11 @@ class NodeLauncher(RendezvousHandler):
         """Wait for the nodes of the next start and describe it to this node's supervisor."""
         last = self._take_outcome()
         if self._signal or (last is not None and not (last.reason and last.may_restart)):
-            raise NodeEnded(last or Outcome(128 + self._signal))
+            raise NodeEnded(last or JobOutcome(128 + self._signal))
         if self._place is None:
             self._wait_for_start()
         elif last is None:
-            last = Outcome(1, SUPERVISOR_KILLED)
+            last = JobOutcome(1, SUPERVISOR_KILLED)
         try:
             info = self._elastic.next_rendezvous()
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:
@@ -299,32 +300,32 @@ class NodeLauncher(RendezvousHandler):
         if not self._store.check(["go"]):
             raise LaunchError(f"the main node has ended the job: {json.loads(self._store.get('ended'))['text']}")
 
-    def _say_start(self, last: Outcome | None) -> None:
+    def _say_start(self, last: JobOutcome | None) -> None:
         assert self._place is not None
         then = f"restarting all ranks on {len(self._place.hosts)} node(s)"
         if last is None or last.reason != JOINED:
             then += f", restart {self._restarts} of {self._job.max_restarts}" if self._restarts else ""
         if last is not None:
-            _say(f"{last.reason}; {then}.\n{last.rest}".rstrip("\n"))
+            say(f"{last.reason}; {then}.\n{last.rest}".rstrip("\n"))
         elif self._place.start:
-            _say(f"this node joins as node {self._place.node}; {then}.")
+            say(f"this node joins as node {self._place.node}; {then}.")
 
     def _failures(self) -> FailureLog:
         assert self._place is not None
         return FailureLog(stores().PrefixStore(f"{STORE_PREFIX}/{self._place.start}", self._base))
 
-    def _read_outcome(self) -> Outcome | None:
+    def _read_outcome(self) -> JobOutcome | None:
         path = self._folder / "outcome"
-        return Outcome(*json.loads(path.read_text())) if path.exists() else None
+        return JobOutcome(*json.loads(path.read_text())) if path.exists() else None
 
-    def _take_outcome(self) -> Outcome | None:
+    def _take_outcome(self) -> JobOutcome | None:
         """Return the end of the last start on this node, or None if the supervisor left none."""
         outcome = self._read_outcome()
         for name in ("outcome", "pid"):
             (self._folder / name).unlink(missing_ok=True)
         return outcome
 
-    def _end_of_job(self, last: Outcome | None) -> Outcome:
+    def _end_of_job(self, last: JobOutcome | None) -> JobOutcome:
         """Return how the job has ended, as seen by a node that wanted to take part in the next start."""
         if last is not None and last.reason != JOINED:
             return last
@@ -333,7 +334,7 @@ class NodeLauncher(RendezvousHandler):
             time.sleep(0.1)
         code = json.loads(self._store.get("ended"))["code"] if self._store.check(["ended"]) else 1
         see = "" if code == 0 else f", with exit code {code}. See the output of the others"
-        return Outcome(code, rest=f"trainwright: the job has ended without this node{see}.\n")
+        return JobOutcome(code, rest=f"trainwright: the job has ended without this node{see}.\n")
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass the first signal on to the supervisor. End at once if there is none, and at the second Ctrl-C."""
@@ -360,7 +361,7 @@ class NodeLauncher(RendezvousHandler):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # the ranks end with it
         if text:
-            _say(text)
+            say(text)
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(code)
 
@@ -377,7 +378,7 @@ class NodeLauncher(RendezvousHandler):
                 )
             if waited > NOTICE_SECONDS and not has_printed:
                 has_printed = True
-                _say(f"waiting for {describe()}.")
+                say(f"waiting for {describe()}.")
             time.sleep(0.1)
 
     # The watch, in threads.
@@ -430,98 +431,3 @@ class NodeLauncher(RendezvousHandler):
                 time.sleep(0.05)
         if self._claim is not None:
             self._claim.close()
-
-
-class Reception:
-    """On the main node: admits the launchers of the job, rejects others by name, and knows which of them run.
-
-    Launchers are known by the number of their arrival. The main node's is 0.
-    """
-
-    def __init__(self, nodes: Nodes, own: dict[str, Any]) -> None:
-        self._nodes = nodes
-        self._members = {0: own}
-        self._pending: dict[int, float] = {}
-        """When launchers have arrived that are not admitted yet."""
-        self._num_arrivals = 0
-        self._last_arrival = time.monotonic()
-        self._beats = {0: (0, time.monotonic())}
-        """The latest number of every launcher, which counts up while it runs, and the time at which it came."""
-
-    def admit(self, store: Store) -> None:
-        """Admit or reject the launchers that have arrived."""
-        now = time.monotonic()
-        for arrival in self._members:
-            beat = store.add(f"alive/{arrival}", 0)
-            if beat != self._beats.get(arrival, (-1, 0.0))[0]:
-                self._beats[arrival] = beat, now
-        while store.check([f"arrival/{self._num_arrivals + 1}"]):
-            self._num_arrivals += 1
-            self._pending[self._num_arrivals] = now
-        for arrival, came_at in list(self._pending.items()):
-            member = json.loads(store.get(f"arrival/{arrival}"))
-            rejection = self._find_rejection(member, came_at)
-            if rejection is None:
-                continue
-            del self._pending[arrival]
-            if rejection:
-                _say(f"the launcher on {member['host']} was rejected: {rejection}")
-            else:
-                self._members[arrival], self._beats[arrival], self._last_arrival = member, (0, now), now
-            post(store, f"answer/{arrival}", rejection)
-
-    def _find_rejection(self, member: dict[str, Any], came_at: float) -> str | None:
-        """Return why a launcher is rejected, "" if it is admitted, or None if that cannot be said yet."""
-        own, rank = self._members[0], member["node_rank"]
-        if member["job"] != own["job"]:
-            return (
-                f"it runs the job {member['job']!r}, and the job here is {own['job']!r}. Use another port for one of them, or "
-                "give the same --job-id to all nodes of one job."
-            )
-        for theirs, ours in zip(member["terms"], own["terms"], strict=True):
-            if theirs != ours:
-                which = "this node" if rank is None else f"node {rank}"
-                return f"{theirs} was given to {which}, but {ours} to the main node. Give all nodes of a job the same."
-        for arrival, other in list(self._members.items()):
-            if rank is None or other["node_rank"] != rank:
-                continue
-            if self._beats[arrival][1] > came_at:
-                return (
-                    f"node_rank={rank} was given to two nodes, {other['host']} and {member['host']}. Give each its own number, "
-                    f"from 0 to {self._nodes.count - 1}."
-                )
-            if time.monotonic() - came_at < REPLACE_SECONDS:
-                return None
-            del self._members[arrival]  # its launcher has ended, and this one replaces it
-        return ""
-
-    def living(self) -> list[int]:
-        """Return the arrival numbers of the launchers that run."""
-        now = time.monotonic()
-        return [arrival for arrival in self._members if now - self._beats[arrival][1] < REPLACE_SECONDS]
-
-    def is_lost(self, arrival: int) -> bool:
-        """Return whether a launcher has been silent for too long."""
-        return arrival in self._members and time.monotonic() - self._beats[arrival][1] > SILENCE_SECONDS
-
-    def is_complete(self, *, is_over: bool) -> bool:
-        """Return whether the job can start. `is_over` says that the time to wait has passed."""
-        num_living = len(self.living())
-        if num_living >= self._nodes.count:
-            return True
-        is_late = is_over or time.monotonic() - self._last_arrival > MORE_SECONDS
-        return self._nodes.rank is None and num_living >= self._nodes.least and is_late
-
-    def describe_missing(self) -> str:
-        """Return who is missing, in words."""
-        living = [self._members[arrival] for arrival in self.living()]
-        if self._nodes.rank is None:
-            hosts = ", ".join(member["host"] for member in living)
-            return f"{self._nodes.least} to {self._nodes.count} nodes; {len(living)} of them are here ({hosts})"
-        here = {member["node_rank"] for member in living}
-        missing = ", ".join(str(rank) for rank in range(self._nodes.count) if rank not in here)
-        return f"node(s) {missing} of {self._nodes.count}"
-
-
-def _say(text: str) -> None:
-    print(f"trainwright: {text}", file=sys.stderr, flush=True)

@@ -140,7 +140,7 @@ class Place(NamedTuple):
         return variables
 
 
-class Outcome(NamedTuple):
+class JobOutcome(NamedTuple):
     """The end of a start of the ranks."""
 
     code: int

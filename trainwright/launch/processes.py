@@ -20,7 +20,7 @@ from trainwright.distributed.job_store import serve_store
 from trainwright.distributed.network import LOOPBACK, listen_at, loopback_interface
 from trainwright.errors import LaunchError
 from trainwright.launch.command import own_command
-from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, Job, Nodes, Outcome, Place, nodes_of
+from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, Job, JobOutcome, Nodes, Place, nodes_of
 from trainwright.launch.supervisor import Supervisor
 
 __all__ = ["GRACE_VARIABLE", "launcher_command"]
@@ -124,7 +124,7 @@ def supervise(job: Job, defaults: dict[str, str | None]) -> int:
 
             outcome = run_node(job)
     except LaunchError as error:
-        outcome = Outcome(1, rest=f"trainwright: {error}\n")
+        outcome = JobOutcome(1, rest=f"trainwright: {error}\n")
     gc.freeze()
     line = f"{outcome.reason}; the job was ended."
     if outcome.reason and job.report is not None:
@@ -133,7 +133,7 @@ def supervise(job: Job, defaults: dict[str, str | None]) -> int:
     return outcome.code
 
 
-def _run_machine(job: Job) -> Outcome:
+def _run_machine(job: Job) -> JobOutcome:
     """Run a job of one machine to its end."""
     supervisor = Supervisor(job)
     supervisor.handle_signals()

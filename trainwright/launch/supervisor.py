@@ -20,7 +20,7 @@ from typing import IO, TextIO
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog
 from trainwright.distributed.job_store import STORE_PREFIX, Store, stores
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
-from trainwright.launch.nodes import Job, Outcome, Place
+from trainwright.launch.nodes import Job, JobOutcome, Place
 
 POLL_SECONDS = 0.05
 LEAVE_SECONDS = 1.0  # for the other ranks to flush their output and exit after a failure is posted
@@ -68,7 +68,7 @@ class Supervisor:
             self._start_timer()
             self._send(number)
 
-    def run(self, place: Place, open_store: Callable[[], Store]) -> Outcome:
+    def run(self, place: Place, open_store: Callable[[], Store]) -> JobOutcome:
         """Run the ranks of one start to their end."""
         self._deadline, self._printers = float("inf"), []
         try:
@@ -108,7 +108,7 @@ class Supervisor:
                 )
                 self._printers[-1].start()
 
-    def _watch(self, place: Place) -> Outcome:
+    def _watch(self, place: Place) -> JobOutcome:
         posted_at = float("inf")
         while True:
             time.sleep(POLL_SECONDS)
@@ -118,7 +118,7 @@ class Supervisor:
             if any(code in stops for code in codes.values()):
                 self._start_timer()  # also if only a rank was signalled
             if self.signal and failed and set(failed.values()) <= {-self.signal, 128 + self.signal}:
-                return self.abandon(Outcome(128 + self.signal))
+                return self.abandon(JobOutcome(128 + self.signal))
             if time.monotonic() >= self._deadline:
                 return self.abandon(self._describe_timeout())
             if not failed and len(codes) == len(self._ranks):
@@ -138,15 +138,15 @@ class Supervisor:
             ):
                 return self._fail(place, codes, failed)
 
-    def look_around(self, place: Place) -> Outcome | None:
+    def look_around(self, place: Place) -> JobOutcome | None:
         """Return the end of the ranks if a reason outside of them ends them."""
         return None
 
-    def finish(self, place: Place, code: int) -> Outcome | None:
+    def finish(self, place: Place, code: int) -> JobOutcome | None:
         """Return the end after all ranks of this machine have ended well, or None to wait for the other machines."""
-        return Outcome(code)
+        return JobOutcome(code)
 
-    def abandon(self, outcome: Outcome) -> Outcome:
+    def abandon(self, outcome: JobOutcome) -> JobOutcome:
         """End the ranks without naming one."""
         self.failures.announce_end()
         end_groups(self._running(), CLOSE_SECONDS)
@@ -168,19 +168,19 @@ class Supervisor:
     def _start_timer(self) -> None:
         self._deadline = min(self._deadline, time.monotonic() + self._job.grace_seconds)
 
-    def _describe_timeout(self) -> Outcome:
+    def _describe_timeout(self) -> JobOutcome:
         number = self.signal or signal.SIGTERM
         if self._interrupts > 1:
-            return Outcome(128 + number, rest="trainwright: second Ctrl-C; the ranks were killed.\n")
+            return JobOutcome(128 + number, rest="trainwright: second Ctrl-C; the ranks were killed.\n")
         why = f" after {signal.Signals(self.signal).name}" if self.signal else ""
-        return Outcome(
+        return JobOutcome(
             128 + number,
             rest=f"trainwright: the ranks had not left {self._job.grace_seconds:g} s{why} and were killed; the last complete "
             "checkpoint is unchanged. Set TRAINWRIGHT_GRACE_SECONDS, or trainwright launch --grace-seconds, to give them "
             "more time.\n",
         )
 
-    def _fail(self, place: Place, codes: dict[int, int], failed: dict[int, int]) -> Outcome:
+    def _fail(self, place: Place, codes: dict[int, int], failed: dict[int, int]) -> JobOutcome:
         """End all ranks after a failure, and return which rank of the job failed first."""
         if (
             failed
@@ -196,7 +196,7 @@ class Supervisor:
         end_groups(self._running(), CLOSE_SECONDS)
         report = self.failures.first(timeout_seconds=LEAVE_SECONDS)
         if report is None:
-            return Outcome(1, f"a rank of {place.world_size} failed, but left no report")
+            return JobOutcome(1, f"a rank of {place.world_size} failed, but left no report")
         code = report.code or failed.get(report.rank, 1)
         if code < 0:
             # A rank that had posted its error and was killed while it was ending counts as an error.
@@ -213,7 +213,7 @@ class Supervisor:
         if not (report.was_printed and report.rank in self._ranks):
             rest += report.traceback
         reason = f"rank {report.rank} of {place.world_size}{where} failed first ({report.summary})"
-        return Outcome(1 if code == PEER_FAILED_EXIT_CODE else code, reason, rest)
+        return JobOutcome(1 if code == PEER_FAILED_EXIT_CODE else code, reason, rest)
 
     def post(self, rank: int, summary: str, code: int = 1) -> None:
         """Post the failure of a rank."""
