@@ -183,7 +183,7 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
         ),
         ("main_address: a", "mine.yaml:1: main_address: a is for several machines"),
         ("a: [1", "mine.yaml:1: this is not YAML"),
-        ("- devices", "mine.yaml:1: a config holds lines of `name: value`, not a list."),
+        ("- devices", "mine.yaml:1: a config holds lines of `name: value`, not a sequence."),
         ("env:\n  MASTER_PORT: 1", "mine.yaml:2: env has MASTER_PORT. Set the key 'main_port' instead."),
         ("env:\n  RANK: 1", "mine.yaml:2: env has RANK, which trainwright launch sets itself. Remove it."),
     ],
