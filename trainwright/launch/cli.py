@@ -88,8 +88,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     passed_on = {name: settings[name].value for name in ("strategy", "precision", "gradient_accumulation_steps")}
     passed_on["strategy"] = None if passed_on["strategy"] == "auto" else passed_on["strategy"]
     passed_on["accelerator"] = "cpu" if sources.on_cpu() else None
-    sys.stderr.write(_describe(command, settings, config, new))
-    sys.stderr.flush()
+    print(_describe(command, settings, config, new), file=sys.stderr, flush=True)
     if options.dry_run:
         print(f"would run {shlex.join(job.command)}")
         return 0
@@ -166,9 +165,7 @@ def split_command(
 def check_config(config: Config, check_names: NameCheck, *, with_environment: bool = False) -> dict[str, LaunchSetting]:
     """Return the settings of a config without flags, or with the environment's (ValueError if one is wrong)."""
     variables = {name: os.environ[name] for name in KEY_OF if with_environment and name in os.environ}
-    settings = resolve(Sources(argparse.Namespace(), variables, config), check_names)
-    nodes_in(settings)
-    return settings
+    return resolve(Sources(argparse.Namespace(), variables, config), check_names)
 
 
 def _describe(
@@ -184,4 +181,4 @@ def _describe(
         (f"env {name}", printable(shown(name, value)), config.variables[name].where) for name, value in new.items()
     ]
     lines += lay_out(rows, terminal_width(sys.stderr), indent=2, shortened=(1, 2))
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)

@@ -23,10 +23,8 @@ ADVICE = (
     "cloudpickle has to copy it, so no open files, locks, connections or generators. Make it where it is used (in setup(), in "
     "a hook, at the first __getitem__), or leave it out in __getstate__; a plain script needs no copy."
 )
-DEEPEST = 40
 LARGE_BYTES = 1 << 20
 """Numpy arrays from this size on are written from their memory too, as tensors."""
-NUMBERS = frozenset(("int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64", "bool"))
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -80,7 +78,8 @@ def _is_large_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is None or type(value) is not numpy.ndarray or value.nbytes < LARGE_BYTES:
         return False
-    return bool(value.flags.carray and value.dtype.isnative and value.dtype.name in NUMBERS)
+    is_number = value.dtype.kind in "iufb" and value.dtype.isnative and value.dtype.itemsize <= 8  # no longdouble
+    return bool(is_number and value.flags.carray)
 
 
 def is_importable(module: types.ModuleType) -> bool:
@@ -148,7 +147,7 @@ def _failure(value: Any) -> str | None:
 def find_culprit(value: Any, where: str, reason: str) -> tuple[str, Any, str]:
     """Return where the innermost part is that cannot be packed, that part, and why."""
     seen: set[int] = set()
-    while id(value) not in seen and len(seen) < DEEPEST:
+    while id(value) not in seen:
         seen.add(id(value))
         for name, part in _parts(value):
             if id(part) not in seen and (failure := _failure(part)) is not None:
@@ -176,17 +175,12 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", getattr(item, "__func__", item)) for name, item in vars(value).items())
         yield from ((f", its base {base.__name__}", base) for base in value.__bases__)
     elif hasattr(value, "__dict__"):
-        yield from _attributes(value)
+        state = value.__getstate__() if hasattr(value, "__getstate__") else None
+        attributes = dict(state if isinstance(state, Mapping) else vars(value))
+        if isinstance(value, torch.nn.Module):
+            attributes |= {**attributes.pop("_modules"), **attributes.pop("_parameters"), **attributes.pop("_buffers")}
+        # Public names first: the user knows them, and private ones of a library often lead to the same object.
+        yield from (
+            (f".{name}", attributes[name]) for name in sorted(attributes, key=lambda name: str(name)[:1] == "_")
+        )
         yield (f", its class {type(value).__name__}", type(value))
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    own = getattr(value, "__getstate__", None)
-    state = own() if callable(own) else vars(value)
-    attributes = dict(state if isinstance(state, Mapping) else vars(value))
-    if isinstance(value, torch.nn.Module):
-        for name in ("_modules", "_parameters", "_buffers"):
-            yield from ((f".{key}", each) for key, each in attributes.pop(name, {}).items())
-    # Public names first: the user knows them, and private ones of a library often lead to the same object.
-    for name in sorted(attributes, key=lambda name: str(name).startswith("_")):
-        yield f".{name}", attributes[name]

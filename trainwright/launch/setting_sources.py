@@ -92,6 +92,7 @@ def resolve(sources: Sources, check_names: NameCheck) -> dict[str, LaunchSetting
         "logs": sources.find("logs") or LaunchSetting(None),
         "job_id": sources.find("job_id") or LaunchSetting(None),
     }
+    nodes_in(settings)  # checks them together
     strategy, precision = settings["strategy"], settings["precision"]
     num_processes = settings["devices"].value * settings["num_nodes"].value
     try:
