@@ -48,8 +48,7 @@ def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, 
         return 0
     if name not in commands:
         parser.error(f"{name!r} is not a command. Choose from {', '.join(commands)}.{did_you_mean(name, commands)}")
-    run, _ = commands[name]
-    return run(arguments[1:], check_names)
+    return commands[name][0](arguments[1:], check_names)
 
 
 def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
@@ -88,7 +87,8 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     passed_on = {name: settings[name].value for name in ("strategy", "precision", "gradient_accumulation_steps")}
     passed_on["strategy"] = None if passed_on["strategy"] == "auto" else passed_on["strategy"]
     passed_on["accelerator"] = "cpu" if sources.on_cpu() else None
-    print(_describe(command, settings, config, new), file=sys.stderr, flush=True)
+    what = command[1] if command[0] == "-m" else command[0]
+    print(_describe(what, settings, config, new), file=sys.stderr, flush=True)
     if options.dry_run:
         print(f"would run {shlex.join(job.command)}")
         return 0
@@ -168,10 +168,7 @@ def check_config(config: Config, check_names: NameCheck, *, with_environment: bo
     return resolve(Sources(argparse.Namespace(), variables, config), check_names)
 
 
-def _describe(
-    command: Sequence[str], settings: Mapping[str, LaunchSetting], config: Config, new: Mapping[str, str]
-) -> str:
-    what = command[1] if command[0] == "-m" else command[0]
+def _describe(what: str, settings: Mapping[str, LaunchSetting], config: Config, new: Mapping[str, str]) -> str:
     lines = [f"trainwright launch: {settings['devices'].value} process(es) of {what} on this machine"]
     rows = [("config", config.path or "none", config.source)]
     for name, (value, source, _) in settings.items():

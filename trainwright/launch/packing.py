@@ -170,10 +170,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         variables = inspect.getclosurevars(value)
         yield from ((f", its variable {name!r}", item) for name, item in variables.nonlocals.items())
         yield from ((f", the global {name!r}", item) for name, item in variables.globals.items())
-        yield from ((f", its default {item!r:.30}", item) for item in value.__defaults__ or ())
     elif isinstance(value, type):
         yield from ((f".{name}", getattr(item, "__func__", item)) for name, item in vars(value).items())
-        yield from ((f", its base {base.__name__}", base) for base in value.__bases__)
     elif hasattr(value, "__dict__"):
         state = value.__getstate__() if hasattr(value, "__getstate__") else None
         attributes = dict(state if isinstance(state, Mapping) else vars(value))
