@@ -97,7 +97,7 @@ def test_the_sbatch_file_has_the_settings_of_the_job(capsys: pytest.CaptureFixtu
     head, _, command = emitted(capsys, *flags, "train.py", "--name", "a b").partition("\n\n")
     assert command == f"srun --cpus-per-task=4 {sys.executable} train.py --name 'a b'\n"
     settings = ["job-name=train", "nodes=1", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=4", "time=04:00:00"]
-    settings += ["signal=USR1@120", "requeue", "output=./%x-%j.out"]
+    settings += ["signal=USR1@120", "requeue", "open-mode=append", "output=%x-%j.out"]
     assert head.splitlines()[2:] == [f"#SBATCH --{setting}" for setting in settings]
     flags += ["--cpu", "--cpus", "2", "--num-nodes", "2", "--logs", "logs", "--grace-seconds", "9", "--job-id", "mine"]
     text = emitted(capsys, *flags, "-m", "train")

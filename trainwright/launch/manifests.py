@@ -6,6 +6,7 @@ Only flags count: a config and the environment belong to this machine, and the f
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -71,7 +72,8 @@ def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameC
 #SBATCH --time={options.time}
 #SBATCH --signal=USR1@{grace}
 #SBATCH --requeue
-#SBATCH --output={shlex.quote(f"{options.logs or '.'}/%x-%j.out")}
+#SBATCH --open-mode=append
+#SBATCH --output={shlex.quote(os.path.join(options.logs or "", "%x-%j.out"))}
 
 srun --cpus-per-task={cpus} {shlex.join([sys.executable, *command])}
 """
