@@ -41,10 +41,8 @@ def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, 
     parser = Parser(prog="trainwright", usage="trainwright COMMAND ...", add_help=False)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        lines = [f"  {command:<12}{about}" for command, (_, about) in commands.items()]
-        print(
-            "\n".join(["usage: trainwright COMMAND ...\n", "commands:", *lines, "\nSee `trainwright COMMAND --help`."])
-        )
+        lines = "\n".join(f"  {command:<12}{about}" for command, (_, about) in commands.items())
+        print(f"usage: trainwright COMMAND ...\n\ncommands:\n{lines}\n\nSee `trainwright COMMAND --help`.")
         return 0
     if name not in commands:
         parser.error(f"{name!r} is not a command. Choose from {', '.join(commands)}.{did_you_mean(name, commands)}")
@@ -174,8 +172,6 @@ def _describe(what: str, settings: Mapping[str, LaunchSetting], config: Config, 
     for name, (value, source, _) in settings.items():
         if value is not None or source != "default":
             rows.append((name, "a free one" if name == "main_port" and value == 0 else str(value), source))
-    rows += [
-        (f"env {name}", printable(shown(name, value)), config.variables[name].where) for name, value in new.items()
-    ]
+    rows += [(f"env {name}", printable(shown(name, text)), config.variables[name].where) for name, text in new.items()]
     lines += lay_out(rows, terminal_width(sys.stderr), indent=2, shortened=(1, 2))
     return "\n".join(lines)

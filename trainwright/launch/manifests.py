@@ -85,9 +85,8 @@ def _check_flags(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         flag = flag_of(name)
         if value and name not in (*allowed, "emit"):
-            raise ValueError(
-                f"{flag} was given with --emit {options.emit}, which takes {', '.join(map(flag_of, allowed))}. Leave it out."
-            )
+            flags = ", ".join(map(flag_of, allowed))
+            raise ValueError(f"{flag} was given with --emit {options.emit}, which takes {flags}. Leave it out.")
         if not value and name in needed:
             raise ValueError(f"--emit {options.emit} needs {flag}. Add it, for example {flag} {needed[name]}.")
         pattern, meaning = PATTERNS.get(name, ("", ""))

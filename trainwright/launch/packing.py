@@ -178,7 +178,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.nn.Module):
             attributes |= {**attributes.pop("_modules"), **attributes.pop("_parameters"), **attributes.pop("_buffers")}
         # Public names first: the user knows them, and private ones of a library often lead to the same object.
-        yield from (
-            (f".{name}", attributes[name]) for name in sorted(attributes, key=lambda name: str(name)[:1] == "_")
-        )
+        for name in sorted(attributes, key=lambda name: str(name)[:1] == "_"):
+            yield f".{name}", attributes[name]
         yield (f", its class {type(value).__name__}", type(value))

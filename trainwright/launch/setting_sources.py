@@ -133,9 +133,7 @@ def _nodes(sources: Sources) -> dict[str, LaunchSetting]:
     if is_one:
         for extra in (address, wait):
             if extra is not None:
-                raise ValueError(
-                    f"{extra.label} is for several machines. Add --num-nodes N or --nodes, or leave it out."
-                )
+                raise ValueError(f"{extra.label} is for several machines. Add --num-nodes or --nodes, or leave it out.")
         settings |= {"node_rank": read_number(rank, default=0), "main_address": LaunchSetting(LOOPBACK)}
         return {**settings, "main_port": read_number(port, default=0)}
     if rank is None and span is None:
