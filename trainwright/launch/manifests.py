@@ -42,6 +42,7 @@ NUMBERS = {
 }
 """The least value and the default of flags. Of the four cores of a process, three are for the loader's workers."""
 RESTARTS = 20
+"""The restarts for each pod. The first ones may be needed until the name of the first pod is known to the others."""
 SECONDS_TO_END = 30
 """How long after the grace period Kubernetes kills a pod."""
 
@@ -129,14 +130,13 @@ def _kubernetes(
         role: {"replicas": count, "restartPolicy": "OnFailure", "template": template}
         for role, count in replicas.items()
     }
-    restarts = {"backoffLimit": RESTARTS * nodes}  # of all pods together
+    restarts = {"backoffLimit": RESTARTS * nodes}
     indexed_pod = pod("$(JOB_COMPLETION_INDEX)", f"{name}-node-0-0.{name}", str(DEFAULT_PORT))
-    job: dict[str, Any] = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, "backoffLimit": 0}
-    job["template"] = {"spec": {"restartPolicy": "Never", **indexed_pod}}
-    jobs = [{"name": "node", "template": {"spec": job}}]
+    job: dict[str, Any] = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, **restarts}
+    job["template"] = {"spec": {"restartPolicy": "OnFailure", **indexed_pod}}
     documents = [
         manifest("kubeflow.org/v1", "PyTorchJob", runPolicy=restarts, pytorchReplicaSpecs=roles),
-        manifest("jobset.x-k8s.io/v1alpha2", "JobSet", failurePolicy={"maxRestarts": RESTARTS}, replicatedJobs=jobs),
+        manifest("jobset.x-k8s.io/v1alpha2", "JobSet", replicatedJobs=[{"name": "node", "template": {"spec": job}}]),
     ]
     text = yaml.safe_dump_all(documents, sort_keys=False, default_flow_style=None, width=1000)
     return f"# Two manifests of the same job. Apply only one, for the operator that the cluster has.\n{text}"
