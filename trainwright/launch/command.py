@@ -64,8 +64,6 @@ def _find_obstacle() -> Obstacle | None:
         )
     if os.name != "posix":
         return Obstacle(f"on {sys.platform}", "Start the script with torchrun.")
-    if not sys.executable:
-        return Obstacle("inside another program", script)
     if is_interactive():
         return Obstacle("interactively", function, can_call_workers=True)
     for runner in TEST_RUNNERS:

@@ -136,9 +136,7 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
     variables: dict[str, Entry] = {}
     for key, where, node in _pairs(path, root, "a config"):
         if key in ("compute_environment", "distributed_type"):
-            raise ValueError(
-                f"{where}: {key!r} is a key of Accelerate's configs; `trainwright config` writes one of ours."
-            )
+            raise ValueError(f"{where}: {key!r} is a key of Accelerate's configs; `trainwright config` writes ours.")
         if key not in KEYS:
             hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else did_you_mean(key, KEYS)
             raise ValueError(f"{where}: {key!r} is not a key of a config. Expected one of {', '.join(KEYS)}.{hint}")

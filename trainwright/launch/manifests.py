@@ -6,6 +6,7 @@ Only flags count: a config and the environment belong to this machine, and the f
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -41,6 +42,7 @@ NUMBERS = {
 }
 """The least value and the default of flags. Of the four cores of a process, three are for the loader's workers."""
 RESTARTS = 20
+"""The restarts for each pod. The first ones may be needed until the name of the first pod is known to the others."""
 SECONDS_TO_END = 30
 """How long after the grace period Kubernetes kills a pod."""
 
@@ -71,7 +73,8 @@ def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameC
 #SBATCH --time={options.time}
 #SBATCH --signal=USR1@{grace}
 #SBATCH --requeue
-#SBATCH --output={shlex.quote(f"{options.logs or '.'}/%x-%j.out")}
+#SBATCH --open-mode=append
+#SBATCH --output={shlex.quote(os.path.join(options.logs or "", "%x-%j.out"))}
 
 srun --cpus-per-task={cpus} {shlex.join([sys.executable, *command])}
 """
@@ -83,9 +86,8 @@ def _check_flags(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         flag = flag_of(name)
         if value and name not in (*allowed, "emit"):
-            raise ValueError(
-                f"{flag} was given with --emit {options.emit}, which takes {', '.join(map(flag_of, allowed))}. Leave it out."
-            )
+            flags = ", ".join(map(flag_of, allowed))
+            raise ValueError(f"{flag} was given with --emit {options.emit}, which takes {flags}. Leave it out.")
         if not value and name in needed:
             raise ValueError(f"--emit {options.emit} needs {flag}. Add it, for example {flag} {needed[name]}.")
         pattern, meaning = PATTERNS.get(name, ("", ""))
@@ -128,14 +130,13 @@ def _kubernetes(
         role: {"replicas": count, "restartPolicy": "OnFailure", "template": template}
         for role, count in replicas.items()
     }
-    restarts = {"backoffLimit": RESTARTS * nodes}  # of all pods together
+    restarts = {"backoffLimit": RESTARTS * nodes}
     indexed_pod = pod("$(JOB_COMPLETION_INDEX)", f"{name}-node-0-0.{name}", str(DEFAULT_PORT))
-    job: dict[str, Any] = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, "backoffLimit": 0}
-    job["template"] = {"spec": {"restartPolicy": "Never", **indexed_pod}}
-    jobs = [{"name": "node", "template": {"spec": job}}]
+    job: dict[str, Any] = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, **restarts}
+    job["template"] = {"spec": {"restartPolicy": "OnFailure", **indexed_pod}}
     documents = [
         manifest("kubeflow.org/v1", "PyTorchJob", runPolicy=restarts, pytorchReplicaSpecs=roles),
-        manifest("jobset.x-k8s.io/v1alpha2", "JobSet", failurePolicy={"maxRestarts": RESTARTS}, replicatedJobs=jobs),
+        manifest("jobset.x-k8s.io/v1alpha2", "JobSet", replicatedJobs=[{"name": "node", "template": {"spec": job}}]),
     ]
     text = yaml.safe_dump_all(documents, sort_keys=False, default_flow_style=None, width=1000)
     return f"# Two manifests of the same job. Apply only one, for the operator that the cluster has.\n{text}"

@@ -32,17 +32,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._known: set[str] = set()
-        self._carried: list[types.ModuleType] = []
-
-    def dump(self, obj: Any) -> None:
-        try:
-            super().dump(obj)
-        finally:
-            for module in self._carried:
-                # The registry belongs to the whole process, which may use cloudpickle itself.
-                cloudpickle.unregister_pickle_by_value(module)
-            self._carried.clear()
+        self._known = {"__main__", None}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
@@ -56,15 +46,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
     def _carry(self, name: str | None) -> None:
-        if name is None or name in self._known:
-            return
-        self._known.add(name)
-        module = sys.modules.get(name)
-        if module is None or name == "__main__" or is_importable(module):
-            return
-        if name not in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.register_pickle_by_value(module)
-            self._carried.append(module)
+        if name not in self._known:
+            self._known.add(name)
+            module = sys.modules.get(name or "")
+            if module is not None and not is_importable(module):
+                cloudpickle.register_pickle_by_value(module)
 
 
 def _set_in_main(set_state: Callable[[type, Any], Any], kind: type, state: Any) -> None:
@@ -101,6 +87,7 @@ def _find_spec(name: str, path: Any) -> ModuleSpec | None:
 
 def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
     """Write the work to a file (TypeError with the place of a part that cannot be copied)."""
+    registered = cloudpickle.list_registry_pickle_by_value()
     try:
         torch.save(dict(work), path, pickle_module=sys.modules[__name__], pickle_protocol=5)
     except Exception as error:  # whatever an object's __reduce__ or __getstate__ raises
@@ -112,6 +99,10 @@ def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
                     f"{reason}. {ADVICE}"
                 ) from error
         raise
+    finally:
+        # The registry belongs to the whole process, which may use cloudpickle itself.
+        for name in cloudpickle.list_registry_pickle_by_value() - registered:
+            cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
 
 def unpack(path: Path) -> dict[str, Any]:
@@ -170,17 +161,14 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         variables = inspect.getclosurevars(value)
         yield from ((f", its variable {name!r}", item) for name, item in variables.nonlocals.items())
         yield from ((f", the global {name!r}", item) for name, item in variables.globals.items())
-        yield from ((f", its default {item!r:.30}", item) for item in value.__defaults__ or ())
     elif isinstance(value, type):
         yield from ((f".{name}", getattr(item, "__func__", item)) for name, item in vars(value).items())
-        yield from ((f", its base {base.__name__}", base) for base in value.__bases__)
     elif hasattr(value, "__dict__"):
         state = value.__getstate__() if hasattr(value, "__getstate__") else None
         attributes = dict(state if isinstance(state, Mapping) else vars(value))
         if isinstance(value, torch.nn.Module):
             attributes |= {**attributes.pop("_modules"), **attributes.pop("_parameters"), **attributes.pop("_buffers")}
         # Public names first: the user knows them, and private ones of a library often lead to the same object.
-        yield from (
-            (f".{name}", attributes[name]) for name in sorted(attributes, key=lambda name: str(name)[:1] == "_")
-        )
+        for name in sorted(attributes, key=lambda name: str(name)[:1] == "_"):
+            yield f".{name}", attributes[name]
         yield (f", its class {type(value).__name__}", type(value))
