@@ -155,9 +155,9 @@ APART = """
 # A command that leaves the number open starts what a Trainer would: one process, since several could not work together.
 from trainwright.launch import cli
 from trainwright.launch.config import Config
-from trainwright.launch.setting_sources import Sources
+from trainwright.launch.setting_sources import Sources, resolve
 options, _ = cli._launch_parser()[0].parse_known_args([])
-assert cli.resolve(Sources(options, {}, Config()))["devices"].value == 1
+assert resolve(Sources(options, {}, Config()), lambda *_: None)["devices"].value == 1
 assert tw.Trainer(**settings).num_devices == 1
 """
 
