@@ -19,6 +19,8 @@
 #                          and checkpoint.py (CHECKPOINT_ARGS), beside other frameworks and beside their goals
 #   make bench-gpu         benchmarks/gpu.py: on a machine with a GPU, ARGS="--minutes 9"; on its own torch with PYTHON=python3, which makes no
 #                          .venv and installs nothing; anywhere, ARGS="--device cpu --small"
+#   make bench-launch      benchmarks/launching.py: starts, failures, lost nodes and signals of launchers, on nodes that are network
+#                          namespaces (as root, half an hour); ARGS="--rows 5,6 --rounds 1"
 #   make soak              kill training runs at random and compare their ends; KILLS=200 SEED=0, SOAK_ARGS="--strategies ddp"
 #   make fuzz              random runs: resumed, cut, on other strategies and ranks; SEEDS=20 START=0 KINDS="resume cuts", MINUTES=60 a kind,
 #                          FUZZ_ARGS="--jobs 2"; FUZZ_ARGS="--config '{...}'" KINDS=resume for one configuration
@@ -71,7 +73,8 @@ IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2> /dev/null | tail -n 
 
 ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest
 
-.PHONY: demo examples test test-launch test-slow test-all test-device test-cluster test-gpu test-versions check format docs bench bench-gpu soak fuzz clean
+.PHONY: demo examples test test-launch test-slow test-all test-device test-cluster test-gpu test-versions check format docs bench \
+	bench-gpu bench-launch soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
@@ -127,6 +130,9 @@ bench: $(VENV)/bench.stamp
 
 bench-gpu: $(BENCH_GPU_STAMP)
 	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
+
+bench-launch: $(VENV)/test.stamp
+	$(BIN)/python benchmarks/launching.py $(ARGS)
 
 soak: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/soak.py --kills $(KILLS) --seed $(SEED) $(SOAK_ARGS)
