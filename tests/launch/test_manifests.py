@@ -69,36 +69,25 @@ def emitted(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags", [(), ("--cpu", "--num-nodes", "3", "--grace-seconds", "9", "--job-id", "mine")])
-def test_the_manifests_follow_the_published_schemas(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    job, job_set = yaml.safe_load_all(emitted(capsys, *KUBERNETES, "--devices", "2", *flags, "train.py"))
-    assert not list(problems(SCHEMAS["PyTorchJob"], job))
-    assert not list(problems(SCHEMAS["JobSet"], job_set))
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    roles = job["spec"]["pytorchReplicaSpecs"]
-    indexed = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert {role: each["replicas"] for role, each in roles.items()} == {"Master": 1, **({"Worker": 2} if flags else {})}
-    assert (indexed["completions"], indexed["parallelism"]) == ((3, 3) if flags else (1, 1))
-    for pod in (*pods_of(job), *pods_of(job_set)):
-        (container,) = pod["containers"]
-        assert pod["terminationGracePeriodSeconds"] == (39 if flags else 150)
-        limits = {} if flags else {"limits": {"nvidia.com/gpu": 2}}
-        assert container["resources"] == {"requests": {"cpu": 8}, **limits}
-        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert mounts == {"runs": "/runs", "shm": "/dev/shm"}
-    container["restart"] = container.pop("name")
-    container["command"] = [1]
-    assert [problem.rpartition("]")[2] for problem in problems(SCHEMAS["JobSet"], job_set)] == [
-        " lacks name", " is 1, not of type string", ".restart is unknown",
-    ]  # fmt: skip
+def test_the_manifests_follow_the_published_schemas(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--cpu", "--num-nodes", "3", "--grace-seconds", "9", "--job-id", "mine", "--max-restarts", "1"]
+    single = emitted(capsys, *KUBERNETES, "--devices", "2", "train.py")
+    several = emitted(capsys, *KUBERNETES, "--devices", "2", *flags, "train.py")
+    manifests = [*yaml.safe_load_all(single), *yaml.safe_load_all(several)]
+    assert [list(problems(SCHEMAS[each["kind"]], each)) for each in manifests] == [[]] * 4
+    assert "Worker" not in single
+    assert "nvidia" not in several
+    for text in ("name: mine}", "replicas: 2", "completions: 3", "PeriodSeconds: 39", "cpu: 8", "--max-restarts, '1'"):
+        assert text in several, text
+    container = pods_of(manifests[-1])[0]["containers"][0]
+    container["restart"], container["command"] = container.pop("name"), [1]
+    found = [problem.rpartition("]")[2] for problem in problems(SCHEMAS["JobSet"], manifests[-1])]
+    assert found == [" lacks name", " is 1, not of type string", ".restart is unknown"]
 
 
 def test_the_page_shows_the_printed_manifests(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs/kubernetes.md").read_text()
-    (shown,) = re.findall(
-        r"^```\ntrainwright (launch --emit .*)\n```\n\n```\n(.*?)```$", page, re.MULTILINE | re.DOTALL
-    )
+    block = r"^```\ntrainwright (launch --emit .*)\n```\n\n```\n(.*?)```$"
+    (shown,) = re.findall(block, (ROOT / "docs/kubernetes.md").read_text(), re.MULTILINE | re.DOTALL)
     assert main(shown[0].split(), check_names) == 0
     assert capsys.readouterr().out == shown[1]
 
@@ -108,7 +97,7 @@ def test_the_sbatch_file_has_the_settings_of_the_job(capsys: pytest.CaptureFixtu
     head, _, command = emitted(capsys, *flags, "train.py", "--name", "a b").partition("\n\n")
     assert command == f"srun --cpus-per-task=4 {sys.executable} train.py --name 'a b'\n"
     settings = ["job-name=train", "nodes=1", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=4", "time=04:00:00"]
-    settings += ["signal=USR1@120", "requeue", "output=./%x-%j.out"]
+    settings += ["signal=USR1@120", "requeue", "open-mode=append", "output=%x-%j.out"]
     assert head.splitlines()[2:] == [f"#SBATCH --{setting}" for setting in settings]
     flags += ["--cpu", "--cpus", "2", "--num-nodes", "2", "--logs", "logs", "--grace-seconds", "9", "--job-id", "mine"]
     text = emitted(capsys, *flags, "-m", "train")
@@ -118,30 +107,27 @@ def test_the_sbatch_file_has_the_settings_of_the_job(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("kind", ["train.py", "PyTorchJob", "JobSet"])
-def test_the_pods_of_a_job_train_together(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("per_pod", [1, 2])
+def test_the_pods_of_a_job_train_together(per_pod: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--cpu", "--devices", "2", "--num-nodes", "2"]
     manifests = list(yaml.safe_load_all(emitted(capsys, *KUBERNETES, *flags, "train.py", "$(RANK)")))
-    commands = {each["kind"]: pods_of(each)[-1]["containers"][0]["command"] for each in manifests}
-    program, *words = commands.get(kind, ["python", "train.py", "$$(RANK)"])
+    words, indexed = (pods_of(each)[-1]["containers"][0]["command"] for each in manifests)
+    others = {"$(JOB_COMPLETION_INDEX)": "$(RANK)", "train-node-0-0.train": "$(MASTER_ADDR)", "29500": "$(MASTER_PORT)"}
+    assert [others.get(word, word) for word in indexed] == words
+    words = ["-m", *words] if per_pod == 2 else words[-2:]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     pods = []
     try:
         for rank in "01":
-            # What the operator sets, but for the names of the cluster.
-            names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank}
-            elastic = {"NNODES": "2", "NPROC_PER_NODE": "auto", "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
-            variables = {**names, **{f"PET_{name}": value for name, value in elastic.items()}, "PYTHONUNBUFFERED": "0"}
-            if kind == "JobSet":
-                variables = {"JOB_COMPLETION_INDEX": rank}
-                words = [{"train-node-0-0.train": "127.0.0.1", "29500": port}.get(word, word) for word in words]
-            start = python("-m", "trainwright") if program == "trainwright" else python()
-            pods.append(Started([*start, *(expand(word, variables) for word in words)], tmp_path, **variables))
+            # What the operator sets, but for the name of the first pod.
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank}
+            variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "PET_NPROC_PER_NODE": "auto"}
+            variables |= {"PET_NNODES": "2", "PET_NODE_RANK": rank, "PYTHONUNBUFFERED": "0"}
+            pods.append(Started(python(*(expand(word, variables) for word in words)), tmp_path, **variables))
         assert [pod.wait() for pod in pods] == [0, 0], [pod.stderr for pod in pods]
     finally:
         for pod in pods:
             pod.close()
-    count = 2 if kind == "train.py" else 4
     said = sorted(line[line.index("rank ") :] for pod in pods for line in pod.stdout.splitlines())
-    assert said == [f"rank {rank} of {count} trained with ['$(RANK)']" for rank in range(count)]
+    assert said == [f"rank {rank} of {2 * per_pod} trained with ['$(RANK)']" for rank in range(2 * per_pod)]

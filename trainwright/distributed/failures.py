@@ -18,7 +18,7 @@ from trainwright.distributed.job_store import Store, post
 __all__ = ["shortened"]
 
 PEER_FAILED_EXIT_CODE = 79
-"""The exit code of a rank that ends only because another rank failed."""
+"""The exit code by which our launchers know a rank that ends only because another rank failed."""
 PRINT_SECONDS = 0.5
 """How long the other ranks wait for the first failing rank to print its traceback."""
 SECONDARY_SECONDS = 2.0
@@ -132,6 +132,8 @@ class PeerWatch:
         self._rank, self._world_size, self._store_host = rank, world_size, store_host
         self._closing, self._goodbyes = f"closing/{name}", f"goodbyes/{name}"
         self._error_file = error_file
+        # Of several exit codes srun returns the highest, which is to be that of the rank that failed.
+        self._secondary_code = PEER_FAILED_EXIT_CODE if store_host is None else 1
         self._poll, self._poll_seconds = poll, poll_seconds
         self._pid = os.getpid()
         self._stopped = threading.Event()
@@ -178,7 +180,7 @@ class PeerWatch:
             try:
                 if self._log.count() > 0 and not self.has_failed:
                     self._log.wait_until_printed(PRINT_SECONDS)
-                    leave(PEER_FAILED_EXIT_CODE)
+                    leave(self._secondary_code)
                 if self._store_host is not None and self._store.check([self._closing]):
                     self._acknowledge()
                     return
@@ -187,7 +189,7 @@ class PeerWatch:
             except RuntimeError:  # the store's host has gone, and so has the job
                 if self._stopped.is_set() or self.has_failed:
                     return
-                leave(PEER_FAILED_EXIT_CODE)
+                leave(self._secondary_code)
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid or self._stopped.is_set():
@@ -206,13 +208,13 @@ class PeerWatch:
             if is_secondary_failure(error):
                 time.sleep(SECONDARY_SECONDS)  # the first failing rank's report ends this process here
             if self._log.is_ending():
-                leave(PEER_FAILED_EXIT_CODE)
+                leave(self._secondary_code)
             self.has_failed = True
             if self._error_file:  # before the post, because torchrun ends this rank once another has left
                 write_error_file(self._error_file, error)
             number = self._log.post_error(self._rank, error)
         if number > 1:
-            leave(PEER_FAILED_EXIT_CODE)
+            leave(self._secondary_code)
         self.has_failed = True
         self._previous_hook(kind, error, trace)
         flush_streams()

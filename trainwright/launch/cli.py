@@ -41,15 +41,12 @@ def main(arguments: Sequence[str], check_names: NameCheck, others: Mapping[str, 
     parser = Parser(prog="trainwright", usage="trainwright COMMAND ...", add_help=False)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        lines = [f"  {command:<12}{about}" for command, (_, about) in commands.items()]
-        print(
-            "\n".join(["usage: trainwright COMMAND ...\n", "commands:", *lines, "\nSee `trainwright COMMAND --help`."])
-        )
+        lines = "\n".join(f"  {command:<12}{about}" for command, (_, about) in commands.items())
+        print(f"usage: trainwright COMMAND ...\n\ncommands:\n{lines}\n\nSee `trainwright COMMAND --help`.")
         return 0
     if name not in commands:
         parser.error(f"{name!r} is not a command. Choose from {', '.join(commands)}.{did_you_mean(name, commands)}")
-    run, _ = commands[name]
-    return run(arguments[1:], check_names)
+    return commands[name][0](arguments[1:], check_names)
 
 
 def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
@@ -88,8 +85,8 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     passed_on = {name: settings[name].value for name in ("strategy", "precision", "gradient_accumulation_steps")}
     passed_on["strategy"] = None if passed_on["strategy"] == "auto" else passed_on["strategy"]
     passed_on["accelerator"] = "cpu" if sources.on_cpu() else None
-    sys.stderr.write(_describe(command, settings, config, new))
-    sys.stderr.flush()
+    what = command[1] if command[0] == "-m" else command[0]
+    print(_describe(what, settings, config, new), file=sys.stderr, flush=True)
     if options.dry_run:
         print(f"would run {shlex.join(job.command)}")
         return 0
@@ -166,22 +163,15 @@ def split_command(
 def check_config(config: Config, check_names: NameCheck, *, with_environment: bool = False) -> dict[str, LaunchSetting]:
     """Return the settings of a config without flags, or with the environment's (ValueError if one is wrong)."""
     variables = {name: os.environ[name] for name in KEY_OF if with_environment and name in os.environ}
-    settings = resolve(Sources(argparse.Namespace(), variables, config), check_names)
-    nodes_in(settings)
-    return settings
+    return resolve(Sources(argparse.Namespace(), variables, config), check_names)
 
 
-def _describe(
-    command: Sequence[str], settings: Mapping[str, LaunchSetting], config: Config, new: Mapping[str, str]
-) -> str:
-    what = command[1] if command[0] == "-m" else command[0]
+def _describe(what: str, settings: Mapping[str, LaunchSetting], config: Config, new: Mapping[str, str]) -> str:
     lines = [f"trainwright launch: {settings['devices'].value} process(es) of {what} on this machine"]
     rows = [("config", config.path or "none", config.source)]
     for name, (value, source, _) in settings.items():
         if value is not None or source != "default":
             rows.append((name, "a free one" if name == "main_port" and value == 0 else str(value), source))
-    rows += [
-        (f"env {name}", printable(shown(name, value)), config.variables[name].where) for name, value in new.items()
-    ]
+    rows += [(f"env {name}", printable(shown(name, text)), config.variables[name].where) for name, text in new.items()]
     lines += lay_out(rows, terminal_width(sys.stderr), indent=2, shortened=(1, 2))
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)

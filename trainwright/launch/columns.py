@@ -55,8 +55,12 @@ def lay_out(
     candidates = list(dropped)
     while True:
         widths = {at: max(len(row[at]) for row in rows) for at in columns}
-        too_wide = _narrow(widths, [at for at in shortened if at in widths], None if width is None else width - indent)
-        if not too_wide or not candidates:
+        excess = 0 if width is None else indent + sum(widths.values()) + GAP * (len(widths) - 1) - width
+        for at in sorted(set(shortened) & set(widths), key=lambda at: -widths[at]):
+            cut = max(0, min(excess, widths[at] - LEAST_WIDTH))
+            widths[at] -= cut
+            excess -= cut
+        if excess <= 0 or not candidates:
             break
         columns.remove(candidates.pop(0))
     lines = []
@@ -67,17 +71,3 @@ def lay_out(
         )
         lines.append(f"{' ' * indent}{line}".rstrip())
     return lines
-
-
-def _narrow(widths: dict[int, int], shortened: Sequence[int], width: int | None) -> bool:
-    """Narrow the widest of the columns that may be shortened, and return whether the table is still too wide."""
-
-    def excess() -> int:
-        return 0 if width is None else sum(widths.values()) + GAP * (len(widths) - 1) - width
-
-    while excess() > 0:
-        widest = max(shortened, key=lambda at: widths[at], default=None)
-        if widest is None or widths[widest] <= LEAST_WIDTH:
-            return True
-        widths[widest] -= 1
-    return False

@@ -39,9 +39,7 @@ def calls_workers() -> bool:
     obstacle = _find_obstacle()
     if obstacle is not None:
         return obstacle.can_call_workers
-    return (
-        getattr(sys.modules["__main__"], "__file__", None) is None
-    )  # other commands that cannot be run again were found above
+    return getattr(sys.modules["__main__"], "__file__", None) is None  # -c code
 
 
 def check_worker_calls(reason: str) -> None:
@@ -66,13 +64,11 @@ def _find_obstacle() -> Obstacle | None:
         )
     if os.name != "posix":
         return Obstacle(f"on {sys.platform}", "Start the script with torchrun.")
-    if not sys.executable:
-        return Obstacle("inside another program", script)
     if is_interactive():
         return Obstacle("interactively", function, can_call_workers=True)
-    runner = _find_test_runner()
-    if runner is not None:
-        return Obstacle(f"by a test runner ({runner})", function, can_call_workers=True)
+    for runner in TEST_RUNNERS:
+        if _is_run_by(runner):
+            return Obstacle(f"by a test runner ({runner.strip('_').split('.')[0]})", function, can_call_workers=True)
     main_file = getattr(sys.modules["__main__"], "__file__", None)
     if main_file == "<stdin>" or (main_file is None and "-c" not in sys.orig_argv):
         return Obstacle("from standard input", function, can_call_workers=True)
@@ -82,13 +78,8 @@ def _find_obstacle() -> Obstacle | None:
     return None
 
 
-def _find_test_runner() -> str | None:
-    # The stack, not sys.modules: a script may import unittest without being run by it.
-    return next((runner.strip("_").split(".")[0] for runner in TEST_RUNNERS if _is_run_by(runner)), None)
-
-
 def _is_run_by(name: str) -> bool:
-    """Return whether a function of this module or package has called, at whatever distance."""
+    """Return whether a function of this module or package has called, at whatever distance. A script may only import it."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe()))
     return any(f"{module}.".startswith(f"{name}.") for module in modules)
 

@@ -127,66 +127,55 @@ def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
     try:
         # Nodes rather than values: a node knows its line, and how the file spells it.
         root = yaml.compose(text, yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise ValueError(f"{path}{line}: this is not YAML ({error.problem}). Correct the line.") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}: this is not YAML ({' '.join(str(error).split())}).") from error
+        mark = getattr(error, "problem_mark", None)
+        problem = " ".join(str(getattr(error, "problem", error)).split())
+        line = "" if mark is None else f":{mark.line + 1}"
+        raise ValueError(f"{path}{line}: this is not YAML ({problem}). Correct the line.") from error
     values: dict[str, Entry] = {}
     variables: dict[str, Entry] = {}
     for key, where, node in _pairs(path, root, "a config"):
         if key in ("compute_environment", "distributed_type"):
-            raise ValueError(
-                f"{where}: {key!r} is a key of Accelerate's configs; `trainwright config` writes one of ours."
-            )
+            raise ValueError(f"{where}: {key!r} is a key of Accelerate's configs; `trainwright config` writes ours.")
         if key not in KEYS:
             hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else did_you_mean(key, KEYS)
             raise ValueError(f"{where}: {key!r} is not a key of a config. Expected one of {', '.join(KEYS)}.{hint}")
         if key == "env":
             variables = {
-                name: checked_variable(name, Entry(_scalar(each, name, where), where))
-                for name, where, each in _pairs(path, node, "env")
-                if not _is_null(each)
+                name: checked_variable(name, _entry(name, where, value))
+                for name, where, value in _pairs(path, node, "env")
+                if not _is_null(value)
             }
         elif not _is_null(node):
-            values[key] = Entry(_scalar(node, key, where), where)
+            values[key] = _entry(key, where, node)
     return values, variables
 
 
 def _pairs(path: str, node: Any, what: str) -> Iterator[tuple[str, str, Any]]:
     """Yield the keys of a mapping with their lines and values. A repeated key is rejected."""
-    import yaml
-
     if node is None or _is_null(node):
         return
-    if not isinstance(node, yaml.MappingNode):
-        raise ValueError(f"{path}:{node.start_mark.line + 1}: {what} holds lines of `name: value`, not {_kind(node)}.")
+    if node.id != "mapping":
+        raise ValueError(f"{path}:{node.start_mark.line + 1}: {what} holds lines of `name: value`, not a {node.id}.")
     seen: dict[str, str] = {}
     for key, value in node.value:
         where = f"{path}:{key.start_mark.line + 1}"
-        name = _scalar(key, what, where)
+        name = str(key.value)
         if name in seen:
             raise ValueError(f"{where}: {name!r} is there twice, first at {seen[name]}. Remove one.")
         seen[name] = where
         yield name, where, value
 
 
-def _scalar(node: Any, name: str, where: str) -> str:
+def _entry(name: str, where: str, node: Any) -> Entry:
     """Return a value's text as the file spells it, so that `no` and `1:30` keep their letters."""
-    import yaml
-
-    if not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"{where}: {name} is {_kind(node)}. Expected a single value.")
-    return str(node.value)
+    if node.id != "scalar":
+        raise ValueError(f"{where}: {name} is a {node.id}. Expected a single value.")
+    return Entry(node.value, where)
 
 
 def _is_null(node: Any) -> bool:
     return bool(node.tag == "tag:yaml.org,2002:null")
-
-
-def _kind(node: Any) -> str:
-    return {"sequence": "a list", "mapping": "a mapping"}.get(node.id, "a single value")
 
 
 def checked_variable(name: str, entry: Entry) -> Entry:
@@ -200,24 +189,12 @@ def checked_variable(name: str, entry: Entry) -> Entry:
     return entry
 
 
-BEGINNINGS = (
-    "TRAINWRIGHT",
-    "TORCH",
-    "TORCHELASTIC",
-    "PYTORCH",
-    "GLOO",
-    "OMP",
-    "MKL",
-    "DS",
-    "DEEPSPEED",
-    "OMPI_COMM_WORLD",
+OF_JOBS = (
+    *("TRAINWRIGHT_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "GLOO_", "OMP_", "MKL_", "DS_", "DEEPSPEED_"),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "OMPI_COMM_WORLD_"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "PMI_"),
 )
-"""The first parts of the names of a job's variables, before an underscore."""
-NAMES = {
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
-    *("PMI_RANK", "PMI_SIZE"),
-}
+"""How the names of a job's variables begin."""
 
 
 def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -225,10 +202,8 @@ def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     from trainwright.devices import cuda
 
     variables = os.environ if variables is None else variables
-    beginnings = tuple(f"{each}_" for each in (*BEGINNINGS, *cuda.VARIABLES))
-    return {
-        name: shown(name, variables[name]) for name in sorted(variables) if name in NAMES or name.startswith(beginnings)
-    }
+    beginnings = (*OF_JOBS, *(f"{name}_" for name in cuda.VARIABLES))
+    return {name: shown(name, text) for name, text in sorted(variables.items()) if name.startswith(beginnings)}
 
 
 def set_variables_of(config: Config) -> dict[str, str]:
@@ -239,8 +214,4 @@ def set_variables_of(config: Config) -> dict[str, str]:
 
 def printable(text: str) -> str:
     """Return a text on one line, with control characters as escapes: they would change a terminal."""
-    return (
-        text
-        if text.isprintable()
-        else "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-    )
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -6,6 +6,7 @@ Only flags count: a config and the environment belong to this machine, and the f
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -33,12 +34,15 @@ PATTERNS = {
     "time": (r"(\d+-)?\d+(:\d\d?){0,2}", "a limit as sbatch takes it, such as 04:00:00"),
     "image": (r"[\w./:@-]+", "the name of an image"),
     "volume": (r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "the name of a PersistentVolumeClaim"),
-    "logs": (r"[^\s\"'%]+", "a folder without blanks, quotes and % in its name"),
     "job_id": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "at most 40 lowercase letters, digits and hyphens, a letter first"),
 }
-DEFAULTS = {"devices": None, "num_nodes": 1, "cpus": 4, "grace_seconds": GRACE_SECONDS}
-"""Of four cores of a process, three are for the loader's workers."""
+NUMBERS = {
+    **{"devices": (1, None), "num_nodes": (1, 1), "cpus": (1, 4), "grace_seconds": (0, GRACE_SECONDS)},
+    **{"max_restarts": (0, None), "gradient_accumulation_steps": (1, None)},
+}
+"""The least value and the default of flags. Of the four cores of a process, three are for the loader's workers."""
 RESTARTS = 20
+"""The restarts for each pod. The first ones may be needed until the name of the first pod is known to the others."""
 SECONDS_TO_END = 30
 """How long after the grace period Kubernetes kills a pod."""
 
@@ -47,9 +51,9 @@ def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameC
     """Return the file of --emit for a script with its arguments (ValueError if a flag is missing or wrong)."""
     _check_flags(options)
     sources = Sources(options, {}, Config())
-    devices, nodes, cpus, grace = (
-        read_number(sources.find(name), default=default, least=int(name != "grace_seconds")).value
-        for name, default in DEFAULTS.items()
+    devices, nodes, cpus, grace, *_ = (
+        read_number(sources.find(name), default=default, least=least).value
+        for name, (least, default) in NUMBERS.items()
     )
     check_names(options.strategy, options.precision, devices * nodes)
     script = command[1].rpartition(".")[2] if command[0] == "-m" else Path(command[0]).stem
@@ -69,7 +73,8 @@ def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameC
 #SBATCH --time={options.time}
 #SBATCH --signal=USR1@{grace}
 #SBATCH --requeue
-#SBATCH --output={options.logs or "."}/%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --output={shlex.quote(os.path.join(options.logs or "", "%x-%j.out"))}
 
 srun --cpus-per-task={cpus} {shlex.join([sys.executable, *command])}
 """
@@ -81,9 +86,8 @@ def _check_flags(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         flag = flag_of(name)
         if value and name not in (*allowed, "emit"):
-            raise ValueError(
-                f"{flag} was given with --emit {options.emit}, which takes {', '.join(map(flag_of, allowed))}. Leave it out."
-            )
+            flags = ", ".join(map(flag_of, allowed))
+            raise ValueError(f"{flag} was given with --emit {options.emit}, which takes {flags}. Leave it out.")
         if not value and name in needed:
             raise ValueError(f"--emit {options.emit} needs {flag}. Add it, for example {flag} {needed[name]}.")
         pattern, meaning = PATTERNS.get(name, ("", ""))
@@ -117,31 +121,22 @@ def _kubernetes(
         ]
         return {"terminationGracePeriodSeconds": seconds, "containers": [container], "volumes": volumes}
 
+    def manifest(version: str, kind: str, **spec: Any) -> dict[str, Any]:
+        return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+
     template = {"spec": pod("$(RANK)", "$(MASTER_ADDR)", "$(MASTER_PORT)")}
     replicas = {"Master": 1, "Worker": nodes - 1} if nodes > 1 else {"Master": 1}
-    pytorch_job = {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": name},
-        "spec": {
-            "runPolicy": {"backoffLimit": RESTARTS * nodes},
-            "pytorchReplicaSpecs": {
-                role: {"replicas": count, "restartPolicy": "OnFailure", "template": template}
-                for role, count in replicas.items()
-            },
-        },
+    roles = {
+        role: {"replicas": count, "restartPolicy": "OnFailure", "template": template}
+        for role, count in replicas.items()
     }
+    restarts = {"backoffLimit": RESTARTS * nodes}
     indexed_pod = pod("$(JOB_COMPLETION_INDEX)", f"{name}-node-0-0.{name}", str(DEFAULT_PORT))
-    job = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, "backoffLimit": 0}
-    job["template"] = {"spec": {"restartPolicy": "Never", **indexed_pod}}
-    job_set = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": name},
-        "spec": {
-            "failurePolicy": {"maxRestarts": RESTARTS},
-            "replicatedJobs": [{"name": "node", "template": {"spec": job}}],
-        },
-    }
-    documents = yaml.safe_dump_all([pytorch_job, job_set], sort_keys=False, default_flow_style=None, width=1000)
-    return f"# Two manifests of the same job. Apply only one, for the operator that the cluster has.\n{documents}"
+    job: dict[str, Any] = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, **restarts}
+    job["template"] = {"spec": {"restartPolicy": "OnFailure", **indexed_pod}}
+    documents = [
+        manifest("kubeflow.org/v1", "PyTorchJob", runPolicy=restarts, pytorchReplicaSpecs=roles),
+        manifest("jobset.x-k8s.io/v1alpha2", "JobSet", replicatedJobs=[{"name": "node", "template": {"spec": job}}]),
+    ]
+    text = yaml.safe_dump_all(documents, sort_keys=False, default_flow_style=None, width=1000)
+    return f"# Two manifests of the same job. Apply only one, for the operator that the cluster has.\n{text}"

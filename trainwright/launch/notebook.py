@@ -24,12 +24,13 @@ from types import FrameType
 from typing import Any, TextIO
 
 from trainwright.distributed.environment import JOB_VARIABLE, Environment
-from trainwright.distributed.failures import summarize
+from trainwright.distributed.failures import flush_streams, summarize
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError, RunStopped, WorkerFailed
 from trainwright.launch.packing import pack, read_result, unpack, write_result
 from trainwright.launch.processes import launcher_command
 
+ENTRY = str(Path(__file__).with_name("entry.py"))
 WORK, SEARCH_PATH, RESULT, REPORT = "work", "search_path.json", "result", "report"
 
 
@@ -42,26 +43,22 @@ def run_in_workers(
     asked: str,
     defaults: dict[str, str] | None = None,
 ) -> Any:
-    """Run `function(folder, **named)` in every worker of a new job. Return rank 0's result.
+    """Run `function(folder, **named)` in every worker of a new job. Return rank 0's result, plain data and tensors.
 
     Args:
-        function: imported by the workers, or copied to them if they cannot. It returns plain data and tensors.
-        named: its arguments, by the names that errors use for them.
-        num_processes: the number of workers.
+        named: the arguments, by the names that errors use for them. They are copied to the workers.
         folder: an empty folder for this job only.
         asked: the call that needs the job, for errors.
         defaults: the precision and the accelerator, for settings that the function leaves open.
 
     Raises:
         TypeError: an argument cannot be copied.
-        WorkerFailed, LaunchError: a rank failed, or the job could not be started.
-        RunStopped: a signal stopped it.
+        WorkerFailed, LaunchError, RunStopped: a rank failed, the job could not be started, or a signal stopped it.
     """
     pack(folder / WORK, {**named, "the function": function}, asked)
-    lists = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
-    (folder / SEARCH_PATH).write_text(json.dumps({**lists, "defaults": defaults or {}}), encoding="utf-8")
-    entry = str(Path(__file__).with_name("entry.py"))
-    command = [sys.executable, entry, "worker", str(folder)]
+    found = {"path": list(map(str, sys.path)), "argv": list(map(str, sys.argv)), "defaults": defaults or {}}
+    (folder / SEARCH_PATH).write_text(json.dumps(found), encoding="utf-8")
+    command = [sys.executable, ENTRY, "worker", str(folder)]
     code = run_launcher(launcher_command(num_processes, command, report=str(folder / REPORT)))
     result = folder / RESULT
     stopped = (STOPPED_EXIT_CODE, *(128 + number for number in STOP_SIGNALS))
@@ -125,12 +122,9 @@ END_SECONDS = 4.5  # for the launcher to end its workers, to which it gives 3 s 
 def run_launcher(command: list[str]) -> int:
     """Run the launcher as a child, pass signals on, and return its exit code (KeyboardInterrupt if it ends after a Ctrl-C)."""
     # NOTE: the kernel kills the child when the *thread* that started it ends. That is this one, which waits for it.
-    entry = str(Path(__file__).with_name("entry.py"))
-    streams = [each for each in (sys.stdout, sys.stderr) if each is not None]
-    for stream in streams:
-        stream.flush()
+    flush_streams()
     with subprocess.Popen(
-        [sys.executable, "-I", "-S", entry, "attached", str(os.getpid()), *command],
+        [sys.executable, "-I", "-S", ENTRY, "attached", str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,  # this process may be reading its program from there
         stdout=_target(sys.stdout, sys.__stdout__, 1),
         stderr=_target(sys.stderr, sys.__stderr__, 2),

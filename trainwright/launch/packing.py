@@ -23,10 +23,8 @@ ADVICE = (
     "cloudpickle has to copy it, so no open files, locks, connections or generators. Make it where it is used (in setup(), in "
     "a hook, at the first __getitem__), or leave it out in __getstate__; a plain script needs no copy."
 )
-DEEPEST = 40
 LARGE_BYTES = 1 << 20
 """Numpy arrays from this size on are written from their memory too, as tensors."""
-NUMBERS = frozenset(("int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64", "bool"))
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -34,17 +32,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._known: set[str] = set()
-        self._carried: list[types.ModuleType] = []
-
-    def dump(self, obj: Any) -> None:
-        try:
-            super().dump(obj)
-        finally:
-            for module in self._carried:
-                # The registry belongs to the whole process, which may use cloudpickle itself.
-                cloudpickle.unregister_pickle_by_value(module)
-            self._carried.clear()
+        self._known = {"__main__", None}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)):
@@ -58,15 +46,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
     def _carry(self, name: str | None) -> None:
-        if name is None or name in self._known:
-            return
-        self._known.add(name)
-        module = sys.modules.get(name)
-        if module is None or name == "__main__" or is_importable(module):
-            return
-        if name not in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.register_pickle_by_value(module)
-            self._carried.append(module)
+        if name not in self._known:
+            self._known.add(name)
+            module = sys.modules.get(name or "")
+            if module is not None and not is_importable(module):
+                cloudpickle.register_pickle_by_value(module)
 
 
 def _set_in_main(set_state: Callable[[type, Any], Any], kind: type, state: Any) -> None:
@@ -80,7 +64,8 @@ def _is_large_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is None or type(value) is not numpy.ndarray or value.nbytes < LARGE_BYTES:
         return False
-    return bool(value.flags.carray and value.dtype.isnative and value.dtype.name in NUMBERS)
+    is_number = value.dtype.kind in "iufb" and value.dtype.isnative and value.dtype.itemsize <= 8  # no longdouble
+    return bool(is_number and value.flags.carray)
 
 
 def is_importable(module: types.ModuleType) -> bool:
@@ -102,6 +87,7 @@ def _find_spec(name: str, path: Any) -> ModuleSpec | None:
 
 def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
     """Write the work to a file (TypeError with the place of a part that cannot be copied)."""
+    registered = cloudpickle.list_registry_pickle_by_value()
     try:
         torch.save(dict(work), path, pickle_module=sys.modules[__name__], pickle_protocol=5)
     except Exception as error:  # whatever an object's __reduce__ or __getstate__ raises
@@ -113,6 +99,10 @@ def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
                     f"{reason}. {ADVICE}"
                 ) from error
         raise
+    finally:
+        # The registry belongs to the whole process, which may use cloudpickle itself.
+        for name in cloudpickle.list_registry_pickle_by_value() - registered:
+            cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
 
 def unpack(path: Path) -> dict[str, Any]:
@@ -148,7 +138,7 @@ def _failure(value: Any) -> str | None:
 def find_culprit(value: Any, where: str, reason: str) -> tuple[str, Any, str]:
     """Return where the innermost part is that cannot be packed, that part, and why."""
     seen: set[int] = set()
-    while id(value) not in seen and len(seen) < DEEPEST:
+    while id(value) not in seen:
         seen.add(id(value))
         for name, part in _parts(value):
             if id(part) not in seen and (failure := _failure(part)) is not None:
@@ -171,22 +161,14 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         variables = inspect.getclosurevars(value)
         yield from ((f", its variable {name!r}", item) for name, item in variables.nonlocals.items())
         yield from ((f", the global {name!r}", item) for name, item in variables.globals.items())
-        yield from ((f", its default {item!r:.30}", item) for item in value.__defaults__ or ())
     elif isinstance(value, type):
         yield from ((f".{name}", getattr(item, "__func__", item)) for name, item in vars(value).items())
-        yield from ((f", its base {base.__name__}", base) for base in value.__bases__)
     elif hasattr(value, "__dict__"):
-        yield from _attributes(value)
+        state = value.__getstate__() if hasattr(value, "__getstate__") else None
+        attributes = dict(state if isinstance(state, Mapping) else vars(value))
+        if isinstance(value, torch.nn.Module):
+            attributes |= {**attributes.pop("_modules"), **attributes.pop("_parameters"), **attributes.pop("_buffers")}
+        # Public names first: the user knows them, and private ones of a library often lead to the same object.
+        for name in sorted(attributes, key=lambda name: str(name)[:1] == "_"):
+            yield f".{name}", attributes[name]
         yield (f", its class {type(value).__name__}", type(value))
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    own = getattr(value, "__getstate__", None)
-    state = own() if callable(own) else vars(value)
-    attributes = dict(state if isinstance(state, Mapping) else vars(value))
-    if isinstance(value, torch.nn.Module):
-        for name in ("_modules", "_parameters", "_buffers"):
-            yield from ((f".{key}", each) for key, each in attributes.pop(name, {}).items())
-    # Public names first: the user knows them, and private ones of a library often lead to the same object.
-    for name in sorted(attributes, key=lambda name: str(name).startswith("_")):
-        yield f".{name}", attributes[name]

@@ -92,6 +92,7 @@ def resolve(sources: Sources, check_names: NameCheck) -> dict[str, LaunchSetting
         "logs": sources.find("logs") or LaunchSetting(None),
         "job_id": sources.find("job_id") or LaunchSetting(None),
     }
+    nodes_in(settings)  # checks them together
     strategy, precision = settings["strategy"], settings["precision"]
     num_processes = settings["devices"].value * settings["num_nodes"].value
     try:
@@ -125,17 +126,14 @@ def _nodes(sources: Sources) -> dict[str, LaunchSetting]:
     num_nodes = settings["num_nodes"]
     is_one = num_nodes.value == 1
     # One node needs no variables, and a flag for one node overrides the config's settings of several nodes.
-    is_flag = num_nodes.source.startswith("--")
     rank, address, port, wait = (
-        sources.find(name, environment=not is_one, flags_only=is_one and is_flag)
+        sources.find(name, environment=not is_one, flags_only=is_one and num_nodes.source.startswith("--"))
         for name in ("node_rank", "main_address", "main_port", "rendezvous_seconds")
     )
     if is_one:
         for extra in (address, wait):
             if extra is not None:
-                raise ValueError(
-                    f"{extra.label} is for several machines. Add --num-nodes N or --nodes, or leave it out."
-                )
+                raise ValueError(f"{extra.label} is for several machines. Add --num-nodes or --nodes, or leave it out.")
         settings |= {"node_rank": read_number(rank, default=0), "main_address": LaunchSetting(LOOPBACK)}
         return {**settings, "main_port": read_number(port, default=0)}
     if rank is None and span is None:
