@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from trainwright.distributed.environment import JOB_VARIABLE, Environment
-from trainwright.distributed.failures import summarize
+from trainwright.distributed.failures import flush_streams, summarize
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError, RunStopped, WorkerFailed
 from trainwright.launch.packing import pack, read_result, unpack, write_result
@@ -122,9 +122,7 @@ END_SECONDS = 4.5  # for the launcher to end its workers, to which it gives 3 s 
 def run_launcher(command: list[str]) -> int:
     """Run the launcher as a child, pass signals on, and return its exit code (KeyboardInterrupt if it ends after a Ctrl-C)."""
     # NOTE: the kernel kills the child when the *thread* that started it ends. That is this one, which waits for it.
-    streams = [each for each in (sys.stdout, sys.stderr) if each is not None]
-    for stream in streams:
-        stream.flush()
+    flush_streams()
     with subprocess.Popen(
         [sys.executable, "-I", "-S", ENTRY, "attached", str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,  # this process may be reading its program from there
