@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainwright.distributed.failures import FailureLog
-from trainwright.distributed.job_store import STORE_PREFIX, join_store, post, serve_store, stores
+from trainwright.distributed.job_store import STORE_PREFIX, Store, join_store, post, serve_store, stores
 from trainwright.distributed.masking import masked
 from trainwright.distributed.network import claim_port, is_listening, is_own_address, is_own_name, listen_at, resolve
 from trainwright.distributed.signals import STOP_SIGNALS
@@ -51,12 +51,11 @@ from trainwright.launch.nodes import Job, JobOutcome, Place
 from trainwright.launch.reception import SILENCE_SECONDS, Reception, say
 from trainwright.launch.supervisor import ENTRY
 
+NAME = "trainwright"
 NOTICE_SECONDS = 5.0  # after which a launcher prints whom it is waiting for
 LAST_CALL_SECONDS = 3  # that a restart with enough nodes waits for more
-KEEP_ALIVE_SECONDS, KEEP_ALIVE_TIMES = (
-    2,
-    4,
-)  # a launcher that was silent for their product does not take part in a restart
+KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 4}
+"""A launcher that has been silent for 2 x 4 s does not take part in a restart."""
 WATCH_SECONDS = 0.5
 STORE_SECONDS = 60.0  # for a request to the store
 CLOSE_SECONDS = 3.0  # for the main thread to end by itself
@@ -123,32 +122,30 @@ class NodeLauncher(RendezvousHandler):
             self._arrive()
         # Otherwise elastic opens another store, on all interfaces, which a node that joins later waits for in vain.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        timeout = RendezvousTimeout(
-            join=timedelta(seconds=self._nodes.wait_seconds), last_call=timedelta(seconds=LAST_CALL_SECONDS)
-        )
+        seconds = {"join": self._nodes.wait_seconds, "last_call": LAST_CALL_SECONDS}
+        store = stores().PrefixStore("elastic", self._base)
         self._elastic = DynamicRendezvousHandler.from_backend(
-            "trainwright",
-            stores().PrefixStore("elastic", self._base),
-            C10dRendezvousBackend(stores().PrefixStore("elastic", self._base), "trainwright"),
+            NAME,
+            store,
+            C10dRendezvousBackend(store, NAME),
             self._nodes.least,
             self._nodes.count,
-            local_addr=socket.gethostname(),
-            timeout=timeout,
-            keep_alive_interval=KEEP_ALIVE_SECONDS,
-            keep_alive_max_attempt=KEEP_ALIVE_TIMES,
+            socket.gethostname(),
+            RendezvousTimeout(**{name: timedelta(seconds=value) for name, value in seconds.items()}),
+            **KEEP_ALIVE,
         )
 
     def run(self) -> JobOutcome:
         """Run this node's ranks until the job, or this node's part in it, is over."""
-        rendezvous_handler_registry.register("trainwright", lambda _: self)
+        rendezvous_handler_registry.register(NAME, lambda _: self)
         config = LaunchConfig(
             self._nodes.least,
             self._nodes.count,
             nproc_per_node=1,
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-            run_id="trainwright",
-            role="trainwright",
-            rdzv_backend="trainwright",
+            run_id=NAME,
+            role=NAME,
+            rdzv_backend=NAME,
             max_restarts=self._job.max_restarts,
             signals_to_handle="",  # they are handled here
         )
@@ -187,44 +184,42 @@ class NodeLauncher(RendezvousHandler):
         except RendezvousTimeoutError as error:
             missing = "the other nodes" if self._reception is None else self._reception.describe_missing()
             raise LaunchError(
-                f"waited {self._nodes.wait_seconds:g} s for {missing}, to start the ranks again. Start the launchers of lost "
-                "nodes again in time."
+                f"waited {self._nodes.wait_seconds:g} s for {missing}, to start the ranks again."
             ) from error
         except RendezvousConnectionError as error:
             raise LaunchError(MAIN_IS_GONE) from error
         self._restarts += last is not None and last.reason != JOINED
+        self._place = place = self._find_place(info)
+        self._say_start(last, place)
+        is_range = self._nodes.rank is None and self._restarts < self._job.max_restarts
+        start = {"job": {**asdict(self._job), "nodes": {}}, "place": place._asdict()}
+        (self._folder / "start").write_text(json.dumps({**start, "least": self._nodes.least if is_range else 0}))
+        return RendezvousInfo(info.store, place.node, info.world_size, RendezvousStoreInfo(place.address, place.port))
+
+    def _find_place(self, info: RendezvousInfo) -> Place:
+        """Number the nodes of a start: by their given numbers, or as they arrived."""
         own = {**self._describe(), "arrival": self._arrival, "restarts": self._restarts}
         info.store.set(f"member/{info.rank}", json.dumps(own))
         members = [json.loads(info.store.get(f"member/{rank}")) for rank in range(info.world_size)]
         members.sort(key=lambda member: (member["node_rank"] or 0, member["arrival"]))
         if info.rank == 0:
             info.store.set("start", str(self._store.add("starts", 1) - 1))
-        self._arrivals = [member["arrival"] for member in members]
-        self._place = Place(
-            self._nodes.address,
-            self._nodes.port,
-            tuple(member["num_processes"] for member in members),
-            tuple(member["host"] for member in members),
-            self._arrivals.index(self._arrival),
-            int(info.store.get("start")),
+        counts, hosts, self._arrivals, restarts = (
+            [member[name] for member in members] for name in ("num_processes", "host", "arrival", "restarts")
         )
-        self._restarts = max(member["restarts"] for member in members)
-        self._say_start(last)
-        is_range = self._nodes.rank is None and self._restarts < self._job.max_restarts
-        start = {"job": {**asdict(self._job), "nodes": {}}, "place": self._place._asdict()}
-        (self._folder / "start").write_text(json.dumps({**start, "least": self._nodes.least if is_range else 0}))
-        address = RendezvousStoreInfo(self._nodes.address, self._nodes.port)
-        return RendezvousInfo(info.store, self._place.node, info.world_size, address)
+        self._restarts = max(restarts)
+        node, start = self._arrivals.index(self._arrival), int(info.store.get("start"))
+        return Place(self._nodes.address, self._nodes.port, tuple(counts), tuple(hosts), node, start)
 
     @property
     def use_agent_store(self) -> bool:
         return True  # the ranks use this store too
 
     def get_backend(self) -> str:
-        return "trainwright"
+        return NAME
 
     def get_run_id(self) -> str:
-        return "trainwright"
+        return NAME
 
     def is_closed(self) -> bool:
         return bool(self._elastic.is_closed())
@@ -236,7 +231,9 @@ class NodeLauncher(RendezvousHandler):
         """Return how many nodes wait for a start. Elastic restarts the ranks for them, unless the ranks end anyway."""
         assert self._place is not None
         finished = stores().PrefixStore(f"nodes/{self._place.start}", self._base)
-        is_ending = self._failures().count() > 0 or finished.check([f"finished/{self._place.node}"])
+        is_ending = self._failures(self._place, self._base).count() > 0 or finished.check(
+            [f"finished/{self._place.node}"]
+        )
         return 0 if is_ending else int(self._elastic.num_nodes_waiting())
 
     def shutdown(self) -> bool:
@@ -292,27 +289,26 @@ class NodeLauncher(RendezvousHandler):
         if reception is not None:
             limit = self._nodes.wait_seconds
             self._wait(lambda waited: reception.is_complete(is_over=waited >= limit), reception.describe_missing)
-            post(self._store, "go", "1")
-            return
-        waited_for = "the main node, and those that it waits for"
-        has_news = lambda _: self._store.check(["go"]) or self._store.check(["ended"])  # noqa: E731
-        self._wait(has_news, lambda: waited_for, limit=float("inf"))
-        if not self._store.check(["go"]):
-            raise LaunchError(f"the main node has ended the job: {json.loads(self._store.get('ended'))['text']}")
+            post(self._store, "news", "")
+        self._wait(
+            lambda _: self._store.check(["news"]),
+            lambda: "the main node, and those that it waits for",
+            limit=float("inf"),
+        )
+        if news := self._store.get("news").decode():
+            raise LaunchError(f"the main node has ended the job: {news}")
 
-    def _say_start(self, last: JobOutcome | None) -> None:
-        assert self._place is not None
-        then = f"restarting all ranks on {len(self._place.hosts)} node(s)"
-        if last is None or last.reason != JOINED:
-            then += f", restart {self._restarts} of {self._job.max_restarts}" if self._restarts else ""
+    def _say_start(self, last: JobOutcome | None, place: Place) -> None:
+        then = f"restarting all ranks on {len(place.hosts)} node(s)"
+        if self._restarts and not (last is not None and last.reason == JOINED):
+            then += f", restart {self._restarts} of {self._job.max_restarts}"
         if last is not None:
             say(f"{last.reason}; {then}.\n{last.rest}".rstrip("\n"))
-        elif self._place.start:
-            say(f"this node joins as node {self._place.node}; {then}.")
+        elif place.start:
+            say(f"this node joins as node {place.node}; {then}.")
 
-    def _failures(self) -> FailureLog:
-        assert self._place is not None
-        return FailureLog(stores().PrefixStore(f"{STORE_PREFIX}/{self._place.start}", self._base))
+    def _failures(self, place: Place, base: Store) -> FailureLog:
+        return FailureLog(stores().PrefixStore(f"{STORE_PREFIX}/{place.start}", base))
 
     def _read_outcome(self) -> JobOutcome | None:
         path = self._folder / "outcome"
@@ -329,11 +325,9 @@ class NodeLauncher(RendezvousHandler):
         """Return how the job has ended, as seen by a node that wanted to take part in the next start."""
         if last is not None and last.reason != JOINED:
             return last
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while not self._store.check(["ended"]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        code = json.loads(self._store.get("ended"))["code"] if self._store.check(["ended"]) else 1
-        see = "" if code == 0 else f", with exit code {code}. See the output of the others"
+        self._wait(lambda _: self._store.check(["ended"]), lambda: "the end of the job", limit=STORE_SECONDS)
+        code = int(self._store.get("ended"))
+        see = f", with exit code {code}. See the output of the others" if code else ""
         return JobOutcome(code, rest=f"trainwright: the job has ended without this node{see}.\n")
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -391,7 +385,7 @@ class NodeLauncher(RendezvousHandler):
                 store.add(f"alive/{self._arrival}", 1)
                 if self._reception is not None:
                     self._reception.admit(store)
-                    self._report_lost()
+                    self._report_lost(self._reception, base)
                 self._answered_at = time.monotonic()
             except RuntimeError:
                 self._lose_main()
@@ -406,13 +400,13 @@ class NodeLauncher(RendezvousHandler):
         if not self._is_over.wait(CLOSE_SECONDS):
             self._exit(1, MAIN_IS_GONE)
 
-    def _report_lost(self) -> None:
-        assert self._reception is not None
-        lost = [self._arrivals.index(arrival) for arrival in self._arrivals if self._reception.is_lost(arrival)]
-        if lost and self._place is not None and self._failures().count() == 0:
-            failures = self._failures()
-            failures.post(self._place.first_rank(lost[0]), NODE_LOST)
-            failures.mark_printed()
+    def _report_lost(self, reception: Reception, base: Store) -> None:
+        lost = [node for node, arrival in enumerate(self._arrivals) if reception.is_lost(arrival)]
+        if lost and self._place is not None:
+            failures = self._failures(self._place, base)
+            if failures.count() == 0:
+                failures.post(self._place.first_rank(lost[0]), NODE_LOST)
+                failures.mark_printed()
 
     def _leave(self, code: int, text: str = "") -> None:
         """Leave the job. The main node, which serves the store, waits until all others have left."""
@@ -421,7 +415,9 @@ class NodeLauncher(RendezvousHandler):
             if self._reception is None:
                 post(self._store, f"left/{self._arrival}", "1")
                 return
-            post(self._store, "ended", json.dumps({"code": code, "text": text}))
+            post(self._store, "ended", str(code))
+            if self._place is None:
+                post(self._store, "news", text or "see its output")
             deadline = time.monotonic() + LEAVE_SECONDS
             while time.monotonic() < deadline:
                 self._reception.admit(self._store)

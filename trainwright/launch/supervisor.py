@@ -30,6 +30,8 @@ PRINT_SECONDS = 1.0  # for the rest of a rank's output, because a process that o
 MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
 TIDY_SECONDS = 5.0  # between SIGTERM and SIGKILL to the loader workers of a rank that has ended
 ENTRY = str(Path(__file__).with_name("entry.py"))
+_ORDER = {-signal.SIGKILL: 0, PEER_FAILED_EXIT_CODE: 2}
+"""How likely exit codes are the cause: a kill from outside, an error (1), the failure of a peer."""
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "; on Linux this is often the out-of-memory killer",
     signal.SIGABRT: "; torch's gloo ends so where ranks exchange other tensors, such as those of a branch that only some take",
@@ -103,13 +105,12 @@ class Supervisor:
         prefix = f"[rank{rank}] ".encode() if rank else b""
         for pipe, target in zip((process.stdout, process.stderr), targets, strict=True):
             if pipe is not None:
-                self._printers.append(
-                    threading.Thread(target=_print_lines, args=(pipe, prefix, target, log), daemon=True)
-                )
-                self._printers[-1].start()
+                printer = threading.Thread(target=_print_lines, args=(pipe, prefix, target, log), daemon=True)
+                printer.start()
+                self._printers.append(printer)
 
     def _watch(self, place: Place) -> JobOutcome:
-        posted_at = float("inf")
+        ends_at = float("inf")
         while True:
             time.sleep(POLL_SECONDS)
             codes = self._exit_codes()
@@ -121,21 +122,15 @@ class Supervisor:
                 return self.abandon(JobOutcome(128 + self.signal))
             if time.monotonic() >= self._deadline:
                 return self.abandon(self._describe_timeout())
-            if not failed and len(codes) == len(self._ranks):
-                outcome = self.finish(place, max(codes.values()))
-            else:
-                outcome = self.look_around(place)
+            has_finished = not failed and len(codes) == len(self._ranks)
+            outcome = self.finish(place, max(codes.values())) if has_finished else self.look_around(place)
             if outcome is not None:
                 return outcome
             self._check_early_exits(codes)
             if self.failures.count() > 0:
-                posted_at = min(posted_at, time.monotonic())
-            # A failed rank may not end by itself while one of its threads runs.
-            if (
-                failed
-                or (posted_at < float("inf") and not self._running())
-                or time.monotonic() > posted_at + END_SECONDS
-            ):
+                # A failed rank may not end by itself while one of its threads runs.
+                ends_at = min(ends_at, time.monotonic() + (END_SECONDS if self._running() else 0.0))
+            if failed or time.monotonic() >= ends_at:
                 return self._fail(place, codes, failed)
 
     def look_around(self, place: Place) -> JobOutcome | None:
@@ -162,8 +157,7 @@ class Supervisor:
         """Return the exit codes that ranks stopped by a signal have agreed on."""
         if place.world_size == 1:
             return {STOPPED_EXIT_CODE, 128 + signal.SIGINT}  # a single rank has no store to announce it in
-        code = self.failures.stop_code()
-        return set() if code is None else {code}
+        return {code for code in [self.failures.stop_code()] if code is not None}
 
     def _start_timer(self) -> None:
         self._deadline = min(self._deadline, time.monotonic() + self._job.grace_seconds)
@@ -173,26 +167,22 @@ class Supervisor:
         if self._interrupts > 1:
             return JobOutcome(128 + number, rest="trainwright: second Ctrl-C; the ranks were killed.\n")
         why = f" after {signal.Signals(self.signal).name}" if self.signal else ""
-        return JobOutcome(
-            128 + number,
-            rest=f"trainwright: the ranks had not left {self._job.grace_seconds:g} s{why} and were killed; the last complete "
-            "checkpoint is unchanged. Set TRAINWRIGHT_GRACE_SECONDS, or trainwright launch --grace-seconds, to give them "
-            "more time.\n",
+        text = (
+            f"the ranks had not left {self._job.grace_seconds:g} s{why} and were killed; the last complete checkpoint is "
+            "unchanged. Set TRAINWRIGHT_GRACE_SECONDS, or trainwright launch --grace-seconds, to give them more time."
         )
+        return JobOutcome(128 + number, rest=f"trainwright: {text}\n")
 
     def _fail(self, place: Place, codes: dict[int, int], failed: dict[int, int]) -> JobOutcome:
         """End all ranks after a failure, and return which rank of the job failed first."""
-        if (
-            failed
-            and self.failures.count() == 0
-            and (len(place.hosts) == 1 or set(failed.values()) != {PEER_FAILED_EXIT_CODE})
-        ):
-            rank = min(failed, key=lambda rank: (_order(failed[rank]), rank))
+        if self.failures.count() == 0 and set(failed.values()) - {PEER_FAILED_EXIT_CODE}:
+            rank = min(failed, key=lambda rank: (_ORDER.get(failed[rank], 1), rank))
             self.post(rank, _describe_exit(failed[rank]), failed[rank])
         end_groups([self._ranks[rank] for rank in failed], TIDY_SECONDS)
         deadline = time.monotonic() + LEAVE_SECONDS
-        while self._running() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        for process in self._running():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
         end_groups(self._running(), CLOSE_SECONDS)
         report = self.failures.first(timeout_seconds=LEAVE_SECONDS)
         if report is None:
@@ -268,19 +258,9 @@ def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: Path | Non
                 file.write(shown)
 
 
-def _order(code: int) -> int:
-    """Sort exit codes by how likely they are the cause: a kill from outside, an error, the failure of a peer."""
-    if code == -signal.SIGKILL:
-        return 0
-    return 2 if code == PEER_FAILED_EXIT_CODE else 1
-
-
 def _describe_exit(code: int) -> str:
     """Return how a process ended, in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"killed by {name}{_HINTS.get(-code, '')}"
+    names = {number.value: number.name for number in signal.Signals}
+    return (
+        f"killed by {names.get(-code, f'signal {-code}')}{_HINTS.get(-code, '')}" if code < 0 else f"exit code {code}"
+    )
