@@ -56,7 +56,7 @@ NOTICE_SECONDS = 5.0  # after which a launcher prints whom it is waiting for
 LAST_CALL_SECONDS = 3  # that a restart with enough nodes waits for more
 KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 4}
 """A launcher that has been silent for 2 x 4 s does not take part in a restart."""
-WATCH_SECONDS = 0.5
+WATCH_SECONDS = 0.2
 STORE_SECONDS = 60.0  # for a request to the store
 CLOSE_SECONDS = 3.0  # for the main thread to end by itself
 SUPERVISOR_KILLED = "the supervisor of this node was killed"
@@ -247,6 +247,14 @@ class NodeLauncher(RendezvousHandler):
     def _open_store(self) -> tuple[Any, bool]:
         """Serve or find the job's store. Return it, and whether this is the main node."""
         nodes = self._nodes
+
+        def is_known(_: float) -> bool:
+            with suppress(LaunchError):
+                return bool(resolve(nodes.address))
+            return False
+
+        # In Kubernetes a name may become known a while after its pod has started.
+        self._wait(is_known, lambda: f"the main address {nodes.address!r} to be known here", limit=STORE_SECONDS)
         is_main = nodes.rank == 0
         if nodes.rank is None and is_own_address(nodes.address):
             self._claim = claim_port(nodes.address, nodes.port)
