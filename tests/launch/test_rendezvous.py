@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 from deadlines import deadline, wait_until
+from trainwright.launch.rendezvous import NodeRendezvous
 
 from trainwright.errors import LaunchError
 from trainwright.launch import rendezvous, roster
 from trainwright.launch.nodes import Nodes, nodes_of
-from trainwright.launch.rendezvous import NodeRendezvous
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -186,6 +186,7 @@ def open_process_group(
     # NOTE: a blocking call of one thread occupies its connection, so the group, the channel and the watch have separate ones.
     control = job.clone()
     positions = RankPositions(environment.rank)
+    FailureLog(control).announce_join(environment.rank)
     watch, sync_points = _start_watch(environment, backend, control, job.clone(), store_host, positions)
     atexit.register(watch.stop)
     plain_hook = sys.excepthook

@@ -97,6 +97,16 @@ def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> sock
     )
 
 
+def is_listening(address: str, port: int) -> bool:
+    """Return whether a program accepts connections at an address (LaunchError if the address is unknown)."""
+    resolve(address)
+    try:
+        socket.create_connection((address, port), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
+
+
 def loopback_interface() -> str | None:
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainwright.distributed.clusters import main_port, read_number
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
@@ -91,3 +93,60 @@ def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
         )
     rank = read_number(variables, "NODE_RANK", "trainwright launch")
     return Nodes(num_nodes, rank, variables["MASTER_ADDR"], main_port(variables, DEFAULT_PORT))
+
+
+class Place(NamedTuple):
+    """The ranks of this machine among those of the job, in one start of the job."""
+
+    address: str
+    port: int
+    counts: tuple[int, ...]
+    """The number of ranks on every node."""
+    hosts: tuple[str, ...]
+    """The names of the nodes."""
+    node: int = 0
+    start: int = 0
+    """The number of the start, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.counts)
+
+    def first_rank(self, node: int) -> int:
+        return sum(self.counts[:node])
+
+    def variables(self, local_rank: int, job: Job) -> dict[str, str]:
+        """Return the environment of a rank, with the variables that torchrun sets."""
+        rank, world_size = str(self.first_rank(self.node) + local_rank), str(self.world_size)
+        variables = {
+            **os.environ,
+            "RANK": rank,
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(self.node),
+            "ROLE_RANK": rank,
+            "ROLE_NAME": "trainwright",
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": str(self.counts[self.node]),
+            "GROUP_WORLD_SIZE": str(len(self.hosts)),
+            "ROLE_WORLD_SIZE": world_size,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.start),
+            "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+            "TORCHELASTIC_RUN_ID": job.job_id or "trainwright",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        variables.pop("TORCHELASTIC_ERROR_FILE", None)
+        return variables
+
+
+class JobOutcome(NamedTuple):
+    """The end of a start of the ranks."""
+
+    code: int
+    reason: str = ""
+    """Which rank failed first, or why the ranks start again. Empty if the job has ended well."""
+    rest: str = ""
+    """More lines to print."""
+    may_restart: bool = True
+    """Whether this machine runs the ranks again, if there is a reason and restarts are left."""
