@@ -184,10 +184,9 @@ def test_mpirun_starts_the_ranks_of_a_job(tmp_path: Path) -> None:
 def test_the_file_that_launch_prints_starts_the_ranks(slurm: Slurm, tmp_path: Path) -> None:
     folder = project(tmp_path / "a")
     flags = ["--emit", "slurm", "--devices", "2", "--num-nodes", "2", "--cpus", "1", "--time", "5", "--logs", "logs"]
-    printed = run_command(
-        [sys.executable, "-m", "trainwright", "launch", *flags, "train.py"], folder=folder, **VARIABLES
-    )
-    assert slurm.wait(slurm.submit(folder, printed.stdout))["JobState"] == "COMPLETED", output(folder)
+    command = [sys.executable, "-m", "trainwright", "launch", *flags, "train.py"]
+    job = slurm.submit(folder, run_command(command, folder=folder, **VARIABLES).stdout)
+    assert slurm.wait(job)["JobState"] == "COMPLETED", output(folder, job)
     assert weights(folder, 4)
 
 
