@@ -161,6 +161,9 @@ def test_the_number_of_a_slurm_job_is_read(variables: dict[str, str], job: str) 
     assert read_slurm_job(variables) == job
 
 
-def test_a_requeue_without_the_tool_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_requeue_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert re.fullmatch(r"SLURM's job 7 could not be requeued \(.*scontrol.*\); restart it by hand\.", requeue("7"))
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho no such job >&2\nexit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    assert requeue("7") == "SLURM's job 7 could not be requeued (exit code 1: no such job); restart it by hand."

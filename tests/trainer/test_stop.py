@@ -224,18 +224,6 @@ def test_an_error_puts_the_handlers_back(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "trainwright-signals"]
 
 
-def test_a_job_that_slurm_cannot_requeue_is_named(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "scontrol"
-    tool.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho no such job >&2\nexit 1\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("SLURM_JOB_ID", "123")
-    assert fit(tmp_path / "run", Sender("on_train_batch_end", 2, signal.SIGUSR1))[3] == 75
-    assert (tmp_path / "asked").read_text() == "requeue 123\n"
-    said = capfd.readouterr().err
-    assert "SLURM's job 123 could not be requeued (exit code 1: no such job); restart it by hand." in said
-
-
 class Gathers(Net):
     """Steps every third batch under manual optimization, and not at an epoch's end."""
 
