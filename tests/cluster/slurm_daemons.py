@@ -28,7 +28,7 @@ UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 def require(*programs: str) -> None:
     """Skip the test, or fail, unless these programs are installed and the tests run as root."""
     missing = [program for program in programs if shutil.which(program) is None]
-    reasons = [f"{', '.join(missing)} (Debian's slurm-wlm, munge, openmpi-bin) are not installed"] if missing else []
+    reasons = [f"not installed: {', '.join(missing)} (Debian's slurm-wlm, munge, openmpi-bin)"] if missing else []
     if reasons := reasons + ["the tests do not run as root"] * (os.geteuid() != 0):
         (pytest.fail if NEEDED in os.environ else pytest.skip)("; ".join(reasons))
 
