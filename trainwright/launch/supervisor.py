@@ -29,9 +29,8 @@ CLOSE_SECONDS = 3.0  # between SIGTERM and SIGKILL to a rank
 PRINT_SECONDS = 1.0  # for the rest of a rank's output, because a process that outlives the rank may hold its pipe open
 MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
 TIDY_SECONDS = 5.0  # between SIGTERM and SIGKILL to the loader workers of a rank that has ended
+NO_FAILURES = (0, PEER_FAILED_EXIT_CODE, STOPPED_EXIT_CODE)
 ENTRY = str(Path(__file__).with_name("entry.py"))
-_ORDER = {-signal.SIGKILL: 0, PEER_FAILED_EXIT_CODE: 2}
-"""How likely exit codes are the cause: a kill from outside, an error (1), the failure of a peer."""
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "; on Linux this is often the out-of-memory killer",
     signal.SIGABRT: "; torch's gloo ends so where ranks exchange other tensors, such as those of a branch that only some take",
@@ -175,16 +174,15 @@ class Supervisor:
 
     def _fail(self, place: Place, codes: dict[int, int], failed: dict[int, int]) -> JobOutcome:
         """End all ranks after a failure, and return which rank of the job failed first."""
-        if self.failures.count() == 0 and set(failed.values()) - {PEER_FAILED_EXIT_CODE}:
-            rank = min(failed, key=lambda rank: (_ORDER.get(failed[rank], 1), rank))
-            self.post(rank, _describe_exit(failed[rank]), failed[rank])
+        self._post_exits(failed)
         end_groups([self._ranks[rank] for rank in failed], TIDY_SECONDS)
         deadline = time.monotonic() + LEAVE_SECONDS
         for process in self._running():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
+        self._post_exits(self._exit_codes())  # of a rank that others have missed before it had ended
         end_groups(self._running(), CLOSE_SECONDS)
-        report = self.failures.first(timeout_seconds=LEAVE_SECONDS)
+        report = self.failures.first()
         if report is None:
             return JobOutcome(1, f"a rank of {place.world_size} failed, but left no report")
         code = report.code or failed.get(report.rank, 1)
@@ -204,6 +202,13 @@ class Supervisor:
             rest += report.traceback
         reason = f"rank {report.rank} of {place.world_size}{where} failed first ({report.summary})"
         return JobOutcome(1 if code == PEER_FAILED_EXIT_CODE else code, reason, rest)
+
+    def _post_exits(self, codes: dict[int, int]) -> None:
+        """Post the failures of ranks that have left none themselves, first the most likely cause."""
+        known = {report.rank for report in self.failures.reports()}
+        silent = [rank for rank, code in codes.items() if code not in NO_FAILURES and rank not in known]
+        for rank in sorted(silent, key=lambda rank: (codes[rank] != -signal.SIGKILL, rank)):
+            self.post(rank, _describe_exit(codes[rank]), codes[rank])
 
     def post(self, rank: int, summary: str, code: int = 1) -> None:
         """Post the failure of a rank."""
