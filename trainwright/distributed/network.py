@@ -121,16 +121,17 @@ def interface_towards(address: str) -> str | None:
             local = str(probe.getsockname()[0])
     except OSError:
         return None
-    return next((name for _, name in socket.if_nameindex() if local in _addresses_of(name)), None)
+    return next((name for _, name in socket.if_nameindex() if local == _address_of(name)), None)
 
 
-def _addresses_of(interface: str) -> list[str]:
-    if sys.platform != "linux":
-        return []
-    import fcntl
+def _address_of(interface: str) -> str | None:
+    if sys.platform == "linux":
+        import fcntl
 
-    found: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # it may have no IPv4 address
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        found.append(socket.inet_ntoa(answer[20:24]))
-    return found
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+            suppress(OSError),
+        ):  # it may have no IPv4 address
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            return socket.inet_ntoa(answer[20:24])
+    return None
