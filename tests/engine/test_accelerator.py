@@ -51,17 +51,6 @@ def test_each_iteration_is_an_epoch_of_its_own_order() -> None:
     assert len(loader) == 11
 
 
-def test_one_process_gathers_and_reduces() -> None:
-    accelerator = tw.Accelerator(cpu=ON_HOST)
-    assert accelerator.gather({"a": torch.ones(2), "b": (torch.tensor(3.0), None)}) == {
-        "a": pytest.approx(torch.ones(2)),
-        "b": (torch.tensor([3.0]), None),
-    }
-    assert accelerator.reduce(torch.tensor(2.0), "mean") == 2.0
-    accelerator.wait_for_everyone()
-    assert (accelerator.process_index, accelerator.num_processes, accelerator.is_main_process) == (0, 1, True)
-
-
 def test_two_models_train_and_restore_their_state(tmp_path: Path) -> None:
     def make() -> tuple[Any, ...]:
         accelerator = tw.Accelerator(cpu=ON_HOST)

@@ -112,10 +112,12 @@ class NodeSupervisor(Supervisor):
         self._first_rank = place.first_rank(place.node)
         outcome = self.run(place, open_store)
         if self._cause == JOINING and not self._is_agreed:
-            outcome = outcome._replace(reason=outcome.reason or JOINED)
+            outcome = outcome if outcome.reason else JobOutcome(outcome.code, JOINED)
         elif self._cause and not self._is_agreed:
             outcome = outcome._replace(may_restart=False)
         self._folder.write_outcome(outcome)
+        if os.getppid() != self._launcher:  # nobody reads it
+            self._folder.remove()
         return 0 if self._is_agreed and not outcome.reason else 1
 
     def look_around(self, place: Place) -> JobOutcome | None:
