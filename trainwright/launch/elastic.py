@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -18,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -46,7 +44,7 @@ from trainwright.distributed.masking import masked
 from trainwright.distributed.network import claim_port, is_listening, is_own_address, is_own_name, listen_at, resolve
 from trainwright.distributed.signals import STOP_SIGNALS
 from trainwright.errors import LaunchError
-from trainwright.launch.node_supervisor import JOINED, NODE_LOST
+from trainwright.launch.node_supervisor import JOINED, NODE_LOST, NodeFolder
 from trainwright.launch.nodes import Job, JobOutcome, Place
 from trainwright.launch.reception import SILENCE_SECONDS, Reception, say
 from trainwright.launch.supervisor import ENTRY
@@ -56,7 +54,7 @@ NOTICE_SECONDS = 5.0  # after which a launcher prints whom it is waiting for
 LAST_CALL_SECONDS = 3  # that a restart with enough nodes waits for more
 KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 4}
 """A launcher that has been silent for 2 x 4 s does not take part in a restart."""
-WATCH_SECONDS = 0.5
+WATCH_SECONDS = 0.2
 STORE_SECONDS = 60.0  # for a request to the store
 CLOSE_SECONDS = 3.0  # for the main thread to end by itself
 SUPERVISOR_KILLED = "the supervisor of this node was killed"
@@ -80,11 +78,8 @@ def run_node(job: Job) -> JobOutcome:
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings
         logger.propagate = False
-    folder = Path(tempfile.mkdtemp(prefix="trainwright-"))
-    try:
-        return NodeLauncher(job, folder).run()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as folder:
+        return NodeLauncher(job, Path(folder)).run(folder)
 
 
 class NodeLauncher(RendezvousHandler):
@@ -94,14 +89,14 @@ class NodeLauncher(RendezvousHandler):
 
     Args:
         job: its command, and this machine's place.
-        folder: for the files that this process and its supervisors exchange.
+        folder: an empty one, for the files that this process and its supervisors exchange.
 
     Raises:
         LaunchError: the port is taken, the address is not the main node's, or the main node rejects this one.
     """
 
     def __init__(self, job: Job, folder: Path) -> None:
-        self._job, self._nodes, self._folder = job, job.nodes, folder
+        self._job, self._nodes, self._folder = job, job.nodes, NodeFolder(folder)
         self._signal = self._interrupts = self._restarts = self._arrival = 0
         self._is_over = threading.Event()
         self._answered_at = time.monotonic()
@@ -135,7 +130,7 @@ class NodeLauncher(RendezvousHandler):
             **KEEP_ALIVE,
         )
 
-    def run(self) -> JobOutcome:
+    def run(self, folder: str) -> JobOutcome:
         """Run this node's ranks until the job, or this node's part in it, is over."""
         rendezvous_handler_registry.register(NAME, lambda _: self)
         config = LaunchConfig(
@@ -151,12 +146,12 @@ class NodeLauncher(RendezvousHandler):
         )
         outcome, text = JobOutcome(1), ""
         try:
-            elastic_launch(config, sys.executable)(ENTRY, "node", str(self._folder), *sys.path)
-            outcome = self._take_outcome() or outcome
+            elastic_launch(config, sys.executable)(ENTRY, "node", str(folder), *sys.path)
+            outcome = self._folder.take_outcome() or outcome
         except NodeEnded as end:
             outcome = end.outcome
         except ChildFailedError:
-            outcome = self._take_outcome() or JobOutcome(1, SUPERVISOR_KILLED)
+            outcome = self._folder.take_outcome() or JobOutcome(1, SUPERVISOR_KILLED)
         except LaunchError as error:
             text = str(error)
             raise
@@ -170,7 +165,7 @@ class NodeLauncher(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the nodes of the next start and describe it to this node's supervisor."""
-        last = self._take_outcome()
+        last = self._folder.take_outcome()
         if self._signal or (last is not None and not (last.reason and last.may_restart)):
             raise NodeEnded(last or JobOutcome(128 + self._signal))
         if self._place is None:
@@ -192,8 +187,7 @@ class NodeLauncher(RendezvousHandler):
         self._place = place = self._find_place(info)
         self._say_start(last, place)
         is_range = self._nodes.rank is None and self._restarts < self._job.max_restarts
-        start = {"job": {**asdict(self._job), "nodes": {}}, "place": place._asdict()}
-        (self._folder / "start").write_text(json.dumps({**start, "least": self._nodes.least if is_range else 0}))
+        self._folder.write_start(self._job, place, self._nodes.least if is_range else 0)
         return RendezvousInfo(info.store, place.node, info.world_size, RendezvousStoreInfo(place.address, place.port))
 
     def _find_place(self, info: RendezvousInfo) -> Place:
@@ -238,7 +232,7 @@ class NodeLauncher(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Close the rendezvous, unless only this node leaves. Elastic calls it when its agent ends."""
-        last = self._read_outcome()
+        last = self._folder.read_outcome()
         has_failed = last is not None and bool(last.reason) and last.may_restart
         return bool(self._elastic.shutdown()) if self._is_main or has_failed else True
 
@@ -247,6 +241,14 @@ class NodeLauncher(RendezvousHandler):
     def _open_store(self) -> tuple[Any, bool]:
         """Serve or find the job's store. Return it, and whether this is the main node."""
         nodes = self._nodes
+
+        def is_known(_: float) -> bool:
+            with suppress(LaunchError):
+                return bool(resolve(nodes.address))
+            return False
+
+        # In Kubernetes a name may become known a while after its pod has started.
+        self._wait(is_known, lambda: f"the main address {nodes.address!r} to be known here", limit=STORE_SECONDS)
         is_main = nodes.rank == 0
         if nodes.rank is None and is_own_address(nodes.address):
             self._claim = claim_port(nodes.address, nodes.port)
@@ -310,17 +312,6 @@ class NodeLauncher(RendezvousHandler):
     def _failures(self, place: Place, base: Store) -> FailureLog:
         return FailureLog(stores().PrefixStore(f"{STORE_PREFIX}/{place.start}", base))
 
-    def _read_outcome(self) -> JobOutcome | None:
-        path = self._folder / "outcome"
-        return JobOutcome(*json.loads(path.read_text())) if path.exists() else None
-
-    def _take_outcome(self) -> JobOutcome | None:
-        """Return the end of the last start on this node, or None if the supervisor left none."""
-        outcome = self._read_outcome()
-        for name in ("outcome", "pid"):
-            (self._folder / name).unlink(missing_ok=True)
-        return outcome
-
     def _end_of_job(self, last: JobOutcome | None) -> JobOutcome:
         """Return how the job has ended, as seen by a node that wanted to take part in the next start."""
         if last is not None and last.reason != JOINED:
@@ -333,30 +324,19 @@ class NodeLauncher(RendezvousHandler):
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass the first signal on to the supervisor. End at once if there is none, and at the second Ctrl-C."""
         self._interrupts += number == signal.SIGINT
-        pid = self._supervisor()
-        if pid is None:
-            self._exit(128 + number)
-        elif self._interrupts > 1:
+        if self._interrupts > 1:
             self._exit(128 + number, "second Ctrl-C; the ranks were killed.")
         elif not self._signal:
             self._signal = number
-            (self._folder / "signal").write_text(str(number))
-            os.kill(pid, signal.SIGUSR2)
-
-    def _supervisor(self) -> int | None:
-        try:
-            return int((self._folder / "pid").read_text())
-        except (OSError, ValueError):
-            return None
+            if not self._folder.send(signal.SIGUSR2, number):
+                self._exit(128 + number)
 
     def _exit(self, code: int, text: str = "") -> None:
         """End this process and the ranks, whatever the main thread waits for."""
-        if (pid := self._supervisor()) is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # the ranks end with it
+        self._folder.send(signal.SIGKILL)  # the ranks end with it
         if text:
             say(text)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
         os._exit(code)
 
     def _wait(self, find: Callable[[float], bool], describe: Callable[[], str], *, limit: float | None = None) -> None:
