@@ -159,7 +159,7 @@ def test_config_rejects_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> N
     FILE.write_text("devices: 0")
     with pytest.raises(SystemExit):
         run("show")
-    assert f"{FILE}:1: devices: 0: expected an integer of at least 1" in capsys.readouterr().err
+    assert f"{FILE}: devices: 0: expected an integer of at least 1" in capsys.readouterr().err
 
 
 def test_show_works_without_a_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,7 @@ def find_config(given: str | None) -> Config:
         )
     try:
         with open(path, encoding="utf-8") as file:
-            values = yaml.load(file, yaml.BaseLoader)  # keeps the spelling of `no` and `1:30`
+            values = yaml.BaseLoader(file).get_single_data()  # keeps the spelling of `no` and `1:30`
         values, variables = _checked(values)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())

@@ -23,13 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 from trainwright.distributed.environment import JOB_VARIABLE, Environment
 from trainwright.distributed.failures import flush_streams, summarize
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError, RunStopped, WorkerFailed
-from trainwright.launch.packing import pack, unpack
+from trainwright.launch.packing import pack, unpack, write_result
 from trainwright.launch.processes import launcher_command
 
 ENTRY = str(Path(__file__).with_name("entry.py"))
@@ -69,7 +67,7 @@ def run_in_workers(
         raise RunStopped(code)
     if code != 0 or not result.exists():
         raise _failed(folder, code, asked)
-    return torch.load(result, map_location="cpu", weights_only=True)  # plain data and tensors
+    return unpack(result, weights_only=True)
 
 
 def work(folder: str) -> None:
@@ -86,7 +84,7 @@ def work(folder: str) -> None:
             (path / WORK).unlink(missing_ok=True)  # may be large, and would stay if this process were killed
         result = named.pop("the function")(path, **named)
         if rank == 0:
-            torch.save(result, path / f"{RESULT}.part")
+            write_result(path / f"{RESULT}.part", result)
             # Renamed, so that a rank that is killed while it writes leaves no half of a result.
             os.rename(path / f"{RESULT}.part", path / RESULT)
     except Exception as error:

@@ -91,9 +91,13 @@ def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
             cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
 
-def unpack(path: Path) -> Any:
-    """Read the file of `pack`, onto the CPU. It is trusted: another process of this user wrote it."""
-    return torch.load(path, map_location="cpu", weights_only=False)
+def unpack(path: Path, *, weights_only: bool = False) -> Any:
+    """Read a file of another process of this user, onto the CPU. `weights_only` admits plain data and tensors only."""
+    return torch.load(path, map_location="cpu", weights_only=weights_only)
+
+
+def write_result(path: Path, result: Any) -> None:
+    torch.save(result, path)
 
 
 class _Probe(Pickler):

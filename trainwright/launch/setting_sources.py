@@ -15,7 +15,7 @@ from trainwright.launch.config import KEY_OF, Config
 from trainwright.launch.nodes import WAIT_SECONDS, Nodes
 from trainwright.launch.processes import GRACE_SECONDS
 
-__all__ = ["NameCheck", "Sources"]
+__all__ = ["NameCheck", "Sources", "flag_of"]
 
 VARIABLE_OF = {key: variable for variable, key in KEY_OF.items()}
 
