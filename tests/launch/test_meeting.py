@@ -7,6 +7,8 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from deadlines import deadline
 from machines import ADDRESSES, machines
 from started import Started, python
 
+from trainwright.distributed import job_store
+from trainwright.errors import LaunchError
 from trainwright.launch import reception
 from trainwright.launch.nodes import Nodes, nodes_of
 
@@ -79,9 +83,7 @@ def test_strangers_are_rejected_by_name_and_the_job_trains_on(tmp_path: Path) ->
             f"node_rank=1 was given to two nodes, {name} and {name}. Give each its own number, from 0 to 1.": start(
                 1, *numbered(1)
             ),
-            "num_nodes=3 was given to node 1, but num_nodes=2 to the main node. Give all": start(1, *numbered(1, 3)),
             "nodes=2:2 was given to this node, but num_nodes=2 to the main node.": start(1, "--nodes", "2"),
-            "max_restarts=1 was given to node 1, but max_restarts=0 to": start(1, *numbered(1), "--max-restarts", "1"),
         }
         second_main = start(0, *numbered(0), of="second")
         assert second_main.wait() == 1
@@ -98,25 +100,25 @@ def test_strangers_are_rejected_by_name_and_the_job_trains_on(tmp_path: Path) ->
         assert jobs[1].stderr.count("trainwright: ") == 0
 
 
-class Answering:
-    """A program that listens, and whose answer is `reply`, or none."""
+@contextmanager
+def answering(reply: bytes = b"") -> Iterator[tuple[int, threading.Event]]:
+    """Run a program that listens, and whose answer is `reply`, or none. Yield its port, and an event: it was asked."""
+    connections, was_asked = [], threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-    def __init__(self, reply: bytes = b"") -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self.listener.getsockname()[1])
-        self.reply, self.connections, self.was_asked = reply, [], threading.Event()
-        threading.Thread(target=self._answer, daemon=True).start()
+        def answer() -> None:
+            with suppress(OSError):  # closed
+                while True:
+                    connections.append(listener.accept()[0])
+                    if connections[-1].recv(1):  # not only a look whether something listens
+                        was_asked.set()
+                        connections[-1].sendall(reply)
 
-    def _answer(self) -> None:
-        while True:
-            self.connections.append(self.listener.accept()[0])
-            if self.connections[-1].recv(1):  # not only a look whether something listens
-                self.was_asked.set()
-                if self.reply:
-                    self.connections.pop().sendall(self.reply)
-
-
-HTTP = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
+        threading.Thread(target=answer, daemon=True).start()
+        yield int(listener.getsockname()[1]), was_asked
+        listener.shutdown(socket.SHUT_RDWR)
+    for connection in connections:
+        connection.close()
 
 
 @pytest.fixture
@@ -141,62 +143,61 @@ def free_port() -> int:
 
 @pytest.mark.launch
 def test_a_wait_in_vain_ends_with_a_reason(jobs: Any) -> None:
-    port, seconds = free_port(), str(int(deadline(4)))
+    port, seconds = free_port(), str(int(deadline(2)))
     node_2 = jobs(launch(port, *numbered(2, 4), quick="elastic.NOTICE_SECONDS = 0.1"))
     node_2.wait_for_message("waiting for the main node at")
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # such as torchrun's
-    no_store = "a program that is no store of a job answers at 127.0.0.1 port"
     too_few = f"waited {seconds} s for node(s) 1, 3 of 4. Start the job on every node with the same number of nodes"
-    cases = [
-        (jobs(launch(port, *numbered(0, 4), "--rendezvous-seconds", seconds)), too_few),
-        (node_2, "the main node has ended the job: " + too_few),
-        (
-            jobs(launch(free_port(), "--nodes", "2:4", "--rendezvous-seconds", "1")),
-            "waited 1 s for 2 to 4 nodes; 1 of them",
+    cases = {
+        f"trainwright: {too_few}": jobs(launch(port, *numbered(0, 4), "--rendezvous-seconds", seconds)),
+        f"trainwright: the main node has ended the job: {too_few}": node_2,
+        "trainwright: waited 1 s for the main node at 127.0.0.1 port": jobs(
+            launch(free_port(), *numbered(1), "--rendezvous-seconds", "1")
         ),
-        (
-            jobs(launch(free_port(), *numbered(1), "--rendezvous-seconds", "1")),
-            "waited 1 s for the main node at 127.0.0.1 port",
+        f"trainwright: waited 1 s for the launcher of node 0 at 127.0.0.1 port {store.port} to admit this one": jobs(
+            launch(store.port, *numbered(1), quick="elastic.STORE_SECONDS = 1")
         ),
-        (jobs(launch(Answering().port, *numbered(1), quick="job_store.ANSWER_SECONDS = 1")), no_store),
-        (jobs(launch(Answering(HTTP).port, *numbered(1), quick="job_store.ANSWER_SECONDS = 1")), no_store),
-        (jobs(python("train.py"), **SLURM, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(Answering(HTTP).port)), no_store),
-        (
-            jobs(launch(store.port, *numbered(1), quick="elastic.STORE_SECONDS = 1")),
-            f"waited 1 s for the launcher of node 0 at 127.0.0.1 port {store.port} to admit this one",
-        ),
-    ]
-    for job, text in cases:
+    }
+    for text, job in cases.items():
         assert job.wait() == 1
         assert text in job.stderr
         assert "Traceback" not in job.stderr
         job.check_nothing_left()
 
 
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"])
+def test_another_program_at_the_main_address_is_an_error(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_store, "ANSWER_SECONDS", 1.0)
+    with (
+        answering(reply) as (port, _),
+        pytest.raises(LaunchError, match=f"no store of a job answers at 127.0.0.1 port {port}"),
+    ):
+        job_store.join_store("127.0.0.1", port, timedelta(seconds=2))
+
+
 @pytest.mark.launch
 def test_sigterm_ends_a_wait_at_once(jobs: Any) -> None:
     quick = "elastic.NOTICE_SECONDS = 0.1"
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port, asked = free_port(), [Answering(), Answering()]
+    port = free_port()
     waiting = {
         "waiting for the main node, and those": jobs(launch(port, *numbered(1, 3), quick=quick)),
         "waiting for node(s) ": jobs(launch(port, *numbered(0, 3), quick=quick)),
         "waiting for the main node at 127.0.0.1 port": jobs(launch(free_port(), *numbered(1), quick=quick)),
         "waiting for the launcher of node 0 at": jobs(launch(store.port, *numbered(1), quick=quick)),
     }
-    asking = [
-        jobs(launch(asked[0].port, *numbered(1))),
-        jobs(python("train.py"), **SLURM, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(asked[1].port)),
-    ]
-    for text, job in waiting.items():
-        job.wait_for_message(text)
-    for program in asked:
-        assert program.was_asked.wait(deadline(60))
-    for job in (*waiting.values(), *asking):
-        job.process.send_signal(signal.SIGTERM)
-        assert job.wait(5) in (143, -signal.SIGTERM), job.stderr
-        assert "Traceback" not in job.stderr
-        job.check_nothing_left()
+    with answering() as (first, launcher_asked), answering() as (second, rank_asked):
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(second)}
+        asking = [jobs(launch(first, *numbered(1))), jobs(python("train.py"), **SLURM, **variables)]
+        for text, job in waiting.items():
+            job.wait_for_message(text)
+        for was_asked in (launcher_asked, rank_asked):
+            assert was_asked.wait(deadline(60))
+        for job in (*waiting.values(), *asking):
+            job.process.send_signal(signal.SIGTERM)
+            assert job.wait(5) in (143, -signal.SIGTERM), job.stderr
+            assert "Traceback" not in job.stderr
+            job.check_nothing_left()
 
 
 def test_a_job_with_enough_nodes_waits_a_while_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +205,7 @@ def test_a_job_with_enough_nodes_waits_a_while_for_more(monkeypatch: pytest.Monk
     member = {"host": "a", "node_rank": None, "job": "train.py", "terms": []}
     store, desk = dist.HashStore(), reception.Reception(nodes, member)
     assert not desk.is_complete(is_over=True)
+    assert desk.describe_missing() == "2 to 4 nodes; 1 of them are here (a)"
     store.set("arrival/1", json.dumps(member))
     desk.admit(store)
     assert store.get("answer/1") == b""
@@ -213,6 +215,22 @@ def test_a_job_with_enough_nodes_waits_a_while_for_more(monkeypatch: pytest.Monk
     assert desk.is_complete(is_over=False)
     monkeypatch.setattr(reception, "REPLACE_SECONDS", 0.0)
     assert not desk.is_complete(is_over=True)  # the launchers are silent
+
+
+def test_launchers_with_other_numbers_are_rejected() -> None:
+    own = {"host": "a", "node_rank": 0, "job": "train.py", "terms": [str(Nodes(2, 0, "a", 29500)), "max_restarts=0"]}
+    store, desk = dist.HashStore(), reception.Reception(Nodes(2, 0, "a", 29500), own)
+    cases = {
+        (
+            "num_nodes=3",
+            "max_restarts=0",
+        ): b"num_nodes=3 was given to node 1, but num_nodes=2 to the main node. Give all",
+        ("num_nodes=2", "max_restarts=1"): b"max_restarts=1 was given to node 1, but max_restarts=0 to the main node.",
+    }
+    for arrival, (terms, text) in enumerate(cases.items(), 1):
+        store.set(f"arrival/{arrival}", json.dumps({**own, "node_rank": 1, "terms": terms}))
+        desk.admit(store)
+        assert store.get(f"answer/{arrival}").startswith(text)
 
 
 @pytest.mark.parametrize(
