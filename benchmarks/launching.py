@@ -100,8 +100,11 @@ class Job:
         """Return how many samples of all epochs were used once, in the steps that no later start has undone."""
         used: Counter[tuple[int, float]] = Counter()
         begins = {step["start"]: step["step"] for step in sorted(self.steps(), key=lambda step: -step["step"])}
+        first = {(step["start"], step["step"]): step["samples"] for step in self.steps() if step["rank"] == 0}
         for step in self.steps():
-            if all(step["step"] < begin for start, begin in begins.items() if start > step["start"]):
+            # A rank for which no samples are left computes with those of rank 0, which do not count.
+            is_dummy = step["rank"] > 0 and step["samples"] == first.get((step["start"], step["step"]))
+            if not is_dummy and all(step["step"] < begin for start, begin in begins.items() if start > step["start"]):
                 used.update((step["epoch"], sample) for sample in step["samples"])
         return f"{list(used.values()).count(1)} of {SAMPLES * (1 + max(step['epoch'] for step in self.steps()))}"
 

@@ -22,12 +22,13 @@ from started import ROOT, processes_of
 VARIABLES = {"PYTHONPATH": search_path(ROOT, ROOT / "tests"), "OMP_NUM_THREADS": "1"}
 NEEDED = "TRAINWRIGHT_TEST_CLUSTER"
 """If set, it is a failure that these tests cannot run."""
+UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 
 def require(*programs: str) -> None:
     """Skip the test, or fail, unless these programs are installed and the tests run as root."""
     missing = [program for program in programs if shutil.which(program) is None]
-    reasons = [f"{', '.join(missing)} (Debian's slurm-wlm, munge, openmpi-bin) are not installed"] if missing else []
+    reasons = [f"not installed: {', '.join(missing)} (Debian's slurm-wlm, munge, openmpi-bin)"] if missing else []
     if reasons := reasons + ["the tests do not run as root"] * (os.geteuid() != 0):
         (pytest.fail if NEEDED in os.environ else pytest.skip)("; ".join(reasons))
 
@@ -84,25 +85,29 @@ class Slurm:
 
     def state(self, job: str) -> dict[str, str]:
         """Return what SLURM knows of a job."""
+        time.sleep(0.2)  # tests poll it
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", "-o", job).stdout))
 
     def wait(self, job: str, seconds: float = 180) -> dict[str, str]:
         """Wait until a job has ended."""
-        end = time.monotonic() + deadline(seconds)
-        while (state := self.state(job))["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-            assert time.monotonic() < end, state
-            time.sleep(0.2)
-        return state
+        wait_until(lambda: self.state(job)["JobState"] not in UNFINISHED, seconds)
+        return self.state(job)
 
     def close(self) -> None:
+        try:
+            if len(self._daemons) == 4:  # a daemon of a step has no tag, and stays if SLURM ends before it
+                wait_until(self._end_jobs, 60)
+        finally:
+            for daemon in reversed(self._daemons):
+                daemon.terminate()
+                daemon.wait(deadline(60))
+            for process in processes_of(self.variables["TEST_TAG"]):
+                process.kill()
+
+    def _end_jobs(self) -> bool:
+        """Kill all jobs, and return whether there are none left."""
         self.run("scancel", "--user=root", "--full", "--signal=KILL")
-        for daemon in reversed(self._daemons):
-            daemon.terminate()
-        for daemon in self._daemons:
-            daemon.wait(deadline(60))
-        for process in processes_of(self.variables["TEST_TAG"]):
-            process.kill()
-        wait_until(lambda: not processes_of(self.variables["TEST_TAG"]))
+        return not self.run("squeue", "--noheader").stdout
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 
 from trainwright.distributed.job_store import Store, post
@@ -23,6 +23,8 @@ PRINT_SECONDS = 0.5
 """How long the other ranks wait for the first failing rank to print its traceback."""
 SECONDARY_SECONDS = 2.0
 """How long an error about a lost peer waits for the peer's error, because a process takes a moment to end."""
+REPORT_SECONDS = 0.5
+"""How long the text of a failure may take after its number."""
 LONGEST = 600
 """The limit on the characters of an error's message."""
 LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
@@ -36,6 +38,8 @@ class FailureReport:
     traceback: str
     code: int = 0
     """The exit code of the rank (negative: killed by a signal), or 0 if the rank itself posted."""
+    is_secondary: bool = False
+    """Whether the rank only reports that another rank has gone."""
     was_printed: bool = False
 
 
@@ -45,15 +49,16 @@ class FailureLog:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def post(self, rank: int, summary: str, trace: str = "", code: int = 0) -> int:
+    def post(self, rank: int, summary: str, trace: str = "", code: int = 0, is_secondary: bool = False) -> int:
         """Post a failure and return its number in the order, from 1."""
         number = self._store.add("failure/count", 1)
-        fields = {"rank": rank, "summary": summary, "traceback": trace, "code": code}
-        post(self._store, f"failure/{number}", json.dumps(fields))
+        report = FailureReport(rank, summary, trace, code, is_secondary)
+        post(self._store, f"failure/{number}", json.dumps(asdict(report)))
         return number
 
     def post_error(self, rank: int, error: BaseException) -> int:
-        return self.post(rank, summarize(error), "".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))
+        return self.post(rank, summarize(error), trace, is_secondary=is_secondary_failure(error))
 
     def mark_printed(self) -> None:
         """Record that the first failing rank has printed its traceback."""
@@ -90,13 +95,19 @@ class FailureLog:
     def count(self) -> int:
         return self._store.add("failure/count", 0)
 
-    def first(self, timeout_seconds: float = 0.5) -> FailureReport | None:
-        """Return the first failure, or None if none was posted."""
+    def reports(self) -> list[FailureReport]:
+        """Return the failures in the order of their posts."""
+        names = [f"failure/{number}" for number in range(1, self.count() + 1)]
         # The count comes first, so the text of a counted failure may still be on its way.
-        if self.count() == 0 or not _wait_until(lambda: self._store.check(["failure/1"]), timeout_seconds):
-            return None
-        fields = json.loads(self._store.get("failure/1"))
-        return FailureReport(was_printed=self._store.check(["failure/printed"]), **fields)
+        _wait_until(lambda: not names or self._store.check(names), REPORT_SECONDS)
+        was_printed = self._store.check(["failure/printed"])
+        fields = [json.loads(self._store.get(name)) for name in names if self._store.check([name])]
+        return [FailureReport(**{**each, "was_printed": was_printed}) for each in fields]
+
+    def first(self) -> FailureReport | None:
+        """Return the first failure, preferably one that is no consequence of another, or None if none was posted."""
+        reports = self.reports()
+        return min(reports, key=lambda report: report.is_secondary, default=None)
 
 
 class PeerWatch:

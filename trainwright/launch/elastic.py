@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -18,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -41,23 +39,22 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainwright.distributed.failures import FailureLog
-from trainwright.distributed.job_store import STORE_PREFIX, join_store, post, serve_store, stores
+from trainwright.distributed.job_store import STORE_PREFIX, Store, join_store, post, serve_store, stores
 from trainwright.distributed.masking import masked
 from trainwright.distributed.network import claim_port, is_listening, is_own_address, is_own_name, listen_at, resolve
 from trainwright.distributed.signals import STOP_SIGNALS
 from trainwright.errors import LaunchError
-from trainwright.launch.node_supervisor import JOINED, NODE_LOST
+from trainwright.launch.node_supervisor import JOINED, NODE_LOST, NodeFolder
 from trainwright.launch.nodes import Job, JobOutcome, Place
 from trainwright.launch.reception import SILENCE_SECONDS, Reception, say
 from trainwright.launch.supervisor import ENTRY
 
+NAME = "trainwright"
 NOTICE_SECONDS = 5.0  # after which a launcher prints whom it is waiting for
 LAST_CALL_SECONDS = 3  # that a restart with enough nodes waits for more
-KEEP_ALIVE_SECONDS, KEEP_ALIVE_TIMES = (
-    2,
-    4,
-)  # a launcher that was silent for their product does not take part in a restart
-WATCH_SECONDS = 0.5
+KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 4}
+"""A launcher that has been silent for 2 x 4 s does not take part in a restart."""
+WATCH_SECONDS = 0.2
 STORE_SECONDS = 60.0  # for a request to the store
 CLOSE_SECONDS = 3.0  # for the main thread to end by itself
 SUPERVISOR_KILLED = "the supervisor of this node was killed"
@@ -81,11 +78,8 @@ def run_node(job: Job) -> JobOutcome:
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings
         logger.propagate = False
-    folder = Path(tempfile.mkdtemp(prefix="trainwright-"))
-    try:
-        return NodeLauncher(job, folder).run()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as folder:
+        return NodeLauncher(job, Path(folder)).run(folder)
 
 
 class NodeLauncher(RendezvousHandler):
@@ -95,14 +89,14 @@ class NodeLauncher(RendezvousHandler):
 
     Args:
         job: its command, and this machine's place.
-        folder: for the files that this process and its supervisors exchange.
+        folder: an empty one, for the files that this process and its supervisors exchange.
 
     Raises:
         LaunchError: the port is taken, the address is not the main node's, or the main node rejects this one.
     """
 
     def __init__(self, job: Job, folder: Path) -> None:
-        self._job, self._nodes, self._folder = job, job.nodes, folder
+        self._job, self._nodes, self._folder = job, job.nodes, NodeFolder(folder)
         self._signal = self._interrupts = self._restarts = self._arrival = 0
         self._is_over = threading.Event()
         self._answered_at = time.monotonic()
@@ -123,43 +117,41 @@ class NodeLauncher(RendezvousHandler):
             self._arrive()
         # Otherwise elastic opens another store, on all interfaces, which a node that joins later waits for in vain.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        timeout = RendezvousTimeout(
-            join=timedelta(seconds=self._nodes.wait_seconds), last_call=timedelta(seconds=LAST_CALL_SECONDS)
-        )
+        seconds = {"join": self._nodes.wait_seconds, "last_call": LAST_CALL_SECONDS}
+        store = stores().PrefixStore("elastic", self._base)
         self._elastic = DynamicRendezvousHandler.from_backend(
-            "trainwright",
-            stores().PrefixStore("elastic", self._base),
-            C10dRendezvousBackend(stores().PrefixStore("elastic", self._base), "trainwright"),
+            NAME,
+            store,
+            C10dRendezvousBackend(store, NAME),
             self._nodes.least,
             self._nodes.count,
-            local_addr=socket.gethostname(),
-            timeout=timeout,
-            keep_alive_interval=KEEP_ALIVE_SECONDS,
-            keep_alive_max_attempt=KEEP_ALIVE_TIMES,
+            socket.gethostname(),
+            RendezvousTimeout(**{name: timedelta(seconds=value) for name, value in seconds.items()}),
+            **KEEP_ALIVE,
         )
 
-    def run(self) -> JobOutcome:
+    def run(self, folder: str) -> JobOutcome:
         """Run this node's ranks until the job, or this node's part in it, is over."""
-        rendezvous_handler_registry.register("trainwright", lambda _: self)
+        rendezvous_handler_registry.register(NAME, lambda _: self)
         config = LaunchConfig(
             self._nodes.least,
             self._nodes.count,
             nproc_per_node=1,
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-            run_id="trainwright",
-            role="trainwright",
-            rdzv_backend="trainwright",
+            run_id=NAME,
+            role=NAME,
+            rdzv_backend=NAME,
             max_restarts=self._job.max_restarts,
             signals_to_handle="",  # they are handled here
         )
         outcome, text = JobOutcome(1), ""
         try:
-            elastic_launch(config, sys.executable)(ENTRY, "node", str(self._folder), *sys.path)
-            outcome = self._take_outcome() or outcome
+            elastic_launch(config, sys.executable)(ENTRY, "node", str(folder), *sys.path)
+            outcome = self._folder.take_outcome() or outcome
         except NodeEnded as end:
             outcome = end.outcome
         except ChildFailedError:
-            outcome = self._take_outcome() or JobOutcome(1, SUPERVISOR_KILLED)
+            outcome = self._folder.take_outcome() or JobOutcome(1, SUPERVISOR_KILLED)
         except LaunchError as error:
             text = str(error)
             raise
@@ -173,7 +165,7 @@ class NodeLauncher(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the nodes of the next start and describe it to this node's supervisor."""
-        last = self._take_outcome()
+        last = self._folder.take_outcome()
         if self._signal or (last is not None and not (last.reason and last.may_restart)):
             raise NodeEnded(last or JobOutcome(128 + self._signal))
         if self._place is None:
@@ -187,44 +179,41 @@ class NodeLauncher(RendezvousHandler):
         except RendezvousTimeoutError as error:
             missing = "the other nodes" if self._reception is None else self._reception.describe_missing()
             raise LaunchError(
-                f"waited {self._nodes.wait_seconds:g} s for {missing}, to start the ranks again. Start the launchers of lost "
-                "nodes again in time."
+                f"waited {self._nodes.wait_seconds:g} s for {missing}, to start the ranks again."
             ) from error
         except RendezvousConnectionError as error:
             raise LaunchError(MAIN_IS_GONE) from error
         self._restarts += last is not None and last.reason != JOINED
+        self._place = place = self._find_place(info)
+        self._say_start(last, place)
+        is_range = self._nodes.rank is None and self._restarts < self._job.max_restarts
+        self._folder.write_start(self._job, place, self._nodes.least if is_range else 0)
+        return RendezvousInfo(info.store, place.node, info.world_size, RendezvousStoreInfo(place.address, place.port))
+
+    def _find_place(self, info: RendezvousInfo) -> Place:
+        """Number the nodes of a start: by their given numbers, or as they arrived."""
         own = {**self._describe(), "arrival": self._arrival, "restarts": self._restarts}
         info.store.set(f"member/{info.rank}", json.dumps(own))
         members = [json.loads(info.store.get(f"member/{rank}")) for rank in range(info.world_size)]
         members.sort(key=lambda member: (member["node_rank"] or 0, member["arrival"]))
         if info.rank == 0:
             info.store.set("start", str(self._store.add("starts", 1) - 1))
-        self._arrivals = [member["arrival"] for member in members]
-        self._place = Place(
-            self._nodes.address,
-            self._nodes.port,
-            tuple(member["num_processes"] for member in members),
-            tuple(member["host"] for member in members),
-            self._arrivals.index(self._arrival),
-            int(info.store.get("start")),
+        counts, hosts, self._arrivals, restarts = (
+            [member[name] for member in members] for name in ("num_processes", "host", "arrival", "restarts")
         )
-        self._restarts = max(member["restarts"] for member in members)
-        self._say_start(last)
-        is_range = self._nodes.rank is None and self._restarts < self._job.max_restarts
-        start = {"job": {**asdict(self._job), "nodes": {}}, "place": self._place._asdict()}
-        (self._folder / "start").write_text(json.dumps({**start, "least": self._nodes.least if is_range else 0}))
-        address = RendezvousStoreInfo(self._nodes.address, self._nodes.port)
-        return RendezvousInfo(info.store, self._place.node, info.world_size, address)
+        self._restarts = max(restarts)
+        node, start = self._arrivals.index(self._arrival), int(info.store.get("start"))
+        return Place(self._nodes.address, self._nodes.port, tuple(counts), tuple(hosts), node, start)
 
     @property
     def use_agent_store(self) -> bool:
         return True  # the ranks use this store too
 
     def get_backend(self) -> str:
-        return "trainwright"
+        return NAME
 
     def get_run_id(self) -> str:
-        return "trainwright"
+        return NAME
 
     def is_closed(self) -> bool:
         return bool(self._elastic.is_closed())
@@ -236,12 +225,14 @@ class NodeLauncher(RendezvousHandler):
         """Return how many nodes wait for a start. Elastic restarts the ranks for them, unless the ranks end anyway."""
         assert self._place is not None
         finished = stores().PrefixStore(f"nodes/{self._place.start}", self._base)
-        is_ending = self._failures().count() > 0 or finished.check([f"finished/{self._place.node}"])
+        is_ending = self._failures(self._place, self._base).count() > 0 or finished.check(
+            [f"finished/{self._place.node}"]
+        )
         return 0 if is_ending else int(self._elastic.num_nodes_waiting())
 
     def shutdown(self) -> bool:
         """Close the rendezvous, unless only this node leaves. Elastic calls it when its agent ends."""
-        last = self._read_outcome()
+        last = self._folder.read_outcome()
         has_failed = last is not None and bool(last.reason) and last.may_restart
         return bool(self._elastic.shutdown()) if self._is_main or has_failed else True
 
@@ -250,6 +241,14 @@ class NodeLauncher(RendezvousHandler):
     def _open_store(self) -> tuple[Any, bool]:
         """Serve or find the job's store. Return it, and whether this is the main node."""
         nodes = self._nodes
+
+        def is_known(_: float) -> bool:
+            with suppress(LaunchError):
+                return bool(resolve(nodes.address))
+            return False
+
+        # In Kubernetes a name may become known a while after its pod has started.
+        self._wait(is_known, lambda: f"the main address {nodes.address!r} to be known here", limit=STORE_SECONDS)
         is_main = nodes.rank == 0
         if nodes.rank is None and is_own_address(nodes.address):
             self._claim = claim_port(nodes.address, nodes.port)
@@ -292,77 +291,52 @@ class NodeLauncher(RendezvousHandler):
         if reception is not None:
             limit = self._nodes.wait_seconds
             self._wait(lambda waited: reception.is_complete(is_over=waited >= limit), reception.describe_missing)
-            post(self._store, "go", "1")
-            return
-        waited_for = "the main node, and those that it waits for"
-        has_news = lambda _: self._store.check(["go"]) or self._store.check(["ended"])  # noqa: E731
-        self._wait(has_news, lambda: waited_for, limit=float("inf"))
-        if not self._store.check(["go"]):
-            raise LaunchError(f"the main node has ended the job: {json.loads(self._store.get('ended'))['text']}")
+            post(self._store, "news", "")
+        self._wait(
+            lambda _: self._store.check(["news"]),
+            lambda: "the main node, and those that it waits for",
+            limit=float("inf"),
+        )
+        if news := self._store.get("news").decode():
+            raise LaunchError(f"the main node has ended the job: {news}")
 
-    def _say_start(self, last: JobOutcome | None) -> None:
-        assert self._place is not None
-        then = f"restarting all ranks on {len(self._place.hosts)} node(s)"
-        if last is None or last.reason != JOINED:
-            then += f", restart {self._restarts} of {self._job.max_restarts}" if self._restarts else ""
+    def _say_start(self, last: JobOutcome | None, place: Place) -> None:
+        then = f"restarting all ranks on {len(place.hosts)} node(s)"
+        if self._restarts and not (last is not None and last.reason == JOINED):
+            then += f", restart {self._restarts} of {self._job.max_restarts}"
         if last is not None:
             say(f"{last.reason}; {then}.\n{last.rest}".rstrip("\n"))
-        elif self._place.start:
-            say(f"this node joins as node {self._place.node}; {then}.")
+        elif place.start:
+            say(f"this node joins as node {place.node}; {then}.")
 
-    def _failures(self) -> FailureLog:
-        assert self._place is not None
-        return FailureLog(stores().PrefixStore(f"{STORE_PREFIX}/{self._place.start}", self._base))
-
-    def _read_outcome(self) -> JobOutcome | None:
-        path = self._folder / "outcome"
-        return JobOutcome(*json.loads(path.read_text())) if path.exists() else None
-
-    def _take_outcome(self) -> JobOutcome | None:
-        """Return the end of the last start on this node, or None if the supervisor left none."""
-        outcome = self._read_outcome()
-        for name in ("outcome", "pid"):
-            (self._folder / name).unlink(missing_ok=True)
-        return outcome
+    def _failures(self, place: Place, base: Store) -> FailureLog:
+        return FailureLog(stores().PrefixStore(f"{STORE_PREFIX}/{place.start}", base))
 
     def _end_of_job(self, last: JobOutcome | None) -> JobOutcome:
         """Return how the job has ended, as seen by a node that wanted to take part in the next start."""
         if last is not None and last.reason != JOINED:
             return last
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while not self._store.check(["ended"]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        code = json.loads(self._store.get("ended"))["code"] if self._store.check(["ended"]) else 1
-        see = "" if code == 0 else f", with exit code {code}. See the output of the others"
+        self._wait(lambda _: self._store.check(["ended"]), lambda: "the end of the job", limit=STORE_SECONDS)
+        code = int(self._store.get("ended"))
+        see = f", with exit code {code}. See the output of the others" if code else ""
         return JobOutcome(code, rest=f"trainwright: the job has ended without this node{see}.\n")
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass the first signal on to the supervisor. End at once if there is none, and at the second Ctrl-C."""
         self._interrupts += number == signal.SIGINT
-        pid = self._supervisor()
-        if pid is None:
-            self._exit(128 + number)
-        elif self._interrupts > 1:
+        if self._interrupts > 1:
             self._exit(128 + number, "second Ctrl-C; the ranks were killed.")
         elif not self._signal:
             self._signal = number
-            (self._folder / "signal").write_text(str(number))
-            os.kill(pid, signal.SIGUSR2)
-
-    def _supervisor(self) -> int | None:
-        try:
-            return int((self._folder / "pid").read_text())
-        except (OSError, ValueError):
-            return None
+            if not self._folder.send(signal.SIGUSR2, number):
+                self._exit(128 + number)
 
     def _exit(self, code: int, text: str = "") -> None:
         """End this process and the ranks, whatever the main thread waits for."""
-        if (pid := self._supervisor()) is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # the ranks end with it
+        self._folder.send(signal.SIGKILL)  # the ranks end with it
         if text:
             say(text)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
         os._exit(code)
 
     def _wait(self, find: Callable[[float], bool], describe: Callable[[], str], *, limit: float | None = None) -> None:
@@ -391,7 +365,7 @@ class NodeLauncher(RendezvousHandler):
                 store.add(f"alive/{self._arrival}", 1)
                 if self._reception is not None:
                     self._reception.admit(store)
-                    self._report_lost()
+                    self._report_lost(self._reception, base)
                 self._answered_at = time.monotonic()
             except RuntimeError:
                 self._lose_main()
@@ -406,13 +380,13 @@ class NodeLauncher(RendezvousHandler):
         if not self._is_over.wait(CLOSE_SECONDS):
             self._exit(1, MAIN_IS_GONE)
 
-    def _report_lost(self) -> None:
-        assert self._reception is not None
-        lost = [self._arrivals.index(arrival) for arrival in self._arrivals if self._reception.is_lost(arrival)]
-        if lost and self._place is not None and self._failures().count() == 0:
-            failures = self._failures()
-            failures.post(self._place.first_rank(lost[0]), NODE_LOST)
-            failures.mark_printed()
+    def _report_lost(self, reception: Reception, base: Store) -> None:
+        lost = [node for node, arrival in enumerate(self._arrivals) if reception.is_lost(arrival)]
+        if lost and self._place is not None:
+            failures = self._failures(self._place, base)
+            if failures.count() == 0:
+                failures.post(self._place.first_rank(lost[0]), NODE_LOST)
+                failures.mark_printed()
 
     def _leave(self, code: int, text: str = "") -> None:
         """Leave the job. The main node, which serves the store, waits until all others have left."""
@@ -421,7 +395,9 @@ class NodeLauncher(RendezvousHandler):
             if self._reception is None:
                 post(self._store, f"left/{self._arrival}", "1")
                 return
-            post(self._store, "ended", json.dumps({"code": code, "text": text}))
+            post(self._store, "ended", str(code))
+            if self._place is None:
+                post(self._store, "news", text or "see its output")
             deadline = time.monotonic() + LEAVE_SECONDS
             while time.monotonic() < deadline:
                 self._reception.admit(self._store)

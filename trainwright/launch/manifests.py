@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from trainwright.distributed.network import DEFAULT_PORT
@@ -56,12 +55,9 @@ def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameC
         for name, (least, default) in NUMBERS.items()
     )
     check_names(options.strategy, options.precision, devices * nodes)
-    script = command[1].rpartition(".")[2] if command[0] == "-m" else Path(command[0]).stem
-    words = re.sub("[^a-z0-9]+", "-", script.lower()).lstrip("-0123456789")
-    name = options.job_id or words[:40].rstrip("-") or "train"
+    name = options.job_id or "train"
     if options.emit == "kubernetes":
-        limits = {} if options.cpu else {"limits": {"nvidia.com/gpu": devices}}
-        resources = {"requests": {"cpu": devices * cpus}, **limits}
+        resources = {"requests": {"cpu": devices * cpus}, "limits": {} if options.cpu else {"nvidia.com/gpu": devices}}
         return _kubernetes(options, command, name, nodes, resources, grace + SECONDS_TO_END)
     gpus = "" if options.cpu else f"#SBATCH --gpus-per-node={devices}\n"
     return f"""#!/bin/bash

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -21,13 +23,61 @@ JOINED = "a node has joined"
 NODE_LOST = "its node was lost: the launcher there has ended or cannot be reached"
 
 
+class NodeFolder:
+    """The folder in which a launcher and the supervisors of its starts exchange files."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write_start(self, job: Job, place: Place, least: int) -> None:
+        start = {"job": {**asdict(job), "nodes": {}}, "place": place._asdict(), "least": least}
+        (self._path / "start").write_text(json.dumps(start))
+
+    def read_start(self) -> tuple[Job, Place, int]:
+        start = json.loads((self._path / "start").read_text())
+        return Job(**start["job"]), Place(**start["place"]), start["least"]
+
+    def write_outcome(self, outcome: JobOutcome) -> None:
+        (self._path / "part").write_text(json.dumps(outcome))
+        os.rename(self._path / "part", self._path / "outcome")
+
+    def read_outcome(self) -> JobOutcome | None:
+        path = self._path / "outcome"
+        return JobOutcome(*json.loads(path.read_text())) if path.exists() else None
+
+    def take_outcome(self) -> JobOutcome | None:
+        """Return the end of the last start, or None if the supervisor left none, and forget the supervisor."""
+        outcome = self.read_outcome()
+        for name in ("outcome", "pid"):
+            (self._path / name).unlink(missing_ok=True)
+        return outcome
+
+    def write_pid(self) -> None:
+        (self._path / "pid").write_text(str(os.getpid()))
+
+    def send(self, number: int, about: int = 0) -> bool:
+        """Send a signal to the supervisor, about a signal of the launcher. Return whether there is a supervisor."""
+        (self._path / "signal").write_text(str(about))
+        try:
+            os.kill(int((self._path / "pid").read_text()), number)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def read_signal(self) -> int:
+        return int((self._path / "signal").read_text())
+
+    def remove(self) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
 class NodeSupervisor(Supervisor):
     """Runs the ranks of one start on one machine of several.
 
     Elastic, in the launcher, restarts the ranks by SIGTERM. The launcher passes its own signals on by SIGUSR2 and a file.
     """
 
-    def __init__(self, job: Job, folder: Path, least: int) -> None:
+    def __init__(self, job: Job, folder: NodeFolder, least: int) -> None:
         super().__init__(job)
         self._folder, self._launcher, self._least = folder, os.getppid(), least
         self._cause = 0
@@ -38,7 +88,7 @@ class NodeSupervisor(Supervisor):
     def handle_signals(self) -> None:
         signal.signal(signal.SIGTERM, self._on_elastic)
         signal.signal(signal.SIGUSR2, self._on_launcher)
-        (self._folder / "pid").write_text(str(os.getpid()))
+        self._folder.write_pid()
 
     def _on_elastic(self, number: int, _: FrameType | None) -> None:
         self._cause = self._cause or JOINING
@@ -47,7 +97,7 @@ class NodeSupervisor(Supervisor):
         self._deadline = min(self._deadline, time.monotonic() + JOIN_SECONDS)
 
     def _on_launcher(self, *_: object) -> None:
-        self._cause = int((self._folder / "signal").read_text())
+        self._cause = self._folder.read_signal()
         self._why = f"{signal.Signals(self._cause).name} stopped its launcher"
         self.on_signal(self._cause)
 
@@ -62,11 +112,12 @@ class NodeSupervisor(Supervisor):
         self._first_rank = place.first_rank(place.node)
         outcome = self.run(place, open_store)
         if self._cause == JOINING and not self._is_agreed:
-            outcome = outcome._replace(reason=outcome.reason or JOINED)
+            outcome = outcome if outcome.reason else JobOutcome(outcome.code, JOINED)
         elif self._cause and not self._is_agreed:
             outcome = outcome._replace(may_restart=False)
-        (self._folder / "outcome.part").write_text(json.dumps(outcome))
-        os.rename(self._folder / "outcome.part", self._folder / "outcome")
+        self._folder.write_outcome(outcome)
+        if os.getppid() != self._launcher:  # nobody reads it
+            self._folder.remove()
         return 0 if self._is_agreed and not outcome.reason else 1
 
     def look_around(self, place: Place) -> JobOutcome | None:
@@ -106,8 +157,8 @@ class NodeSupervisor(Supervisor):
 
 def main(folder: str) -> int:
     """Run the ranks of one start, which the launcher has described in a folder. Return elastic's exit code."""
-    settings = json.loads(Path(folder, "start").read_text())
-    job, place = Job(**settings["job"]), Place(**settings["place"])
-    supervisor = NodeSupervisor(job, Path(folder), settings["least"])
+    exchange = NodeFolder(Path(folder))
+    job, place, least = exchange.read_start()
+    supervisor = NodeSupervisor(job, exchange, least)
     supervisor.handle_signals()
     return supervisor.run_start(place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import multiprocessing
@@ -10,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -21,7 +21,7 @@ from trainwright.distributed.network import LOOPBACK, listen_at, loopback_interf
 from trainwright.errors import LaunchError
 from trainwright.launch.command import own_command
 from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, Job, JobOutcome, Nodes, Place, nodes_of
-from trainwright.launch.supervisor import Supervisor
+from trainwright.launch.supervisor import ENTRY, Supervisor
 
 __all__ = ["GRACE_VARIABLE", "launcher_command"]
 
@@ -59,50 +59,26 @@ def launcher_command(
     num_processes: int, command: list[str], nodes: Nodes | None = None, report: str | None = None
 ) -> list[str]:
     """Return the command line of a launcher, as `main` reads it. `report` is the `Job`'s."""
-    options: dict[str, object] = {"--num-processes": num_processes}
-    if nodes is not None and (nodes.count > 1 or nodes.port):
-        options |= {"--num-nodes": nodes.count, "--node-rank": nodes.rank}
-        options |= {"--main-address": nodes.address, "--main-port": nodes.port}
+    settings: dict[str, object] = {"num_processes": num_processes, "report": report}
+    if nodes is not None:
+        settings["nodes"] = asdict(nodes)
     # The script may have found torch on a search path that it changed itself.
     if torch_file := getattr(sys.modules.get("torch"), "__file__", None):
-        options["--add-path"] = Path(torch_file).parent.parent
-    if report is not None:
-        options["--report"] = report
-    entry = str(Path(__file__).with_name("entry.py"))
-    return [
-        sys.executable,
-        entry,
-        "launcher",
-        *(str(each) for pair in options.items() for each in pair),
-        "--",
-        *command,
-    ]
+        settings["path"] = str(Path(torch_file).parent.parent)
+    return [sys.executable, ENTRY, "launcher", json.dumps(settings), *command]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the launcher and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainwright.launch.processes")
-    parser.add_argument("--num-processes", type=int, required=True, help="how many workers to start")
-    parser.add_argument("--num-nodes", type=int, default=1, help="how many machines the job has")
-    parser.add_argument("--node-rank", type=int, default=0, help="this machine's number")
-    parser.add_argument("--main-address", default=LOOPBACK, help="the address of machine 0")
-    parser.add_argument("--main-port", type=int, default=0, help="the port there; 0 chooses a free one")
-    parser.add_argument("--add-path", action="append", default=[], help="another folder to search for torch")
-    parser.add_argument("--report", help="a file for which rank failed first")
-    parser.add_argument("command", nargs="+", help="after --: the command, which begins with the interpreter")
-    options = parser.parse_args(arguments)
-    sys.path.extend(path for path in options.add_path if path not in sys.path)
-    nodes = Nodes(options.num_nodes, options.node_rank, options.main_address, options.main_port)
-    job = Job(
-        options.command,
-        options.num_processes,
-        nodes,
-        report=options.report,
-        grace_seconds=grace_seconds(os.environ),
-        logs=os.environ.get(LOGS_VARIABLE),
-        job_id=os.environ.get(JOB_ID_VARIABLE),
+def main(arguments: list[str]) -> int:
+    """Run the launcher and return its exit code. The arguments are settings as JSON, and the command of the ranks."""
+    settings, *command = arguments
+    fields = json.loads(settings)
+    if (path := fields.pop("path", None)) not in (None, *sys.path):
+        sys.path.append(path)
+    nodes = Nodes(**fields.pop("nodes", {}))
+    logs, job_id = os.environ.get(LOGS_VARIABLE), os.environ.get(JOB_ID_VARIABLE)
+    return supervise(
+        Job(command, nodes=nodes, **fields, grace_seconds=grace_seconds(os.environ), logs=logs, job_id=job_id), {}
     )
-    return supervise(job, {})
 
 
 def supervise(job: Job, defaults: dict[str, str | None]) -> int:
@@ -177,4 +153,4 @@ def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -82,7 +82,7 @@ class Reception:
     def living(self) -> list[int]:
         """Return the arrival numbers of the launchers that run."""
         now = time.monotonic()
-        return [arrival for arrival in self._members if now - self._beats[arrival][1] < REPLACE_SECONDS]
+        return [arrival for arrival in list(self._members) if now - self._beats[arrival][1] < REPLACE_SECONDS]
 
     def is_lost(self, arrival: int) -> bool:
         """Return whether a launcher has been silent for too long."""

@@ -29,6 +29,7 @@ CLOSE_SECONDS = 3.0  # between SIGTERM and SIGKILL to a rank
 PRINT_SECONDS = 1.0  # for the rest of a rank's output, because a process that outlives the rank may hold its pipe open
 MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
 TIDY_SECONDS = 5.0  # between SIGTERM and SIGKILL to the loader workers of a rank that has ended
+NO_FAILURES = (0, PEER_FAILED_EXIT_CODE, STOPPED_EXIT_CODE)
 ENTRY = str(Path(__file__).with_name("entry.py"))
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "; on Linux this is often the out-of-memory killer",
@@ -103,13 +104,12 @@ class Supervisor:
         prefix = f"[rank{rank}] ".encode() if rank else b""
         for pipe, target in zip((process.stdout, process.stderr), targets, strict=True):
             if pipe is not None:
-                self._printers.append(
-                    threading.Thread(target=_print_lines, args=(pipe, prefix, target, log), daemon=True)
-                )
-                self._printers[-1].start()
+                printer = threading.Thread(target=_print_lines, args=(pipe, prefix, target, log), daemon=True)
+                printer.start()
+                self._printers.append(printer)
 
     def _watch(self, place: Place) -> JobOutcome:
-        posted_at = float("inf")
+        ends_at = float("inf")
         while True:
             time.sleep(POLL_SECONDS)
             codes = self._exit_codes()
@@ -121,21 +121,15 @@ class Supervisor:
                 return self.abandon(JobOutcome(128 + self.signal))
             if time.monotonic() >= self._deadline:
                 return self.abandon(self._describe_timeout())
-            if not failed and len(codes) == len(self._ranks):
-                outcome = self.finish(place, max(codes.values()))
-            else:
-                outcome = self.look_around(place)
+            has_finished = not failed and len(codes) == len(self._ranks)
+            outcome = self.finish(place, max(codes.values())) if has_finished else self.look_around(place)
             if outcome is not None:
                 return outcome
             self._check_early_exits(codes)
             if self.failures.count() > 0:
-                posted_at = min(posted_at, time.monotonic())
-            # A failed rank may not end by itself while one of its threads runs.
-            if (
-                failed
-                or (posted_at < float("inf") and not self._running())
-                or time.monotonic() > posted_at + END_SECONDS
-            ):
+                # A failed rank may not end by itself while one of its threads runs.
+                ends_at = min(ends_at, time.monotonic() + (END_SECONDS if self._running() else 0.0))
+            if failed or time.monotonic() >= ends_at:
                 return self._fail(place, codes, failed)
 
     def look_around(self, place: Place) -> JobOutcome | None:
@@ -162,8 +156,7 @@ class Supervisor:
         """Return the exit codes that ranks stopped by a signal have agreed on."""
         if place.world_size == 1:
             return {STOPPED_EXIT_CODE, 128 + signal.SIGINT}  # a single rank has no store to announce it in
-        code = self.failures.stop_code()
-        return set() if code is None else {code}
+        return {code for code in [self.failures.stop_code()] if code is not None}
 
     def _start_timer(self) -> None:
         self._deadline = min(self._deadline, time.monotonic() + self._job.grace_seconds)
@@ -173,28 +166,23 @@ class Supervisor:
         if self._interrupts > 1:
             return JobOutcome(128 + number, rest="trainwright: second Ctrl-C; the ranks were killed.\n")
         why = f" after {signal.Signals(self.signal).name}" if self.signal else ""
-        return JobOutcome(
-            128 + number,
-            rest=f"trainwright: the ranks had not left {self._job.grace_seconds:g} s{why} and were killed; the last complete "
-            "checkpoint is unchanged. Set TRAINWRIGHT_GRACE_SECONDS, or trainwright launch --grace-seconds, to give them "
-            "more time.\n",
+        text = (
+            f"the ranks had not left {self._job.grace_seconds:g} s{why} and were killed; the last complete checkpoint is "
+            "unchanged. Set TRAINWRIGHT_GRACE_SECONDS, or trainwright launch --grace-seconds, to give them more time."
         )
+        return JobOutcome(128 + number, rest=f"trainwright: {text}\n")
 
     def _fail(self, place: Place, codes: dict[int, int], failed: dict[int, int]) -> JobOutcome:
         """End all ranks after a failure, and return which rank of the job failed first."""
-        if (
-            failed
-            and self.failures.count() == 0
-            and (len(place.hosts) == 1 or set(failed.values()) != {PEER_FAILED_EXIT_CODE})
-        ):
-            rank = min(failed, key=lambda rank: (_order(failed[rank]), rank))
-            self.post(rank, _describe_exit(failed[rank]), failed[rank])
+        self._post_exits(failed)
         end_groups([self._ranks[rank] for rank in failed], TIDY_SECONDS)
         deadline = time.monotonic() + LEAVE_SECONDS
-        while self._running() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        for process in self._running():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self._post_exits(self._exit_codes())  # of a rank that others have missed before it had ended
         end_groups(self._running(), CLOSE_SECONDS)
-        report = self.failures.first(timeout_seconds=LEAVE_SECONDS)
+        report = self.failures.first()
         if report is None:
             return JobOutcome(1, f"a rank of {place.world_size} failed, but left no report")
         code = report.code or failed.get(report.rank, 1)
@@ -214,6 +202,13 @@ class Supervisor:
             rest += report.traceback
         reason = f"rank {report.rank} of {place.world_size}{where} failed first ({report.summary})"
         return JobOutcome(1 if code == PEER_FAILED_EXIT_CODE else code, reason, rest)
+
+    def _post_exits(self, codes: dict[int, int]) -> None:
+        """Post the failures of ranks that have left none themselves, first the most likely cause."""
+        known = {report.rank for report in self.failures.reports()}
+        silent = [rank for rank, code in codes.items() if code not in NO_FAILURES and rank not in known]
+        for rank in sorted(silent, key=lambda rank: (codes[rank] != -signal.SIGKILL, rank)):
+            self.post(rank, _describe_exit(codes[rank]), codes[rank])
 
     def post(self, rank: int, summary: str, code: int = 1) -> None:
         """Post the failure of a rank."""
@@ -268,19 +263,9 @@ def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: Path | Non
                 file.write(shown)
 
 
-def _order(code: int) -> int:
-    """Sort exit codes by how likely they are the cause: a kill from outside, an error, the failure of a peer."""
-    if code == -signal.SIGKILL:
-        return 0
-    return 2 if code == PEER_FAILED_EXIT_CODE else 1
-
-
 def _describe_exit(code: int) -> str:
     """Return how a process ended, in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"killed by {name}{_HINTS.get(-code, '')}"
+    names = {number.value: number.name for number in signal.Signals}
+    return (
+        f"killed by {names.get(-code, f'signal {-code}')}{_HINTS.get(-code, '')}" if code < 0 else f"exit code {code}"
+    )
