@@ -325,13 +325,13 @@ class NodeLauncher(RendezvousHandler):
         """Pass the first signal on to the supervisor. End at once if there is none, and at the second Ctrl-C."""
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
-            self._exit(128 + number, "second Ctrl-C; the ranks were killed.")
+            self._end_process(128 + number, "second Ctrl-C; the ranks were killed.")
         elif not self._signal:
             self._signal = number
             if not self._folder.send(signal.SIGUSR2, number):
-                self._exit(128 + number)
+                self._end_process(128 + number)
 
-    def _exit(self, code: int, text: str = "") -> None:
+    def _end_process(self, code: int, text: str = "") -> None:
         """End this process and the ranks, whatever the main thread waits for."""
         self._folder.send(signal.SIGKILL)  # the ranks end with it
         if text:
@@ -378,7 +378,7 @@ class NodeLauncher(RendezvousHandler):
 
     def _lose_main(self) -> None:
         if not self._is_over.wait(CLOSE_SECONDS):
-            self._exit(1, MAIN_IS_GONE)
+            self._end_process(1, MAIN_IS_GONE)
 
     def _report_lost(self, reception: Reception, base: Store) -> None:
         lost = [node for node, arrival in enumerate(self._arrivals) if reception.is_lost(arrival)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from trainwright.distributed.job_store import Store, post
@@ -107,4 +108,5 @@ class Reception:
 
 
 def say(text: str) -> None:
-    print(f"trainwright: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal may have gone
+        print(f"trainwright: {text}", file=sys.stderr, flush=True)

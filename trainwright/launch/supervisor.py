@@ -117,10 +117,8 @@ class Supervisor:
             failed = {rank: code for rank, code in codes.items() if code and code not in stops}
             if any(code in stops for code in codes.values()):
                 self._start_timer()  # also if only a rank was signalled
-            if self.signal and failed and set(failed.values()) <= {-self.signal, 128 + self.signal}:
-                return self.abandon(JobOutcome(128 + self.signal))
-            if time.monotonic() >= self._deadline:
-                return self.abandon(self._describe_timeout())
+            if (stop := self._find_stop(failed)) is not None:
+                return self.abandon(stop)
             has_finished = not failed and len(codes) == len(self._ranks)
             outcome = self.finish(place, max(codes.values())) if has_finished else self.look_around(place)
             if outcome is not None:
@@ -161,7 +159,12 @@ class Supervisor:
     def _start_timer(self) -> None:
         self._deadline = min(self._deadline, time.monotonic() + self._job.grace_seconds)
 
-    def _describe_timeout(self) -> JobOutcome:
+    def _find_stop(self, failed: dict[int, int]) -> JobOutcome | None:
+        """Return how a signal ends ranks that did not wait for a save, or that have not exited in time."""
+        if self.signal and failed and set(failed.values()) <= {-self.signal, 128 + self.signal}:
+            return JobOutcome(128 + self.signal)
+        if time.monotonic() < self._deadline:
+            return None
         number = self.signal or signal.SIGTERM
         if self._interrupts > 1:
             return JobOutcome(128 + number, rest="trainwright: second Ctrl-C; the ranks were killed.\n")
