@@ -84,9 +84,7 @@ def work(folder: str) -> None:
             (path / WORK).unlink(missing_ok=True)  # may be large, and would stay if this process were killed
         result = named.pop("the function")(path, **named)
         if rank == 0:
-            write_result(path / f"{RESULT}.part", result)
-            # Renamed, so that a rank that is killed while it writes leaves no half of a result.
-            os.rename(path / f"{RESULT}.part", path / RESULT)
+            write_result(path / RESULT, result)
     except Exception as error:
         carried = {"summary": summarize(error), "traceback": traceback.format_exc()}
         (path / f"error-{rank}").write_text(json.dumps(carried), encoding="utf-8")
@@ -104,15 +102,12 @@ def _failed(folder: Path, code: int, asked: str) -> Exception:
         )
     text = report.read_text(encoding="utf-8").strip()
     failed = re.search(r"rank (\d+)", text)
-    errors = sorted(
-        folder.glob("error-*"), key=lambda path: (not failed or path.name != f"error-{failed[1]}", path.name)
-    )
-    if not errors:
+    rank = failed[1] if failed else "0"
+    if not (error := folder / f"error-{rank}").exists():
         return WorkerFailed(f"{asked}: {text} Any traceback was printed to standard error.")
-    carried = json.loads(errors[0].read_text(encoding="utf-8"))
+    carried = json.loads(error.read_text(encoding="utf-8"))
     if "(exit code" in text:  # it failed before or after it was connected to the others
         text = f"{text} ({carried['summary']})"
-    rank = errors[0].name.removeprefix("error-")
     return WorkerFailed(f"{asked}: {text}\n\nOn rank {rank}:\n{with_sources(carried['traceback'])}")
 
 
