@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainwright.distributed.environment import JOB_VARIABLE
-from trainwright.distributed.masking import shown
 from trainwright.errors import did_you_mean
 from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, WAIT_SECONDS
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE
 
-__all__ = [
-    "KEYS",
-    "Config",
-    "Entry",
-    "checked_variable",
-    "config_path",
-    "find_config",
-    "of_jobs",
-    "printable",
-    "set_variables_of",
-]
+__all__ = ["KEYS", "Config", "check_variables", "config_path", "find_config", "printable", "set_variables_of"]
 
 CONFIG_VARIABLE = "TRAINWRIGHT_CONFIG"
 """The variable that names the config, where --config-file does not."""
@@ -68,24 +57,19 @@ KEY_OF = {
 }
 """Variables that a key of the config sets."""
 OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_VARIABLE, CONFIG_VARIABLE)
-
-
-class Entry(NamedTuple):
-    """A value as the file spells it, and its line, "FILE:LINE"."""
-
-    text: str
-    where: str
+NULLS = ("", "~", "null")
+"""How a file spells a key without a value."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """The entries of a config, by key."""
+    """The entries of a config, by key, as the file spells them."""
 
     path: str | None = None
     source: str = "default"
     """The flag or the variable that named the file, or "default"."""
-    values: dict[str, Entry] = field(default_factory=dict)
-    variables: dict[str, Entry] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
     """The variables under `env`."""
 
 
@@ -100,13 +84,15 @@ def config_path(given: str | None, variables: Mapping[str, str] | None = None) -
     return os.path.join(folder, "trainwright", "config.yaml"), "default"
 
 
-def find_config(given: str | None, variables: Mapping[str, str] | None = None) -> Config:
+def find_config(given: str | None) -> Config:
     """Return the config that a flag or the environment names, or else the user's, which need not exist.
 
     Raises:
-        ValueError: a named file does not exist or cannot be read, or an entry is wrong (with its file and line).
+        ValueError: a named file does not exist or cannot be read, or an entry is wrong.
     """
-    path, source = config_path(given, variables)
+    import yaml
+
+    path, source = config_path(given)
     if not os.path.exists(path):
         if source == "default":
             return Config()
@@ -115,100 +101,57 @@ def find_config(given: str | None, variables: Mapping[str, str] | None = None) -
         )
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: the config cannot be read ({error}). Pass the path of a YAML file.") from error
-    return Config(path, source, *_parse(path, text))
+            values = yaml.BaseLoader(file).get_single_data()  # keeps the spelling of `no` and `1:30`
+        values, variables = _checked(values)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(
+            f"{path}: the config cannot be read as YAML ({problem}). Correct it, or pass another path."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Config(path, source, values, variables)
 
 
-def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
-    import yaml
-
-    try:
-        # Nodes rather than values: a node knows its line, and how the file spells it.
-        root = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = " ".join(str(getattr(error, "problem", error)).split())
-        line = "" if mark is None else f":{mark.line + 1}"
-        raise ValueError(f"{path}{line}: this is not YAML ({problem}). Correct the line.") from error
-    values: dict[str, Entry] = {}
-    variables: dict[str, Entry] = {}
-    for key, where, node in _pairs(path, root, "a config"):
+def _checked(content: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the values of a config and its variables (ValueError if a key or a kind of value is wrong)."""
+    values = _mapping(content, "a config")
+    for key in values:
         if key in ("compute_environment", "distributed_type"):
-            raise ValueError(f"{where}: {key!r} is a key of Accelerate's configs; `trainwright config` writes ours.")
+            raise ValueError(f"{key!r} is a key of Accelerate's configs; `trainwright config` writes ours.")
         if key not in KEYS:
             hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else did_you_mean(key, KEYS)
-            raise ValueError(f"{where}: {key!r} is not a key of a config. Expected one of {', '.join(KEYS)}.{hint}")
-        if key == "env":
-            variables = {
-                name: checked_variable(name, _entry(name, where, value))
-                for name, where, value in _pairs(path, node, "env")
-                if not _is_null(value)
-            }
-        elif not _is_null(node):
-            values[key] = _entry(key, where, node)
-    return values, variables
+            raise ValueError(f"{key!r} is not a key of a config. Expected one of {', '.join(KEYS)}.{hint}")
+    variables = _mapping(values.pop("env", ""), "env")
+    check_variables(variables)
+    for key, value in {**values, **variables}.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{key} is {value}. Expected a single value.")
+    return {key: value for key, value in values.items() if value not in NULLS}, variables
 
 
-def _pairs(path: str, node: Any, what: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the keys of a mapping with their lines and values. A repeated key is rejected."""
-    if node is None or _is_null(node):
-        return
-    if node.id != "mapping":
-        raise ValueError(f"{path}:{node.start_mark.line + 1}: {what} holds lines of `name: value`, not a {node.id}.")
-    seen: dict[str, str] = {}
-    for key, value in node.value:
-        where = f"{path}:{key.start_mark.line + 1}"
-        name = str(key.value)
-        if name in seen:
-            raise ValueError(f"{where}: {name!r} is there twice, first at {seen[name]}. Remove one.")
-        seen[name] = where
-        yield name, where, value
+def _mapping(value: Any, what: str) -> dict[str, Any]:
+    if value in (None, *NULLS):
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {value!r}. Expected lines of `name: value`.")
+    return value
 
 
-def _entry(name: str, where: str, node: Any) -> Entry:
-    """Return a value's text as the file spells it, so that `no` and `1:30` keep their letters."""
-    if node.id != "scalar":
-        raise ValueError(f"{where}: {name} is a {node.id}. Expected a single value.")
-    return Entry(node.value, where)
-
-
-def _is_null(node: Any) -> bool:
-    return bool(node.tag == "tag:yaml.org,2002:null")
-
-
-def checked_variable(name: str, entry: Entry) -> Entry:
-    """Return the entry of a variable, which a config may set (ValueError otherwise)."""
-    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ValueError(f"{entry.where}: {name!r} is not the name of a variable. Expected only letters, digits and _.")
-    if name in KEY_OF:
-        raise ValueError(f"{entry.where}: env has {name}. Set the key {KEY_OF[name]!r} instead.")
-    if name in OWN_VARIABLES:
-        raise ValueError(f"{entry.where}: env has {name}, which trainwright launch sets itself. Remove it.")
-    return entry
-
-
-OF_JOBS = (
-    *("TRAINWRIGHT_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "GLOO_", "OMP_", "MKL_", "DS_", "DEEPSPEED_"),
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "OMPI_COMM_WORLD_"),
-    *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "PMI_"),
-)
-"""How the names of a job's variables begin."""
-
-
-def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of this process, or those given, that concern launchers, torch and devices, with secrets hidden."""
-    from trainwright.devices import cuda
-
-    variables = os.environ if variables is None else variables
-    beginnings = (*OF_JOBS, *(f"{name}_" for name in cuda.VARIABLES))
-    return {name: shown(name, text) for name, text in sorted(variables.items()) if name.startswith(beginnings)}
+def check_variables(names: Iterable[str]) -> None:
+    """Raise ValueError if a config may not set one of these variables."""
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ValueError(f"{name!r} is not the name of a variable. Expected only letters, digits and _.")
+        if name in KEY_OF:
+            raise ValueError(f"env has {name}. Set the key {KEY_OF[name]!r} instead.")
+        if name in OWN_VARIABLES:
+            raise ValueError(f"env has {name}, which trainwright launch sets itself. Remove it.")
 
 
 def set_variables_of(config: Config) -> dict[str, str]:
     """Set the variables of a config that are not set yet, before torch looks for GPUs. Return all that are."""
-    os.environ.update({name: entry.text for name, entry in config.variables.items() if name not in os.environ})
+    os.environ.update({name: text for name, text in config.variables.items() if name not in os.environ})
     return dict(os.environ)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 from trainwright.distributed.network import DEFAULT_PORT
 from trainwright.launch.config import Config
 from trainwright.launch.processes import GRACE_SECONDS
-from trainwright.launch.setting_sources import NameCheck, Sources, flag_of, read_number
+from trainwright.launch.setting_sources import NameCheck, Sources, flag_of
 
 NEEDED = {
     "slurm": {"devices": "4", "time": "04:00:00"},
@@ -28,12 +27,6 @@ PASSED_ON = ("strategy", "precision", "gradient_accumulation_steps", "max_restar
 OPTIONAL = {
     "slurm": ("num_nodes", "cpu", "cpus", "grace_seconds", "logs", "job_id"),
     "kubernetes": ("num_nodes", "cpu", "cpus", *PASSED_ON),
-}
-PATTERNS = {
-    "time": (r"(\d+-)?\d+(:\d\d?){0,2}", "a limit as sbatch takes it, such as 04:00:00"),
-    "image": (r"[\w./:@-]+", "the name of an image"),
-    "volume": (r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "the name of a PersistentVolumeClaim"),
-    "job_id": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "at most 40 lowercase letters, digits and hyphens, a letter first"),
 }
 NUMBERS = {
     **{"devices": (1, None), "num_nodes": (1, 1), "cpus": (1, 4), "grace_seconds": (0, GRACE_SECONDS)},
@@ -51,8 +44,7 @@ def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameC
     _check_flags(options)
     sources = Sources(options, {}, Config())
     devices, nodes, cpus, grace, *_ = (
-        read_number(sources.find(name), default=default, least=least).value
-        for name, (least, default) in NUMBERS.items()
+        sources.number(name, default, least=least).value for name, (least, default) in NUMBERS.items()
     )
     check_names(options.strategy, options.precision, devices * nodes)
     name = options.job_id or "train"
@@ -86,9 +78,6 @@ def _check_flags(options: argparse.Namespace) -> None:
             raise ValueError(f"{flag} was given with --emit {options.emit}, which takes {flags}. Leave it out.")
         if not value and name in needed:
             raise ValueError(f"--emit {options.emit} needs {flag}. Add it, for example {flag} {needed[name]}.")
-        pattern, meaning = PATTERNS.get(name, ("", ""))
-        if value and pattern and not re.fullmatch(pattern, value):
-            raise ValueError(f"{flag} {value}: expected {meaning}.")
 
 
 def _kubernetes(

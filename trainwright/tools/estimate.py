@@ -172,9 +172,9 @@ def _table(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Itera
         # The total includes the parts, so a narrow terminal drops the parts first, and empty ones before the others.
         parts = sorted((6, 5, 3, 4, 2), key=lambda at: any(row[at] != "-" for row in cells))
         yield f"\n{', '.join(names)}"
-        is_narrow = width is not None and len(lay_out([HEADS, *cells], None, indent=2)[1]) > width
+        is_narrow = width is not None and len(lay_out([HEADS, *cells], None)[1]) > width
         heads = SHORT_HEADS if is_narrow else HEADS
-        yield from lay_out([heads, *cells], width, indent=2, right=range(1, 8), dropped=parts)
+        yield from lay_out([heads, *cells], width, right=range(1, 8), dropped=parts)
         best = min(fitting, key=lambda entry: entry[0], default=None)
         yield "  nothing here fits" if best is None else f"  fewest devices that fit: {best[0]}, with {best[1]}"
 

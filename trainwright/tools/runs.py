@@ -324,7 +324,7 @@ def _table(runs: Sequence[ListedRun], directory: str, sort: str | None, width: i
     """Return the lines of the list. A narrow terminal gets fewer details, then fewer columns."""
     for detail in range(MOST_DETAIL, -1, -1):
         rows = [HEADS, *(_cells(run, directory, sort, detail) for run in runs)]
-        lines = lay_out(rows, width, shortened=(0, 5), dropped=() if detail else (6, 2, 5))
+        lines = lay_out(rows, width, dropped=() if detail else (6, 2, 5))
         if width is None or max(map(len, lines)) <= width:
             break
     return lines

@@ -28,7 +28,7 @@ CSV_HEADS = (
 def terminal_table(comparison: Comparison, width: int | None) -> list[str]:
     """Return the lines of the table, without the columns that do not fit."""
     rows = [heads(comparison), *(cells(comparison, result) for result in comparison.results)]
-    return lay_out(rows, width, indent=2, right=range(2, len(rows[0])), dropped=(2, 1, 7, 3))
+    return lay_out(rows, width, right=range(2, len(rows[0])), dropped=(2, 1, 7, 3))
 
 
 def heads(comparison: Comparison) -> list[str]:
