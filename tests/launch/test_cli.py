@@ -157,7 +157,6 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
         (["--devices"], "argument --devices: expected one argument"),
         ([], "no script was given. Pass one, or -m and a module"),
         (["x.py"], "file 'x.py' does not exist. Pass the path of a script"),
-        (["."], "'.' is a folder without a __main__.py, so Python cannot run it. Pass the path"),
         (["-m"], "-m needs the name of a module after it."),
         (["--strategy", "dpd", "x.py"], "strategy='dpd' is unknown; choose from auto"),
         (["--precision", "float16", "x.py"], "precision='float16' is unknown; choose from"),

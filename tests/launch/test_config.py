@@ -134,12 +134,13 @@ def test_a_dry_run_starts_nothing(started: list[Any], capsys: pytest.CaptureFixt
 
 
 def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert config_path("a.yaml", {"TRAINWRIGHT_CONFIG": "b.yaml"}) == ("a.yaml", "--config-file")
-    assert config_path(None, {"TRAINWRIGHT_CONFIG": "b.yaml", "XDG_CONFIG_HOME": "/x"})[0] == "b.yaml"
-    assert config_path(None, {"XDG_CONFIG_HOME": "/x"}) == ("/x/trainwright/config.yaml", "default")
-    monkeypatch.setenv("HOME", "/home/one")
-    assert config_path(None, {})[0] == "/home/one/.config/trainwright/config.yaml"
+    monkeypatch.setenv("TRAINWRIGHT_CONFIG", "b.yaml")
+    assert config_path("a.yaml") == ("a.yaml", "--config-file")
+    assert config_path(None)[0] == "b.yaml"
     monkeypatch.delenv("TRAINWRIGHT_CONFIG")
+    monkeypatch.setenv("HOME", "/home/one")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    assert config_path(None) == ("/home/one/.config/trainwright/config.yaml", "default")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(["launch", "train.py"], check_names) == 0  # the user's config need not exist
     (tmp_path / "trainwright").mkdir()
@@ -166,10 +167,14 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
             "mine.yaml: gradient_accumulation_steps: 0: expected an integer of at least 1",
         ),
         ("a: [1", "mine.yaml: the config cannot be read as YAML (while parsing a flow sequence"),
-        ("- devices", "mine.yaml: a config is ['devices']. Expected lines of `name: value`."),
+        ("- devices", "mine.yaml: expected lines of `name: value`, also under env."),
         ("devices: [1, 2]", "mine.yaml: devices is ['1', '2']. Expected a single value."),
-        ("env:\n  MASTER_PORT: 1", "mine.yaml: env has MASTER_PORT. Set the key 'main_port' instead."),
-        ("env:\n  RANK: 1", "mine.yaml: env has RANK, which trainwright launch sets itself. Remove it."),
+        ("env: 3", "mine.yaml: expected lines of `name: value`, also under env."),
+        (
+            "env:\n  MASTER_PORT: 1",
+            "mine.yaml: env has MASTER_PORT, which trainwright launch sets itself. Remove it, or set its",
+        ),
+        ("env:\n  RANK: 1", "mine.yaml: env has RANK, which trainwright launch sets itself. Remove it"),
     ],
 )
 def test_a_wrong_config_is_rejected_with_its_path(
@@ -187,7 +192,7 @@ def test_a_config_that_cannot_be_read_is_reported(
 ) -> None:
     Path("bytes.yaml").write_bytes(b"devices: \xff")
     for name, said in (
-        ("none.yaml", "TRAINWRIGHT_CONFIG names 'none.yaml', which does not exist. Pass the path of a config"),
+        ("none.yaml", "none.yaml: the config cannot be read as YAML ([Errno 2] No such file"),
         (".", ".: the config cannot be read"),
         ("bytes.yaml", "bytes.yaml: the config cannot be read as YAML"),
     ):

@@ -86,7 +86,7 @@ def test_a_wrong_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, caps
         "  node_rank=2 is out of range for num_nodes=2",
         "  main_address needs a value.",
         "  A: expected NAME=VALUE pairs with distinct names.",
-        "  env has RANK, which trainwright launch sets itself. Remove it.",
+        "  env has RANK, which trainwright launch sets itself. Remove it",
     ):
         assert f"{text}" in said
     assert "node_rank: 1\n" in FILE.read_text()

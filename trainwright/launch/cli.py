@@ -1,6 +1,6 @@
 """The command line: `trainwright launch` runs a script or a module in several processes, on one machine or several.
 
-`__main__.py` adds the other subcommands. setting_sources.py reads the settings.
+`__main__.py` adds the other subcommands. config.py reads the settings.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from typing import NoReturn
 
 from trainwright.distributed.masking import shown
 from trainwright.errors import did_you_mean
-from trainwright.launch.columns import lay_out
 from trainwright.launch.config import (
     CONFIG_VARIABLE,
     KEY_OF,
     KEYS,
     OTHER_WORDS,
     Config,
+    LaunchSetting,
+    NameCheck,
+    Sources,
     find_config,
+    flag_of,
+    nodes_in,
     printable,
+    resolve,
     set_variables_of,
 )
 from trainwright.launch.manifests import NEEDED, emit
 from trainwright.launch.nodes import Job
 from trainwright.launch.processes import supervise
-from trainwright.launch.setting_sources import LaunchSetting, NameCheck, Sources, flag_of, nodes_in, resolve
 
 __all__ = ["Parser", "check_config", "check_script", "parse_command"]
 
@@ -96,13 +100,8 @@ def check_script(command: Sequence[str]) -> None:
     """Refuse a command without a script or a module, or whose script does not exist (ValueError)."""
     if not command:
         raise ValueError("no script was given. Pass one, or -m and a module, after the options.")
-    if command[0] == "-m":
-        return
-    what = "Pass the path of a script, or -m and the name of a module."
-    if not os.path.exists(command[0]):
-        raise ValueError(f"file {command[0]!r} does not exist. {what}")
-    if os.path.isdir(command[0]) and not os.path.exists(os.path.join(command[0], "__main__.py")):
-        raise ValueError(f"{command[0]!r} is a folder without a __main__.py, so Python cannot run it. {what}")
+    if command[0] != "-m" and not os.path.exists(command[0]):
+        raise ValueError(f"file {command[0]!r} does not exist. Pass the path of a script, or -m and a module.")
 
 
 def launch_parser() -> Parser:
@@ -123,11 +122,7 @@ def launch_parser() -> Parser:
         "default: ~/.config/trainwright/config.yaml, if it is there; trainwright config writes it)")  # fmt: skip
     add("--emit", choices=NEEDED, help="print an sbatch file, or manifests for Kubernetes, and run nothing")
     add("--image", help="with --emit kubernetes: the container's image, which has the script")
-    add(
-        "--volume",
-        metavar="CLAIM",
-        help="with --emit kubernetes: the PersistentVolumeClaim of the checkpoints, at /runs",
-    )
+    add("--volume", metavar="CLAIM", help="with --emit kubernetes: the PersistentVolumeClaim to mount at /runs")
     add("--time", metavar="LIMIT", help="with --emit slurm: the time limit of the job, such as 04:00:00")
     add("--cpus", metavar="N", help="with --emit: CPU cores of every process (default: 4)")
     add("--dry-run", action="store_true", help="print what would run, and run nothing")
@@ -167,4 +162,5 @@ def _describe(what: str, settings: Mapping[str, LaunchSetting], config: Config, 
         if value is not None or source != "default":
             rows.append((name, "a free one" if name == "main_port" and value == 0 else str(value), source))
     rows += [(f"env {name}", printable(shown(name, text)), str(config.path)) for name, text in new.items()]
-    return "\n".join([first, *lay_out(rows, None)])
+    names, values = (max(len(row[at]) for row in rows) for at in (0, 1))
+    return "\n".join([first, *(f"  {name:<{names}}  {value:<{values}}  {source}" for name, value, source in rows)])

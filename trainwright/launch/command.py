@@ -12,10 +12,6 @@ from trainwright.distributed.signals import is_interactive
 from trainwright.errors import LaunchError
 
 TEST_RUNNERS = ("_pytest", "unittest.case", "unittest.suite", "unittest.main", "doctest")
-
-
-GUARD = "Put the script's work under `if __name__ == '__main__':`, so that helper processes do not repeat it."
-WORKER = "Pass as many devices as the job has processes, or call the function directly."
 SCRIPT = (
     "Only a script, a module (-m) or -c code can be run again in each of them. Call trainwright.notebook_launcher(function, "
     "num_processes=...) to run your own loop, put the code into a script, or start it with torchrun."
@@ -46,9 +42,9 @@ def check_worker_calls(reason: str) -> None:
 def _obstacle() -> tuple[str, str] | None:
     """Return how this process was started, if it cannot start others, and what to do instead."""
     if multiprocessing.parent_process() is not None:
-        return "by multiprocessing", GUARD
+        return "by multiprocessing", "Put the script's work under `if __name__ == '__main__':`."
     if JOB_VARIABLE in os.environ or "RANK" in os.environ:
-        return "as one worker of a job", WORKER
+        return "as one worker of a job", "Pass its number of processes as devices, or call the function directly."
     return None if os.name == "posix" else (f"on {sys.platform}", "Start the script with torchrun.")
 
 

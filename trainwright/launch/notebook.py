@@ -144,9 +144,6 @@ def run_launcher(command: list[str]) -> int:
 def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     """Pass the first signal of every kind on to the launcher, and yield their list. A second Ctrl-C interrupts."""
     passed: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
-        yield passed
-        return
 
     def pass_on(number: int, _: FrameType | None) -> None:
         if number not in passed:
@@ -156,6 +153,8 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
             raise KeyboardInterrupt
 
     handled = [number for number in STOP_SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
+        handled = []
     previous = {number: signal.signal(number, pass_on) for number in handled}
     try:
         yield passed

@@ -11,8 +11,7 @@ import io
 import sys
 import types
 from collections.abc import Callable, Mapping
-from functools import partial
-from importlib.machinery import ModuleSpec
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,8 @@ ADVICE = (
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Cloudpickle's pickler, which also packs the contents of modules that a fresh interpreter would not find."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._known = {"__main__", None}
-
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ not in self._known:
-            self._known.add(obj.__module__)
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ not in (None, "__main__"):
             module = sys.modules.get(obj.__module__)
             if module is not None and not is_importable(module):
                 cloudpickle.register_pickle_by_value(module)
@@ -54,21 +48,17 @@ def _set_in_main(set_state: Callable[[type, Any], Any], kind: type, state: Any) 
         setattr(sys.modules["__main__"], kind.__name__, kind)
 
 
+@cache
 def is_importable(module: types.ModuleType) -> bool:
     """Return whether a fresh interpreter with this search path would find this very module."""
-    spec, file = None, getattr(module, "__file__", None)
-    parts = module.__name__.split(".")
-    for count in range(1, len(parts) + 1):
-        # Not importlib.util.find_spec: it returns the spec of a module that is already imported, wherever that came from.
-        spec = _find_spec(".".join(parts[:count]), spec.submodule_search_locations if spec else None)
-        if spec is None or (spec.submodule_search_locations is None and count < len(parts)):
-            return False
+    parent = module.__name__.rpartition(".")[0]
+    if parent and not (parent in sys.modules and is_importable(sys.modules[parent])):
+        return False
+    path = getattr(sys.modules[parent], "__path__", None) if parent else None
+    # Not importlib.util.find_spec: it returns the spec of a module that is already imported, wherever that came from.
+    specs = (finder.find_spec(module.__name__, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    spec, file = next(filter(None, specs), None), getattr(module, "__file__", None)
     return spec is not None and (file is None or spec.origin == file)
-
-
-def _find_spec(name: str, path: Any) -> ModuleSpec | None:
-    specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    return next((spec for spec in specs if spec is not None), None)
 
 
 def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
@@ -132,10 +122,9 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         return [(f"[{number}]", item) for number, item in enumerate(value)]
     if isinstance(value, types.FunctionType):
-        variables = inspect.getclosurevars(value)
-        return [
-            (f", its variable {name!r}", item) for name, item in {**variables.nonlocals, **variables.globals}.items()
-        ]
+        closure = inspect.getclosurevars(value)
+        variables = {**closure.nonlocals, **closure.globals}
+        return [(f", its variable {name!r}", item) for name, item in variables.items()]
     if isinstance(value, type):
         return [(f".{name}", item) for name, item in vars(value).items()]
     attributes: dict[str, Any] = dict(getattr(value, "__dict__", {}))

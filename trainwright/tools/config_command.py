@@ -17,8 +17,7 @@ from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser, check_config
-from trainwright.launch.config import KEYS, Config, check_variables, config_path, find_config, printable
-from trainwright.launch.setting_sources import NameCheck
+from trainwright.launch.config import KEYS, Config, NameCheck, check_variables, config_path, find_config, printable
 from trainwright.strategies import CHOICES
 from trainwright.tools.choices import best_precision, why_missing
 

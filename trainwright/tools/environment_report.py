@@ -15,8 +15,7 @@ from trainwright.devices.hardware import describe_devices, package_versions
 from trainwright.distributed.masking import HIDDEN, shown
 from trainwright.engine.memory_estimate import available_memory, size_text
 from trainwright.launch.cli import Parser, check_config
-from trainwright.launch.config import Config, config_path, find_config, set_variables_of
-from trainwright.launch.setting_sources import NameCheck
+from trainwright.launch.config import Config, NameCheck, config_path, find_config, set_variables_of
 from trainwright.tools.choices import LISTED_STRATEGIES, why_missing
 
 OF_JOBS = (

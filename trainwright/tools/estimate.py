@@ -16,10 +16,10 @@ from trainwright import estimate_memory
 from trainwright.engine.memory_estimate import MOST_USED, available_memory, size_text
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser
-from trainwright.launch.columns import fill, lay_out, terminal_width
 from trainwright.precision import NAMES, canonical_name, resolve_precision
 from trainwright.strategies.memory_plan import FULLY_SHARDED, DeviceBytes
 from trainwright.tools.choices import LISTED_STRATEGIES, choose
+from trainwright.tools.columns import fill, lay_out, terminal_width
 from trainwright.tools.module_source import make_module
 
 ALL_PRECISIONS = [name for name in NAMES if not name.startswith("64")]

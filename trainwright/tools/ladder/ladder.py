@@ -15,12 +15,11 @@ from typing import Any
 from trainwright.devices.hardware import describe_devices, resolve_device_type
 from trainwright.distributed.environment import Environment, rung_file
 from trainwright.launch.cli import Parser, check_script, parse_command
-from trainwright.launch.columns import fill, terminal_width
-from trainwright.launch.config import find_config, set_variables_of
-from trainwright.launch.setting_sources import Sources, flag_of
+from trainwright.launch.config import Sources, find_config, flag_of, set_variables_of
 from trainwright.metric_direction import Direction
 from trainwright.strategies import STRATEGIES, VARIANTS
 from trainwright.tools.choices import choose, why_missing
+from trainwright.tools.columns import fill, terminal_width
 from trainwright.tools.ladder.advice import choice_lines, notes, sentence
 from trainwright.tools.ladder.attempt import Attempt, Result
 from trainwright.tools.ladder.climb import LOG_NAME, SEED, Climb

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.__main__ import check_names
-from trainwright.launch.columns import lay_out
+from trainwright.tools.columns import lay_out
 from trainwright.tools.estimate import estimate_command
 from trainwright.tools.runs import runs_command
 

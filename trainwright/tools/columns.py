@@ -7,8 +7,6 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import TextIO
 
-__all__ = ["fill", "lay_out", "terminal_width"]
-
 
 def terminal_width(stream: TextIO | None) -> int | None:
     """Return the columns of the terminal behind a stream, or None if it is a pipe or a file."""
@@ -23,20 +21,15 @@ def fill(text: str, width: int | None) -> str:
 def lay_out(
     rows: Sequence[Sequence[str]], width: int | None, *, right: Collection[int] = (), dropped: Sequence[int] = ()
 ) -> list[str]:
-    """Return the indented lines of a table, without columns that do not fit.
+    """Return the indented lines of a table, whose first row has the heads, without columns that do not fit.
 
-    Args:
-        rows: the cells, of which the first row has the heads.
-        width: the terminal's, or None for all columns.
-        right: the columns of numbers, which are aligned at their ends.
-        dropped: the columns that can be dropped, in this order.
+    The columns `right` are aligned at their ends, as numbers are. The columns `dropped` can be dropped, in this order.
     """
     widths = {at: max(len(row[at]) for row in rows) for at in range(len(rows[0]))}
     for at in dropped:
         if width is not None and sum(widths.values()) + 2 * len(widths) > width:
             del widths[at]
-    lines = []
-    for row in rows:
-        cells = (row[at].rjust(size) if at in right else row[at].ljust(size) for at, size in widths.items())
-        lines.append(f"  {'  '.join(cells)}".rstrip())
-    return lines
+    aligned = [
+        [row[at].rjust(size) if at in right else row[at].ljust(size) for at, size in widths.items()] for row in rows
+    ]
+    return [f"  {'  '.join(cells)}".rstrip() for cells in aligned]
