@@ -181,7 +181,8 @@ def test_a_job_without_an_agent_ends_quietly(tmp_path: Path, mode: str) -> None:
 def test_a_rank_of_another_job_is_rejected() -> None:
     listener = listen_at(LOOPBACK, 0)
     port = int(listener.getsockname()[1])
-    post(serve_store(listener, LOOPBACK), "job", "cluster 7.0")
+    store = serve_store(listener, LOOPBACK)
+    post(store, "job", "cluster 7.0")
     rank = Environment(1, 1, 2, 2, main_address=LOOPBACK, main_port=port, job="cluster 8.0")
     with pytest.raises(
         LaunchError, match=r"rank 0 of the job 'cluster 7.0' answers at .* this is rank 1 of 'cluster 8.0'"
