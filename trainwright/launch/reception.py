@@ -14,6 +14,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, Token
 
 from trainwright.distributed.job_store import Store, post
+from trainwright.errors import LaunchError
 from trainwright.launch.nodes import Nodes
 
 MORE_SECONDS = 30.0  # that a job with enough nodes waits for more, from the latest arrival, before its first start
@@ -144,7 +145,7 @@ class _StateUnpickler(pickle.Unpickler):
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == module:
                 return found
-        raise RuntimeError(f"a stranger has written {module}.{name} into the state of the job.")
+        raise LaunchError(f"a stranger has written {module}.{name} into the state of the job.")
 
 
 def say(text: str) -> None:
