@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from trainwright.devices import hardware
 from trainwright.launch.cli import main
 
 SCRIPT = """
-import json, os, sys, time
+import json, os, sys
 import trainwright as tw
 
 mode = sys.argv[1]
@@ -38,8 +37,6 @@ print(json.dumps({
     "restarts": engine.environment.restart_count,
 }), flush=True)
 print("to stderr", file=sys.stderr, flush=True)
-if mode == "wait":
-    time.sleep(600)
 accelerator.wait_for_everyone()
 """
 
@@ -120,17 +117,6 @@ def test_restarts_are_limited(tmp_path: Path, started: list[Started]) -> None:
     assert "failed first (RuntimeError: not yet); the job was ended.\n" in started[0].stderr
     assert started[0].stderr.count("Traceback") == 2
     started[0].check_nothing_left()
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_killed_command_takes_its_processes_with_it(tmp_path: Path, started: list[Started], number: int) -> None:
-    started.append(job(tmp_path, "--devices", "2", "train.py", "wait"))
-    started[0].wait_for("{", times=2)
-    assert len(started[0].processes()) == 3
-    started[0].process.send_signal(number)
-    started[0].check_nothing_left()
-    assert started[0].wait() == (-number if number == signal.SIGKILL else 128 + number)
 
 
 @pytest.mark.launch

@@ -115,9 +115,8 @@ def find_config(given: str | None) -> Config:
 
 def _checked(content: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Return the values of a config and its variables (ValueError if a key or a kind of value is wrong)."""
-    values, variables = content or {}, dict[str, str]()
-    if isinstance(values, dict):
-        variables = values.pop("env", "") or {}
+    values: Any = content or {}
+    variables: Any = values.pop("env", "") or {} if isinstance(values, dict) else {}
     if not isinstance(values, dict) or not isinstance(variables, dict):
         raise ValueError("expected lines of `name: value`, also under env.")
     for key in values:
@@ -198,7 +197,7 @@ class Sources:
     ) -> LaunchSetting:
         """Return a setting with its text as an integer, or the default (ValueError for another text)."""
         setting = self.find(name, default, flags_only=flags_only)
-        if setting.source == "default":
+        if not isinstance(setting.value, str):
             return setting
         # int() would also take " 5" and "1_000", and isdigit() superscripts, which int() rejects.
         if not (setting.value.isascii() and setting.value.isdigit()) or int(setting.value) < least:
