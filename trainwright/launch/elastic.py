@@ -178,9 +178,7 @@ class NodeLauncher(RendezvousHandler):
             raise NodeEnded(self._end_of_job(last)) from error
         except RendezvousTimeoutError as error:
             missing = "the other nodes" if self._reception is None else self._reception.describe_missing()
-            raise LaunchError(
-                f"waited {self._nodes.wait_seconds:g} s for {missing}, to start the ranks."
-            ) from error
+            raise LaunchError(f"waited {self._nodes.wait_seconds:g} s for {missing}, to start the ranks.") from error
         except RendezvousConnectionError as error:
             raise LaunchError(MAIN_IS_GONE) from error
         self._restarts += last is not None and last.reason != JOINED
