@@ -55,9 +55,16 @@ def open_store(environment: Environment, timeout: timedelta, is_joined: bool) ->
     if environment.has_agent_store:
         return join_store(address, port, limit), None
     if environment.rank != 0:
-        return join_store(LOOPBACK if environment.num_nodes == 1 else address, port, limit), 0
+        store = join_store(LOOPBACK if environment.num_nodes == 1 else address, port, limit)
+        if (job := store.get("job").decode()) != environment.job:
+            raise LaunchError(
+                f"rank 0 of the job {job!r} answers at {address} port {port}, and this is rank {environment.rank} of "
+                f"{environment.job!r}. Set another port for one of them (MASTER_PORT)."
+            )
+        return store, 0
     if _hosted_store is None:
         _hosted_store = _host_store(address, port, limit, environment.num_nodes)
+        post(_hosted_store, "job", environment.job)
     return _hosted_store, 0
 
 

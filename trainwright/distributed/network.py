@@ -50,21 +50,6 @@ def is_own_address(address: str) -> bool:
     return True
 
 
-def claim_port(address: str, port: int) -> socket.socket | None:
-    """Return a socket that claims a port for a launcher while open, or None if another launcher of this machine has it.
-
-    A port in use does not tell who uses it. Only Linux has such marks. Elsewhere every port can be claimed.
-    """
-    mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        if sys.platform == "linux":
-            mark.bind(f"\0trainwright-{resolve(address)[1]}-{port}")
-    except OSError:
-        mark.close()
-        return None
-    return mark
-
-
 def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> socket.socket:
     """Return a socket that listens at only one address of this machine. Port 0 chooses a free port.
 

@@ -34,19 +34,18 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainwright.distributed.failures import FailureLog
 from trainwright.distributed.job_store import STORE_PREFIX, Store, join_store, post, serve_store, stores
 from trainwright.distributed.masking import masked
-from trainwright.distributed.network import claim_port, is_listening, is_own_address, is_own_name, listen_at, resolve
+from trainwright.distributed.network import is_listening, is_own_address, is_own_name, listen_at, resolve
 from trainwright.distributed.signals import STOP_SIGNALS
 from trainwright.errors import LaunchError
 from trainwright.launch.node_supervisor import JOINED, NODE_LOST, NodeFolder
 from trainwright.launch.nodes import Job, JobOutcome, Place
-from trainwright.launch.reception import SILENCE_SECONDS, Reception, say
+from trainwright.launch.reception import SILENCE_SECONDS, Reception, RendezvousState, say
 from trainwright.launch.supervisor import ENTRY
 
 NAME = "trainwright"
@@ -106,7 +105,6 @@ class NodeLauncher(RendezvousHandler):
         for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        self._claim: socket.socket | None = None
         self._base, self._is_main = self._open_store()
         self._store = stores().PrefixStore("launchers", self._base)
         self._reception = Reception(self._nodes, self._describe()) if self._is_main else None
@@ -117,12 +115,12 @@ class NodeLauncher(RendezvousHandler):
             self._arrive()
         # Otherwise elastic opens another store, on all interfaces, which a node that joins later waits for in vain.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        seconds = {"join": self._nodes.wait_seconds, "last_call": LAST_CALL_SECONDS}
+        seconds = {"join": self._nodes.wait_seconds + 2 * LAST_CALL_SECONDS, "last_call": LAST_CALL_SECONDS}
         store = stores().PrefixStore("elastic", self._base)
         self._elastic = DynamicRendezvousHandler.from_backend(
             NAME,
             store,
-            C10dRendezvousBackend(store, NAME),
+            RendezvousState(store, NAME),
             self._nodes.least,
             self._nodes.count,
             socket.gethostname(),
@@ -142,11 +140,12 @@ class NodeLauncher(RendezvousHandler):
             role=NAME,
             rdzv_backend=NAME,
             max_restarts=self._job.max_restarts,
+            monitor_interval=0.3,
             signals_to_handle="",  # they are handled here
         )
         outcome, text = JobOutcome(1), ""
         try:
-            elastic_launch(config, sys.executable)(ENTRY, "node", str(folder), *sys.path)
+            elastic_launch(config, sys.executable)(ENTRY, "node", folder, str(os.getpid()), *sys.path)
             outcome = self._folder.take_outcome() or outcome
         except NodeEnded as end:
             outcome = end.outcome
@@ -172,15 +171,14 @@ class NodeLauncher(RendezvousHandler):
             self._wait_for_start()
         elif last is None:
             last = JobOutcome(1, SUPERVISOR_KILLED)
+            self._post_failure(self._place, self._place.node, SUPERVISOR_KILLED)
         try:
             info = self._elastic.next_rendezvous()
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:
             raise NodeEnded(self._end_of_job(last)) from error
         except RendezvousTimeoutError as error:
             missing = "the other nodes" if self._reception is None else self._reception.describe_missing()
-            raise LaunchError(
-                f"waited {self._nodes.wait_seconds:g} s for {missing}, to start the ranks again."
-            ) from error
+            raise LaunchError(f"waited {self._nodes.wait_seconds:g} s for {missing}, to start the ranks.") from error
         except RendezvousConnectionError as error:
             raise LaunchError(MAIN_IS_GONE) from error
         self._restarts += last is not None and last.reason != JOINED
@@ -251,8 +249,9 @@ class NodeLauncher(RendezvousHandler):
         self._wait(is_known, lambda: f"the main address {nodes.address!r} to be known here", limit=STORE_SECONDS)
         is_main = nodes.rank == 0
         if nodes.rank is None and is_own_address(nodes.address):
-            self._claim = claim_port(nodes.address, nodes.port)
-            is_main = self._claim is not None  # otherwise another launcher on this machine is the main one
+            is_main = not is_listening(
+                nodes.address, nodes.port
+            )  # otherwise another launcher on this machine is the main one
         if not is_main:
             where = f"the main node at {nodes.address} port {nodes.port}"
             self._wait(lambda _: is_listening(nodes.address, nodes.port), lambda: where)
@@ -267,12 +266,15 @@ class NodeLauncher(RendezvousHandler):
 
     def _describe(self) -> dict[str, Any]:
         """Return this launcher as the others see it."""
-        command = [os.path.basename(self._job.command[1]), *self._job.command[2:]]
+        # Not the folders that Hydra names by the second of the start, nor those of the script.
+        parts = [part for part in self._job.command[1:] if not part.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
+        command = [os.path.basename(part) if part.endswith(".py") else part for part in parts]
         return {
             "host": socket.gethostname(),
             "num_processes": self._job.num_processes,
             "node_rank": self._nodes.rank,
             "job": self._job.job_id or masked(command).text,
+            "time": time.time(),
             "terms": [str(self._nodes), f"max_restarts={self._job.max_restarts}"],
         }
 
@@ -323,15 +325,17 @@ class NodeLauncher(RendezvousHandler):
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass the first signal on to the supervisor. End at once if there is none, and at the second Ctrl-C."""
+        if self._is_over.is_set():
+            return
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
-            self._exit(128 + number, "second Ctrl-C; the ranks were killed.")
+            self._end_process(128 + number, "second Ctrl-C; the ranks were killed.")
         elif not self._signal:
             self._signal = number
             if not self._folder.send(signal.SIGUSR2, number):
-                self._exit(128 + number)
+                self._end_process(128 + number)
 
-    def _exit(self, code: int, text: str = "") -> None:
+    def _end_process(self, code: int, text: str = "") -> None:
         """End this process and the ranks, whatever the main thread waits for."""
         self._folder.send(signal.SIGKILL)  # the ranks end with it
         if text:
@@ -365,7 +369,9 @@ class NodeLauncher(RendezvousHandler):
                 store.add(f"alive/{self._arrival}", 1)
                 if self._reception is not None:
                     self._reception.admit(store)
-                    self._report_lost(self._reception, base)
+                    lost = [node for node, arrival in enumerate(self._arrivals) if self._reception.is_lost(arrival)]
+                    if lost and self._place is not None:
+                        self._post_failure(self._place, lost[0], NODE_LOST, base)
                 self._answered_at = time.monotonic()
             except RuntimeError:
                 self._lose_main()
@@ -378,15 +384,13 @@ class NodeLauncher(RendezvousHandler):
 
     def _lose_main(self) -> None:
         if not self._is_over.wait(CLOSE_SECONDS):
-            self._exit(1, MAIN_IS_GONE)
+            self._end_process(1, MAIN_IS_GONE)
 
-    def _report_lost(self, reception: Reception, base: Store) -> None:
-        lost = [node for node, arrival in enumerate(self._arrivals) if reception.is_lost(arrival)]
-        if lost and self._place is not None:
-            failures = self._failures(self._place, base)
-            if failures.count() == 0:
-                failures.post(self._place.first_rank(lost[0]), NODE_LOST)
-                failures.mark_printed()
+    def _post_failure(self, place: Place, node: int, text: str, base: Store | None = None) -> None:
+        failures = self._failures(place, self._base if base is None else base)
+        if failures.count() == 0:
+            failures.post(place.first_rank(node), text)
+            failures.mark_printed()
 
     def _leave(self, code: int, text: str = "") -> None:
         """Leave the job. The main node, which serves the store, waits until all others have left."""
@@ -405,5 +409,3 @@ class NodeLauncher(RendezvousHandler):
                 if not living or self._store.check(living):
                     break
                 time.sleep(0.05)
-        if self._claim is not None:
-            self._claim.close()

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from trainwright.distributed.network import DEFAULT_PORT
-from trainwright.launch.config import Config
+from trainwright.launch.config import Config, NameCheck, Sources, flag_of
 from trainwright.launch.processes import GRACE_SECONDS
-from trainwright.launch.setting_sources import NameCheck, Sources, flag_of, read_number
 
 NEEDED = {
     "slurm": {"devices": "4", "time": "04:00:00"},
@@ -29,17 +27,6 @@ OPTIONAL = {
     "slurm": ("num_nodes", "cpu", "cpus", "grace_seconds", "logs", "job_id"),
     "kubernetes": ("num_nodes", "cpu", "cpus", *PASSED_ON),
 }
-PATTERNS = {
-    "time": (r"(\d+-)?\d+(:\d\d?){0,2}", "a limit as sbatch takes it, such as 04:00:00"),
-    "image": (r"[\w./:@-]+", "the name of an image"),
-    "volume": (r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "the name of a PersistentVolumeClaim"),
-    "job_id": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "at most 40 lowercase letters, digits and hyphens, a letter first"),
-}
-NUMBERS = {
-    **{"devices": (1, None), "num_nodes": (1, 1), "cpus": (1, 4), "grace_seconds": (0, GRACE_SECONDS)},
-    **{"max_restarts": (0, None), "gradient_accumulation_steps": (1, None)},
-}
-"""The least value and the default of flags. Of the four cores of a process, three are for the loader's workers."""
 RESTARTS = 20
 """The restarts for each pod. The first ones may be needed until the name of the first pod is known to the others."""
 SECONDS_TO_END = 30
@@ -50,10 +37,10 @@ def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameC
     """Return the file of --emit for a script with its arguments (ValueError if a flag is missing or wrong)."""
     _check_flags(options)
     sources = Sources(options, {}, Config())
-    devices, nodes, cpus, grace, *_ = (
-        read_number(sources.find(name), default=default, least=least).value
-        for name, (least, default) in NUMBERS.items()
-    )
+    devices = sources.number("devices", least=1).value
+    nodes = sources.number("num_nodes", 1, least=1).value
+    cpus = sources.number("cpus", 4, least=1).value  # three are for the loader's workers
+    grace = sources.number("grace_seconds", GRACE_SECONDS).value
     check_names(options.strategy, options.precision, devices * nodes)
     name = options.job_id or "train"
     if options.emit == "kubernetes":
@@ -86,9 +73,6 @@ def _check_flags(options: argparse.Namespace) -> None:
             raise ValueError(f"{flag} was given with --emit {options.emit}, which takes {flags}. Leave it out.")
         if not value and name in needed:
             raise ValueError(f"--emit {options.emit} needs {flag}. Add it, for example {flag} {needed[name]}.")
-        pattern, meaning = PATTERNS.get(name, ("", ""))
-        if value and pattern and not re.fullmatch(pattern, value):
-            raise ValueError(f"{flag} {value}: expected {meaning}.")
 
 
 def _kubernetes(
@@ -120,12 +104,10 @@ def _kubernetes(
     def manifest(version: str, kind: str, **spec: Any) -> dict[str, Any]:
         return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
-    template = {"spec": pod("$(RANK)", "$(MASTER_ADDR)", "$(MASTER_PORT)")}
-    replicas = {"Master": 1, "Worker": nodes - 1} if nodes > 1 else {"Master": 1}
-    roles = {
-        role: {"replicas": count, "restartPolicy": "OnFailure", "template": template}
-        for role, count in replicas.items()
-    }
+    role = {"restartPolicy": "OnFailure", "template": {"spec": pod("$(RANK)", "$(MASTER_ADDR)", "$(MASTER_PORT)")}}
+    roles = {"Master": {"replicas": 1, **role}}
+    if nodes > 1:
+        roles["Worker"] = {"replicas": nodes - 1, **role}
     restarts = {"backoffLimit": RESTARTS * nodes}
     indexed_pod = pod("$(JOB_COMPLETION_INDEX)", f"{name}-node-0-0.{name}", str(DEFAULT_PORT))
     job: dict[str, Any] = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, **restarts}

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -77,9 +78,9 @@ class NodeSupervisor(Supervisor):
     Elastic, in the launcher, restarts the ranks by SIGTERM. The launcher passes its own signals on by SIGUSR2 and a file.
     """
 
-    def __init__(self, job: Job, folder: NodeFolder, least: int) -> None:
+    def __init__(self, job: Job, folder: NodeFolder, least: int, launcher: int) -> None:
         super().__init__(job)
-        self._folder, self._launcher, self._least = folder, os.getppid(), least
+        self._folder, self._launcher, self._least = folder, launcher, least
         self._cause = 0
         self._has_finished = self._is_agreed = False
         self._first_rank, self._why = 0, ""
@@ -110,14 +111,19 @@ class NodeSupervisor(Supervisor):
             return base
 
         self._first_rank = place.first_rank(place.node)
-        outcome = self.run(place, open_store)
+        try:
+            outcome = self.run(place, open_store)
+        except RuntimeError:  # of a request to the store: the main node has gone, as the launcher sees too
+            return 1
+        finally:
+            if os.getppid() != self._launcher:  # nobody reads the files
+                self._folder.remove()
         if self._cause == JOINING and not self._is_agreed:
             outcome = outcome if outcome.reason else JobOutcome(outcome.code, JOINED)
         elif self._cause and not self._is_agreed:
             outcome = outcome._replace(may_restart=False)
-        self._folder.write_outcome(outcome)
-        if os.getppid() != self._launcher:  # nobody reads it
-            self._folder.remove()
+        with suppress(FileNotFoundError):  # the launcher has ended
+            self._folder.write_outcome(outcome)
         return 0 if self._is_agreed and not outcome.reason else 1
 
     def look_around(self, place: Place) -> JobOutcome | None:
@@ -155,10 +161,10 @@ class NodeSupervisor(Supervisor):
         return JobOutcome(code, f"{signals} stopped {hosts}", may_restart=place.node not in stopped)
 
 
-def main(folder: str) -> int:
+def main(folder: str, launcher: int) -> int:
     """Run the ranks of one start, which the launcher has described in a folder. Return elastic's exit code."""
     exchange = NodeFolder(Path(folder))
     job, place, least = exchange.read_start()
-    supervisor = NodeSupervisor(job, exchange, least)
+    supervisor = NodeSupervisor(job, exchange, least, launcher)
     supervisor.handle_signals()
     return supervisor.run_start(place)

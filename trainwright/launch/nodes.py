@@ -133,10 +133,12 @@ class Place(NamedTuple):
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_RESTART_COUNT": str(self.start),
             "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-            "TORCHELASTIC_RUN_ID": job.job_id or "trainwright",
+            "TORCHELASTIC_RUN_ID": job.job_id or f"trainwright-{self.port}",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        variables.pop("TORCHELASTIC_ERROR_FILE", None)
+        variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        for name in ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+            variables.pop(name, None)  # of the launcher
         return variables
 
 

@@ -87,19 +87,19 @@ def supervise(job: Job, defaults: dict[str, str | None]) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # a service may have none
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    if job.logs is not None:
-        os.makedirs(job.logs, exist_ok=True)
     _prepare_environment(job, defaults)
     # Looking for garbage among torch's objects takes 0.1 s while it is imported, and 0.2 s when the launcher ends.
     gc.disable()
     try:
+        if job.logs is not None:
+            os.makedirs(job.logs, exist_ok=True)
         if job.nodes.count == 1:
             outcome = _run_machine(job)
         else:
             from trainwright.launch.elastic import run_node
 
             outcome = run_node(job)
-    except LaunchError as error:
+    except (LaunchError, OSError) as error:
         outcome = JobOutcome(1, rest=f"trainwright: {error}\n")
     gc.freeze()
     line = f"{outcome.reason}; the job was ended."

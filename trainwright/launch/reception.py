@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import sys
 import time
 from contextlib import suppress
 from typing import Any
 
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, Token
+
 from trainwright.distributed.job_store import Store, post
+from trainwright.errors import LaunchError
 from trainwright.launch.nodes import Nodes
 
 MORE_SECONDS = 30.0  # that a job with enough nodes waits for more, from the latest arrival, before its first start
 REPLACE_SECONDS = 5.0  # after which a silent launcher is replaced by another one with its number
+SKEW_SECONDS = 4.0  # between the clocks of machines: elastic compares them with its limit of 8 s
 SILENCE_SECONDS = 30.0  # how long a machine may be unreachable before it counts as lost
 
 
@@ -43,8 +50,11 @@ class Reception:
             self._num_arrivals += 1
             self._pending[self._num_arrivals] = now
         for arrival, came_at in list(self._pending.items()):
-            member = json.loads(store.get(f"arrival/{arrival}"))
-            rejection = self._find_rejection(member, came_at)
+            try:
+                member = json.loads(store.get(f"arrival/{arrival}"))
+                rejection = self._find_rejection(member, came_at)
+            except (ValueError, KeyError, TypeError):
+                member, rejection = {"host": "another machine"}, "it is no launcher of this version"
             if rejection is None:
                 continue
             del self._pending[arrival]
@@ -62,6 +72,8 @@ class Reception:
                 f"it runs the job {member['job']!r}, and the job here is {own['job']!r}. Use another port for one of them, or "
                 "give the same --job-id to all nodes of one job."
             )
+        if (skew := abs(member["time"] - time.time() + time.monotonic() - came_at)) > SKEW_SECONDS:
+            return f"its clock differs by {skew:.0f} s from the main node's. Set the clocks of all nodes, for example by NTP."
         for theirs, ours in zip(member["terms"], own["terms"], strict=True):
             if theirs != ours:
                 which = "this node" if rank is None else f"node {rank}"
@@ -105,6 +117,35 @@ class Reception:
         here = {member["node_rank"] for member in living}
         missing = ", ".join(str(rank) for rank in range(self._nodes.count) if rank not in here)
         return f"node(s) {missing} of {self._nodes.count}"
+
+
+class RendezvousState(C10dRendezvousBackend):
+    """Elastic's state in the store, which is a pickle. A pickle with other contents than elastic's is rejected unread."""
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        answer = super().get_state()
+        self._check(answer)
+        return answer
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        answer = super().set_state(state, token)
+        self._check(answer)
+        return answer
+
+    def _check(self, answer: tuple[Any, ...] | None) -> None:
+        if answer is not None:
+            _StateUnpickler(io.BytesIO(answer[0])).load()
+
+
+class _StateUnpickler(pickle.Unpickler):
+    """Loads only classes of elastic's rendezvous, sets and times."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("datetime", DynamicRendezvousHandler.__module__) or (module, name) == ("builtins", "set"):
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        raise LaunchError(f"a stranger has written {module}.{name} into the state of the job.")
 
 
 def say(text: str) -> None:

@@ -29,7 +29,7 @@ CLOSE_SECONDS = 3.0  # between SIGTERM and SIGKILL to a rank
 PRINT_SECONDS = 1.0  # for the rest of a rank's output, because a process that outlives the rank may hold its pipe open
 MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
 TIDY_SECONDS = 5.0  # between SIGTERM and SIGKILL to the loader workers of a rank that has ended
-NO_FAILURES = (0, PEER_FAILED_EXIT_CODE, STOPPED_EXIT_CODE)
+CONSEQUENCES = (PEER_FAILED_EXIT_CODE, STOPPED_EXIT_CODE)
 ENTRY = str(Path(__file__).with_name("entry.py"))
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "; on Linux this is often the out-of-memory killer",
@@ -71,7 +71,7 @@ class Supervisor:
 
     def run(self, place: Place, open_store: Callable[[], Store]) -> JobOutcome:
         """Run the ranks of one start to their end."""
-        self._deadline, self._printers = float("inf"), []
+        self._deadline, self._printers = (self._deadline if self.signal else float("inf")), []
         try:
             self._ranks = {}
             for local_rank in range(self._job.num_processes):
@@ -82,8 +82,9 @@ class Supervisor:
             return self._watch(place)
         finally:
             end_groups(self._running(), CLOSE_SECONDS)
+            deadline = time.monotonic() + PRINT_SECONDS
             for printer in self._printers:
-                printer.join(PRINT_SECONDS)
+                printer.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self, place: Place, local_rank: int) -> None:
         rank = place.first_rank(place.node) + local_rank
@@ -100,7 +101,7 @@ class Supervisor:
             stderr=None if targets[1] is None else subprocess.PIPE,
             start_new_session=True,
         )
-        log = None if self._job.logs is None else Path(self._job.logs, f"rank{rank}.log")
+        log = None if self._job.logs is None else Path(self._job.logs, f"rank{rank}.log").open("ab", buffering=0)  # noqa: SIM115
         prefix = f"[rank{rank}] ".encode() if rank else b""
         for pipe, target in zip((process.stdout, process.stderr), targets, strict=True):
             if pipe is not None:
@@ -117,10 +118,8 @@ class Supervisor:
             failed = {rank: code for rank, code in codes.items() if code and code not in stops}
             if any(code in stops for code in codes.values()):
                 self._start_timer()  # also if only a rank was signalled
-            if self.signal and failed and set(failed.values()) <= {-self.signal, 128 + self.signal}:
-                return self.abandon(JobOutcome(128 + self.signal))
-            if time.monotonic() >= self._deadline:
-                return self.abandon(self._describe_timeout())
+            if (stop := self._find_stop(failed)) is not None:
+                return self.abandon(stop)
             has_finished = not failed and len(codes) == len(self._ranks)
             outcome = self.finish(place, max(codes.values())) if has_finished else self.look_around(place)
             if outcome is not None:
@@ -161,7 +160,12 @@ class Supervisor:
     def _start_timer(self) -> None:
         self._deadline = min(self._deadline, time.monotonic() + self._job.grace_seconds)
 
-    def _describe_timeout(self) -> JobOutcome:
+    def _find_stop(self, failed: dict[int, int]) -> JobOutcome | None:
+        """Return how a signal ends ranks that did not wait for a save, or that have not exited in time."""
+        if self.signal and failed and set(failed.values()) <= {-self.signal, 128 + self.signal}:
+            return JobOutcome(128 + self.signal)
+        if time.monotonic() < self._deadline:
+            return None
         number = self.signal or signal.SIGTERM
         if self._interrupts > 1:
             return JobOutcome(128 + number, rest="trainwright: second Ctrl-C; the ranks were killed.\n")
@@ -206,7 +210,9 @@ class Supervisor:
     def _post_exits(self, codes: dict[int, int]) -> None:
         """Post the failures of ranks that have left none themselves, first the most likely cause."""
         known = {report.rank for report in self.failures.reports()}
-        silent = [rank for rank, code in codes.items() if code not in NO_FAILURES and rank not in known]
+        # Ranks that missed another one, or that a signal stopped, only count if nothing else is known.
+        counted = [rank for rank, code in codes.items() if code not in (0, *CONSEQUENCES)] or ([] if known else codes)
+        silent = [rank for rank in counted if codes[rank] and rank not in known]
         for rank in sorted(silent, key=lambda rank: (codes[rank] != -signal.SIGKILL, rank)):
             self.post(rank, _describe_exit(codes[rank]), codes[rank])
 
@@ -250,7 +256,7 @@ def _reaches(process: subprocess.Popen[bytes], number: int) -> bool:
     return True
 
 
-def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: Path | None) -> None:
+def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: IO[bytes] | None) -> None:
     """Print the lines of a rank until it has ended."""
     for line in iter(lambda: pipe.readline(MAX_LINE_BYTES), b""):
         # A progress bar redraws its line after a carriage return: only the last state is printed.
@@ -259,8 +265,8 @@ def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: Path | Non
             target.buffer.write(prefix + shown)
             target.buffer.flush()
         if log is not None:
-            with contextlib.suppress(OSError), log.open("ab") as file:
-                file.write(shown)
+            with contextlib.suppress(OSError):
+                log.write(shown)
 
 
 def _describe_exit(code: int) -> str:
