@@ -18,7 +18,8 @@ from interpreters import search_path
 from started import GONE_SECONDS, ROOT, Started, python
 
 from trainwright.errors import LaunchError
-from trainwright.launch.processes import launch
+from trainwright.launch.processes import launch, launcher_command
+from trainwright.launch.supervisor import ENTRY
 
 SCRIPT = """
 import atexit, json, os, signal, sys, time
@@ -77,6 +78,8 @@ if environment.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 elif mode == "die":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[2:] == ["loader"]:
+    batches = iter(torch.utils.data.DataLoader(range(100), num_workers=1))
 print("ready", flush=True)
 while environment.rank == 0 and mode in ("die", "wait"):
     time.sleep(0.1)
@@ -84,16 +87,53 @@ all_reduce(torch.zeros(1))
 """
 
 
+EXITS = """
+import os, sys
+rank, mode = os.environ.get("RANK"), sys.argv[1]
+print(f"rank {rank}", flush=True)
+if rank == "1" and mode in ("early", "before"):
+    sys.exit(3 if mode == "before" else 0)
+import trainwright as tw
+from small import QUIET, Classifier, make_loader
+
+class Leaver(Classifier):
+    def training_step(self, batch, batch_idx):
+        if rank == "1" and mode == "within" and batch_idx == 2:
+            sys.exit(3)
+        return super().training_step(batch, batch_idx)
+
+tw.Trainer(devices=2, max_epochs=1, **QUIET).fit(Leaver(), make_loader())
+if rank == "1":
+    sys.exit(3)
+"""
+OTHER_KERNEL = f"""
+import runpy, sys
+if sys.argv[1] == "launcher":
+    from trainwright.launch import processes, supervisor
+    supervisor.ENTRY = __file__
+    sys.exit(processes.main(sys.argv[2:]))
+sys.platform = "darwin"
+runpy.run_path({ENTRY!r}, run_name="__main__")
+"""
+
+
 class Job(Started):
     """The script, started in a separate folder, with a temporary folder that must be empty at the end."""
 
-    def __init__(self, folder: Path, *arguments: str, command: list[str] | None = None, **variables: str) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, command: list[str] | None = None, script: str = SCRIPT, **variables: str
+    ) -> None:
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         (folder / "sub").mkdir()
-        (folder / "sub" / "train.py").write_text(SCRIPT)
+        (folder / "sub" / "train.py").write_text(script)
         left_out = dict.fromkeys(name for name in os.environ if name.startswith(("TORCHELASTIC", "PYTHON")))
-        settings = {**left_out, "PYTHONPATH": search_path(ROOT), "TMPDIR": str(self.temporary), **variables}
+        settings = {
+            **left_out,
+            "PYTHONPATH": search_path(ROOT, ROOT / "tests"),
+            "TMPDIR": str(self.temporary),
+            **variables,
+        }
         super().__init__([*(command or python()), "sub/train.py", *arguments], folder, **settings)
 
     def check_nothing_left(self) -> None:
@@ -168,16 +208,35 @@ def test_a_killed_rank_ends_the_job_even_where_sigterm_is_ignored(tmp_path: Path
 
 
 @pytest.mark.launch
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_a_killed_launcher_takes_its_workers_with_it(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, "wait")
+@pytest.mark.parametrize("mode", ["early", "before", "within", "after"])
+def test_the_exit_code_of_a_rank_is_the_jobs(tmp_path: Path, jobs: list[Job], mode: str) -> None:
+    command = (
+        python() if mode in ("early", "within") else python("-m", "trainwright", "launch", "--cpu", "--devices", "2")
+    )
+    jobs.append(Job(tmp_path, mode, command=command, script=EXITS, TRAINWRIGHT_LOGS=str(tmp_path / "logs")))
+    assert jobs[0].wait() == (1 if mode == "early" else 3), jobs[0].stderr
+    early = "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"
+    reason = early if mode == "early" else "exit code 3"
+    assert f"trainwright: rank 1 of 2 failed first ({reason}); the job was ended.\n" in jobs[0].stderr
+    assert "Traceback" not in jobs[0].stderr
+    for rank in range(2):
+        assert (tmp_path / "logs" / f"rank{rank}.log").read_text() == f"rank {rank}\n"
+    jobs[0].check_nothing_left()
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("kernel", ["this", "other"])
+def test_a_killed_launcher_takes_its_workers_with_it(tmp_path: Path, jobs: list[Job], kernel: str) -> None:
+    """Another kernel than Linux does not end a process with its parent."""
+    (tmp_path / "entry.py").write_text(OTHER_KERNEL)
+    launcher = python("entry.py", *launcher_command(2, python())[2:])
+    job = Job(tmp_path, "wait", "loader", command=launcher if kernel == "other" else None)
     jobs.append(job)
     job.wait_for("ready", times=2)
     ports = {c.laddr.port for p in job.processes() for c in p.net_connections() if c.status == "LISTEN"}
-    assert len(job.processes()) == 3
     assert len(ports) == 3
     job.process.kill()
-    job.check_nothing_left()
+    Started.check_nothing_left(job)
     wait_until(lambda: not ports & listening_ports(), GONE_SECONDS)
     job.wait()
 
