@@ -185,20 +185,6 @@ def test_one_of_three_nodes_is_lost_and_another_one_joins(tmp_path: Path) -> Non
         check_no_step_was_lost(tmp_path / "kept", 2)
 
 
-def test_the_remaining_nodes_train_on(network: Network) -> None:
-    jobs = start_both(network, "accelerator")
-    jobs[0].wait_for("start 0 step 8.")
-    jobs[1].process.send_signal(signal.SIGKILL)
-    jobs[1].check_nothing_left()
-    assert jobs[0].wait() == 0, jobs[0].stderr
-    assert "trainwright: rank 1 of 2, on node 1 (" in jobs[0].stderr
-    reason = "failed first (its node was lost: the launcher there has ended or cannot be reached)"
-    assert jobs[0].stderr.count(f"{reason}; restarting all ranks on 1 node(s), restart 1 of 3.\n") == 1
-    assert "Traceback" not in jobs[0].stderr
-    assert check_used_once(network.folder / "kept") == {0, 1}
-    jobs[0].check_nothing_left()
-
-
 @pytest.mark.parametrize("is_range", [True, False])
 def test_a_node_that_comes_back_ends_with_the_weights_of_an_uninterrupted_run(
     network: Network, is_range: bool, uninterrupted: dict[str, torch.Tensor]
@@ -218,7 +204,7 @@ def test_a_node_that_comes_back_ends_with_the_weights_of_an_uninterrupted_run(
 
 
 def test_a_failed_rank_restarts_all_nodes(network: Network) -> None:
-    jobs = start_both(network)
+    jobs = start_both(network, "accelerator")
     jobs[0].wait_for("start 0 step 8.")
     (rank,) = [each for each in jobs[1].processes() if "RANK" in each.environ() and each.name() != "sh"][-1:]
     rank.kill()

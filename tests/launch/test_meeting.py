@@ -24,8 +24,7 @@ from trainwright.launch import reception
 from trainwright.launch.nodes import Nodes, nodes_of
 
 SCRIPT = """
-import os, sys, time
-import torch
+import os, time
 import trainwright as tw
 from small import QUIET, Classifier, make_loader
 
@@ -39,16 +38,7 @@ class Patient(Classifier):
 
 tw.Trainer(max_epochs=1, **QUIET).fit(Patient(), make_loader())
 """
-SLURM = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "localhost",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-    "SLURM_PROCID": "1",
-    "SLURM_NODEID": "0",
-    "SLURM_LOCALID": "1",
-}
+PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
 def launch(port: int, *options: str, address: str = "127.0.0.1", of: str = "first", quick: str = "pass") -> list[str]:
@@ -187,8 +177,7 @@ def test_sigterm_ends_a_wait_at_once(jobs: Any) -> None:
         "waiting for the launcher of node 0 at": jobs(launch(store.port, *numbered(1), quick=quick)),
     }
     with answering() as (first, launcher_asked), answering() as (second, rank_asked):
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(second)}
-        asking = [jobs(launch(first, *numbered(1))), jobs(python("train.py"), **SLURM, **variables)]
+        asking = [jobs(launch(first, *numbered(1))), jobs(python("train.py"), **PLACE, MASTER_PORT=str(second))]
         for text, job in waiting.items():
             job.wait_for_message(text)
         for was_asked in (launcher_asked, rank_asked):

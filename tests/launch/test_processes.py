@@ -70,41 +70,42 @@ if mode == "succeed":
     if environment.rank == 1:
         sys.stdout.write("10%\\r50%\\r100%\\r\\n\\ntail")
     sys.exit(0)
-if environment.rank == 1:
-    print(f"at {time.time()}", flush=True)
-    if mode == "raise":
-        raise RuntimeError("boom\\nsecond line")
-    if mode == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-elif mode == "die":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if sys.argv[2:] == ["loader"]:
     batches = iter(torch.utils.data.DataLoader(range(100), num_workers=1))
 print("ready", flush=True)
-while environment.rank == 0 and mode in ("die", "wait"):
+while environment.rank == 0:
     time.sleep(0.1)
 all_reduce(torch.zeros(1))
 """
 
 
 EXITS = """
-import os, sys
+import os, signal, sys, time
 rank, mode = os.environ.get("RANK"), sys.argv[1]
-print(f"rank {rank}", flush=True)
-if rank == "1" and mode in ("early", "before"):
-    sys.exit(3 if mode == "before" else 0)
+print("starts", flush=True)
+
+def leave(at):
+    if rank == "1" and at == mode:
+        print("leaves", flush=True)
+        if at == "raise":
+            raise RuntimeError("boom\\nsecond line")
+        os.kill(os.getpid(), signal.SIGKILL) if at == "die" else sys.exit(0 if at == "early" else 3)
+
+leave("early")
+leave("before")
 import trainwright as tw
 from small import QUIET, Classifier, make_loader
 
 class Leaver(Classifier):
     def training_step(self, batch, batch_idx):
-        if rank == "1" and mode == "within" and batch_idx == 2:
-            sys.exit(3)
+        for way in ("raise", "die", "within"):
+            leave(way)
+        while mode == "die":  # does not react to SIGTERM
+            time.sleep(0.1)
         return super().training_step(batch, batch_idx)
 
 tw.Trainer(devices=2, max_epochs=1, **QUIET).fit(Leaver(), make_loader())
-if rank == "1":
-    sys.exit(3)
+leave("after")
 """
 OTHER_KERNEL = f"""
 import runpy, sys
@@ -180,48 +181,33 @@ def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
 
 
 @pytest.mark.launch
-def test_a_rank_that_raises_ends_the_job_and_is_named(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, "raise")
+@pytest.mark.parametrize(
+    ("mode", "code", "reason"),
+    [
+        ("raise", 1, "RuntimeError: boom"),
+        ("die", 137, "killed by SIGKILL; on Linux this is often the out-of-memory killer"),
+        ("early", 1, "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"),
+        ("before", 3, "exit code 3"),
+        ("within", 3, "exit code 3"),
+        ("after", 3, "exit code 3"),
+    ],
+)
+def test_the_first_rank_that_fails_is_named_and_ends_the_job_with_its_exit_code(
+    tmp_path: Path, jobs: list[Job], mode: str, code: int, reason: str
+) -> None:
+    command = python("-m", "trainwright", "launch", "--cpu", "--devices", "2") if mode in ("before", "after") else None
+    job = Job(tmp_path, mode, command=command, script=EXITS, TRAINWRIGHT_LOGS=str(tmp_path / "logs"))
     jobs.append(job)
-    assert job.wait() == 1
-    at = next(float(line.split()[-1]) for line in job.stdout.splitlines() if line.startswith("[rank1] at"))
-    assert time.time() - at < deadline(GONE_SECONDS)
-    assert "trainwright: rank 1 of 2 failed first (RuntimeError: boom); the job was ended." in job.stderr
-    assert job.stderr.count("Traceback") == 1  # rank 0 only lost its peer, and says nothing
-    assert "[rank1] RuntimeError: boom\n[rank1] second line\n" in job.stderr
-    assert "SignalException" not in job.stderr
-    job.check_nothing_left()
-
-
-@pytest.mark.launch
-def test_a_killed_rank_ends_the_job_even_where_sigterm_is_ignored(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, "die")
-    jobs.append(job)
-    assert job.wait() == 128 + signal.SIGKILL
-    at = next(float(line.split()[-1]) for line in job.stdout.splitlines() if line.startswith("[rank1] at"))
-    assert time.time() - at < deadline(GONE_SECONDS)
-    assert job.stderr == (
-        "trainwright: rank 1 of 2 failed first (killed by SIGKILL; on Linux this is often the out-of-memory killer); "
-        "the job was ended.\n"
-    )
-    job.check_nothing_left()
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("mode", ["early", "before", "within", "after"])
-def test_the_exit_code_of_a_rank_is_the_jobs(tmp_path: Path, jobs: list[Job], mode: str) -> None:
-    command = (
-        python() if mode in ("early", "within") else python("-m", "trainwright", "launch", "--cpu", "--devices", "2")
-    )
-    jobs.append(Job(tmp_path, mode, command=command, script=EXITS, TRAINWRIGHT_LOGS=str(tmp_path / "logs")))
-    assert jobs[0].wait() == (1 if mode == "early" else 3), jobs[0].stderr
-    early = "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"
-    reason = early if mode == "early" else "exit code 3"
-    assert f"trainwright: rank 1 of 2 failed first ({reason}); the job was ended.\n" in jobs[0].stderr
-    assert "Traceback" not in jobs[0].stderr
+    job.wait_for("[rank1] leaves")
+    began = time.monotonic()
+    assert job.wait() == code, job.stderr
+    assert time.monotonic() - began < deadline(GONE_SECONDS)
+    assert job.stderr.endswith(f"trainwright: rank 1 of 2 failed first ({reason}); the job was ended.\n")
+    assert job.stderr.count("Traceback") == (mode == "raise")  # rank 0 only lost its peer, and says nothing
+    assert ("[rank1] RuntimeError: boom\n[rank1] second line\n" in job.stderr) == (mode == "raise")
     for rank in range(2):
-        assert (tmp_path / "logs" / f"rank{rank}.log").read_text() == f"rank {rank}\n"
-    jobs[0].check_nothing_left()
+        assert (tmp_path / "logs" / f"rank{rank}.log").read_text().startswith("starts\n")
+    job.check_nothing_left()
 
 
 @pytest.mark.launch
@@ -262,7 +248,7 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, jobs: list[Job], numb
 @pytest.mark.launch
 def test_torchrun_is_joined_and_shows_the_first_error(tmp_path: Path, jobs: list[Job]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    job = Job(tmp_path, "raise", command=torchrun)
+    job = Job(tmp_path, "raise", command=torchrun, script=EXITS)
     jobs.append(job)
     assert job.wait() == 1
     assert "boom" in job.stderr
