@@ -179,6 +179,8 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
         ([*SLURM, "x.py"], "file 'x.py' does not exist. Pass the path of a script"),
         ([*SLURM, "--devices", "-1", __file__], "--devices -1: expected an integer of at least 1."),
         ([*SLURM, "--image", "a", __file__], "--image was given with --emit slurm, which takes --devices, --time,"),
+        ([*SLURM[:-1], "soon", __file__], "--time 'soon' is not accepted by --emit slurm. Pass minutes, HH:MM:SS"),
+        ([*KUBERNETES, "R_x", __file__], "--volume 'R_x' is not accepted by --emit kubernetes. Pass lowercase letters"),
         ([*SLURM, "--strategy", "ddp", __file__], "--strategy was given with --emit slurm, which takes"),
         (["--emit", "kubernetes", "--devices", "2", "a.py"], "--emit kubernetes needs --image. Add it, for example"),
         ([*KUBERNETES, "a"], "no script was given."),

@@ -239,14 +239,7 @@ class NodeLauncher(RendezvousHandler):
     def _open_store(self) -> tuple[Any, bool]:
         """Serve or find the job's store. Return it, and whether this is the main node."""
         nodes = self._nodes
-
-        def is_known(_: float) -> bool:
-            with suppress(LaunchError):
-                return bool(resolve(nodes.address))
-            return False
-
-        # In Kubernetes a name may become known a while after its pod has started.
-        self._wait(is_known, lambda: f"the main address {nodes.address!r} to be known here", limit=STORE_SECONDS)
+        number = self._resolve()
         is_main = nodes.rank == 0
         if nodes.rank is None and is_own_address(nodes.address):
             is_main = not is_listening(
@@ -256,13 +249,23 @@ class NodeLauncher(RendezvousHandler):
             where = f"the main node at {nodes.address} port {nodes.port}"
             self._wait(lambda _: is_listening(nodes.address, nodes.port), lambda: where)
             return join_store(nodes.address, nodes.port, timedelta(seconds=STORE_SECONDS)), False
-        _, number = resolve(nodes.address)
         if is_own_name(nodes.address, number):
             raise LaunchError(
                 f"the main address {nodes.address!r} is {number} on this node, which no other node can reach. Give this "
                 "node's IP address as the main address."
             )
         return serve_store(listen_at(nodes.address, nodes.port), nodes.address), True
+
+    def _resolve(self) -> str:
+        """Return the number of the main address. In Kubernetes a name is known a while after its pod has started."""
+        deadline = time.monotonic() + min(self._nodes.wait_seconds, STORE_SECONDS)
+        while True:
+            try:
+                return resolve(self._nodes.address)[1]
+            except LaunchError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
 
     def _describe(self) -> dict[str, Any]:
         """Return this launcher as the others see it."""
@@ -310,6 +313,8 @@ class NodeLauncher(RendezvousHandler):
             say(f"{last.reason}; {then}.\n{last.rest}".rstrip("\n"))
         elif place.start:
             say(f"this node joins as node {place.node}; {then}.")
+        elif self._nodes.rank is None:
+            say(f"this is node {place.node} of {len(place.hosts)}.")
 
     def _failures(self, place: Place, base: Store) -> FailureLog:
         return FailureLog(stores().PrefixStore(f"{STORE_PREFIX}/{place.start}", base))

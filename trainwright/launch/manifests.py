@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,13 @@ OPTIONAL = {
     "slurm": ("num_nodes", "cpu", "cpus", "grace_seconds", "logs", "job_id"),
     "kubernetes": ("num_nodes", "cpu", "cpus", *PASSED_ON),
 }
+NAME_FORM = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", "lowercase letters, digits and -, as in my-run"
+FORMS = {
+    ("slurm", "time"): (r"(\d+-)?\d+(:\d\d){0,2}", "minutes, HH:MM:SS or DAYS-HH:MM:SS"),
+    ("kubernetes", "volume"): NAME_FORM,
+    ("kubernetes", "job_id"): NAME_FORM,
+}
+"""The values that SLURM and Kubernetes accept."""
 RESTARTS = 20
 """The restarts for each pod. The first ones may be needed until the name of the first pod is known to the others."""
 SECONDS_TO_END = 30
@@ -46,10 +54,15 @@ def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameC
     if options.emit == "kubernetes":
         resources = {"requests": {"cpu": devices * cpus}, "limits": {} if options.cpu else {"nvidia.com/gpu": devices}}
         return _kubernetes(options, command, name, nodes, resources, grace + SECONDS_TO_END)
+    folder = (
+        f"# SLURM does not create the folder of the output: mkdir -p {shlex.quote(options.logs)}\n"
+        if options.logs
+        else ""
+    )
     gpus = "" if options.cpu else f"#SBATCH --gpus-per-node={devices}\n"
     return f"""#!/bin/bash
 # Submit this file with sbatch, from the folder in which the script is to run.
-#SBATCH --job-name={name}
+{folder}#SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={devices}
 {gpus}#SBATCH --cpus-per-task={cpus}
@@ -73,6 +86,9 @@ def _check_flags(options: argparse.Namespace) -> None:
             raise ValueError(f"{flag} was given with --emit {options.emit}, which takes {flags}. Leave it out.")
         if not value and name in needed:
             raise ValueError(f"--emit {options.emit} needs {flag}. Add it, for example {flag} {needed[name]}.")
+        pattern, words = FORMS.get((options.emit, name), ("", ""))
+        if value and pattern and not re.fullmatch(pattern, value):
+            raise ValueError(f"{flag} {value!r} is not accepted by --emit {options.emit}. Pass {words}.")
 
 
 def _kubernetes(

@@ -124,7 +124,7 @@ class NodeSupervisor(Supervisor):
             outcome = outcome._replace(may_restart=False)
         with suppress(FileNotFoundError):  # the launcher has ended
             self._folder.write_outcome(outcome)
-        return 0 if self._is_agreed and not outcome.reason else 1
+        return 0 if self._is_agreed and outcome.may_restart and not outcome.reason else 1
 
     def look_around(self, place: Place) -> JobOutcome | None:
         if os.getppid() == self._launcher:
@@ -158,7 +158,10 @@ class NodeSupervisor(Supervisor):
             return JobOutcome(code)
         signals = " and ".join(sorted({signal.Signals(causes[node]).name for node in stopped}))
         hosts = ", ".join(f"node {node} ({place.hosts[node]})" for node in stopped)
-        return JobOutcome(code, f"{signals} stopped {hosts}", may_restart=place.node not in stopped)
+        text = f"{signals} stopped {hosts}"
+        if place.node in stopped:
+            return JobOutcome(code, rest=f"trainwright: {text}, which leaves the job.\n", may_restart=False)
+        return JobOutcome(code, text)
 
 
 def main(folder: str, launcher: int) -> int:
