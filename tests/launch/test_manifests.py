@@ -108,7 +108,7 @@ def test_the_sbatch_file_has_the_settings_of_the_job(capsys: pytest.CaptureFixtu
 
 @pytest.mark.launch
 @pytest.mark.parametrize("per_pod", [1, 2])
-def test_the_pods_of_a_job_train_together(per_pod: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pods_are_the_nodes_of_one_job(per_pod: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--cpu", "--devices", "2", "--num-nodes", "2"]
     manifests = list(yaml.safe_load_all(emitted(capsys, *KUBERNETES, *flags, "train.py", "$(RANK)")))
     words, indexed = (pods_of(each)[-1]["containers"][0]["command"] for each in manifests)

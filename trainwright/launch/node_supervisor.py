@@ -116,7 +116,7 @@ class NodeSupervisor(Supervisor):
         except RuntimeError:  # of a request to the store: the main node has gone, as the launcher sees too
             return 1
         finally:
-            if os.getppid() != self._launcher:  # nobody reads the files
+            if os.getppid() != self._launcher:  # so the files have no reader
                 self._folder.remove()
         if self._cause == JOINING and not self._is_agreed:
             outcome = outcome if outcome.reason else JobOutcome(outcome.code, JOINED)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
-from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog
+from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog, FailureReport
 from trainwright.distributed.job_store import STORE_PREFIX, Store, stores
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.launch.nodes import Job, JobOutcome, Place
@@ -114,7 +114,7 @@ class Supervisor:
         while True:
             time.sleep(POLL_SECONDS)
             codes = self._exit_codes()
-            stops = self._stop_codes(place) if any(codes.values()) else set()
+            stops = self._stop_codes(place, codes)
             failed = {rank: code for rank, code in codes.items() if code and code not in stops}
             if any(code in stops for code in codes.values()):
                 self._start_timer()  # also if only a rank was signalled
@@ -151,8 +151,10 @@ class Supervisor:
                 text = "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"
                 self.post(rank, text, 1)
 
-    def _stop_codes(self, place: Place) -> set[int]:
+    def _stop_codes(self, place: Place, codes: dict[int, int]) -> set[int]:
         """Return the exit codes that ranks stopped by a signal have agreed on."""
+        if not any(codes.values()):
+            return set()
         if place.world_size == 1:
             return {STOPPED_EXIT_CODE, 128 + signal.SIGINT}  # a single rank has no store to announce it in
         return {code for code in [self.failures.stop_code()] if code is not None}
@@ -189,6 +191,10 @@ class Supervisor:
         report = self.failures.first()
         if report is None:
             return JobOutcome(1, f"a rank of {place.world_size} failed, but left no report")
+        return self._name(place, report, codes, failed)
+
+    def _name(self, place: Place, report: FailureReport, codes: dict[int, int], failed: dict[int, int]) -> JobOutcome:
+        """Return the exit code of a failed job, and which rank failed first."""
         code = report.code or failed.get(report.rank, 1)
         if code < 0:
             # A rank that had posted its error and was killed while it was ending counts as an error.
