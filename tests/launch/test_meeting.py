@@ -191,7 +191,7 @@ def test_sigterm_ends_a_wait_at_once(jobs: Any) -> None:
 
 def test_a_job_with_enough_nodes_waits_a_while_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(4, None, "10.0.0.1", 29500, fewest=2)
-    member = {"host": "a", "node_rank": None, "job": "train.py", "terms": []}
+    member = {"host": "a", "time": 0.0, "node_rank": None, "job": "train.py", "terms": []}
     store, desk = dist.HashStore(), reception.Reception(nodes, member)
     assert not desk.is_complete(is_over=True)
     assert desk.describe_missing() == "2 to 4 nodes; 1 of them are here (a)"
@@ -207,7 +207,13 @@ def test_a_job_with_enough_nodes_waits_a_while_for_more(monkeypatch: pytest.Monk
 
 
 def test_launchers_with_other_numbers_are_rejected() -> None:
-    own = {"host": "a", "node_rank": 0, "job": "train.py", "terms": [str(Nodes(2, 0, "a", 29500)), "max_restarts=0"]}
+    own = {
+        "host": "a",
+        "time": 0.0,
+        "node_rank": 0,
+        "job": "train.py",
+        "terms": [str(Nodes(2, 0, "a", 29500)), "max_restarts=0"],
+    }
     store, desk = dist.HashStore(), reception.Reception(Nodes(2, 0, "a", 29500), own)
     cases = {
         (
