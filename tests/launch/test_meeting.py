@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -191,7 +192,7 @@ def test_sigterm_ends_a_wait_at_once(jobs: Any) -> None:
 
 def test_a_job_with_enough_nodes_waits_a_while_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(4, None, "10.0.0.1", 29500, fewest=2)
-    member = {"host": "a", "node_rank": None, "job": "train.py", "terms": []}
+    member = {"host": "a", "time": time.time(), "node_rank": None, "job": "train.py", "terms": []}
     store, desk = dist.HashStore(), reception.Reception(nodes, member)
     assert not desk.is_complete(is_over=True)
     assert desk.describe_missing() == "2 to 4 nodes; 1 of them are here (a)"
@@ -207,19 +208,29 @@ def test_a_job_with_enough_nodes_waits_a_while_for_more(monkeypatch: pytest.Monk
 
 
 def test_launchers_with_other_numbers_are_rejected() -> None:
-    own = {"host": "a", "node_rank": 0, "job": "train.py", "terms": [str(Nodes(2, 0, "a", 29500)), "max_restarts=0"]}
-    store, desk = dist.HashStore(), reception.Reception(Nodes(2, 0, "a", 29500), own)
-    cases = {
-        (
-            "num_nodes=3",
-            "max_restarts=0",
-        ): b"num_nodes=3 was given to node 1, but num_nodes=2 to the main node. Give all",
-        ("num_nodes=2", "max_restarts=1"): b"max_restarts=1 was given to node 1, but max_restarts=0 to the main node.",
+    own = {
+        "host": "a",
+        "time": time.time(),
+        "node_rank": 0,
+        "job": "train.py",
+        "terms": [str(Nodes(2, 0, "a", 29500)), "max_restarts=0"],
     }
-    for arrival, (terms, text) in enumerate(cases.items(), 1):
-        store.set(f"arrival/{arrival}", json.dumps({**own, "node_rank": 1, "terms": terms}))
+    store, desk = dist.HashStore(), reception.Reception(Nodes(2, 0, "a", 29500), own)
+    cases: list[tuple[dict[str, Any], str]] = [
+        (
+            {"terms": ["num_nodes=3", "max_restarts=0"]},
+            "num_nodes=3 was given to node 1, but num_nodes=2 to the main node.",
+        ),
+        (
+            {"terms": ["num_nodes=2", "max_restarts=1"]},
+            "max_restarts=1 was given to node 1, but max_restarts=0 to the main",
+        ),
+        ({"time": time.time() - 3600}, "its clock differs by 36"),
+    ]
+    for arrival, (other, text) in enumerate(cases, 1):
+        store.set(f"arrival/{arrival}", json.dumps({**own, "node_rank": 1, **other}))
         desk.admit(store)
-        assert store.get(f"answer/{arrival}").startswith(text)
+        assert store.get(f"answer/{arrival}").decode().startswith(text)
 
 
 @pytest.mark.parametrize(

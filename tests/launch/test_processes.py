@@ -63,7 +63,7 @@ if mode == "succeed":
         "launched_by": environment.launched_by,
         "directory": os.getcwd(),
         "threads": os.environ["OMP_NUM_THREADS"],
-        "listening": [c.laddr.ip for p in (me, launcher) for c in p.net_connections() if c.status == "LISTEN"],
+        "listening": list({c.laddr.ip for p in (me, launcher) for c in p.net_connections() if c.status == "LISTEN"}),
         "job": json.loads(os.environ["TRAINWRIGHT_JOB"]),
         "launcher": launcher.pid,
     }))
@@ -129,21 +129,12 @@ class Job(Started):
         (folder / "sub").mkdir()
         (folder / "sub" / "train.py").write_text(script)
         left_out = dict.fromkeys(name for name in os.environ if name.startswith(("TORCHELASTIC", "PYTHON")))
-        settings = {
-            **left_out,
-            "PYTHONPATH": search_path(ROOT, ROOT / "tests"),
-            "TMPDIR": str(self.temporary),
-            **variables,
-        }
-        super().__init__([*(command or python()), "sub/train.py", *arguments], folder, **settings)
+        paths = {"PYTHONPATH": search_path(ROOT, ROOT / "tests"), "TMPDIR": str(self.temporary)}
+        super().__init__([*(command or python()), "sub/train.py", *arguments], folder, **(left_out | paths | variables))
 
     def check_nothing_left(self) -> None:
         super().check_nothing_left()
         assert list(self.temporary.iterdir()) == []
-
-
-def listening_ports() -> set[int]:
-    return {c.laddr.port for c in psutil.net_connections() if c.status == "LISTEN"}
 
 
 @pytest.fixture
@@ -168,15 +159,16 @@ def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
     assert printed[-3:] == ["[rank1] 100%", "[rank1] ", "[rank1] tail"]  # the tail was printed without a newline
     for rank, prefix in enumerate(("", "[rank1] ")):
         (line,) = [line for line in lines if line.startswith(prefix + "{")]
-        seen = json.loads(line.removeprefix(prefix))
-        assert seen["rank"] == rank
-        assert seen["total"] == 3.0
-        assert seen["launched_by"] == "trainwright"
-        assert seen["directory"] == str(tmp_path)  # where the user started it, not where the script changed to
-        assert seen["threads"] == "3"
-        assert set(seen["listening"]) == {"127.0.0.1"}
-        assert seen["job"] == {"version": 1, "launcher_pid": job.process.pid, "num_processes": 2, "loopback": True}
-        assert seen["launcher"] == job.process.pid
+        assert json.loads(line.removeprefix(prefix)) == {
+            "rank": rank,
+            "total": 3.0,
+            "launched_by": "trainwright",
+            "directory": str(tmp_path),  # where the user started it, not where the script changed to
+            "threads": "3",
+            "listening": ["127.0.0.1"],
+            "job": {"version": 1, "launcher_pid": job.process.pid, "num_processes": 2, "loopback": True},
+            "launcher": job.process.pid,
+        }
     job.check_nothing_left()
 
 
@@ -223,7 +215,9 @@ def test_a_killed_launcher_takes_its_workers_with_it(tmp_path: Path, jobs: list[
     assert len(ports) == 3
     job.process.kill()
     Started.check_nothing_left(job)
-    wait_until(lambda: not ports & listening_ports(), GONE_SECONDS)
+    wait_until(
+        lambda: not ports & {c.laddr.port for c in psutil.net_connections() if c.status == "LISTEN"}, GONE_SECONDS
+    )
     job.wait()
 
 
