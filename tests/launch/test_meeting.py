@@ -22,7 +22,7 @@ from started import Started, python
 from trainwright.distributed import job_store
 from trainwright.errors import LaunchError
 from trainwright.launch import reception
-from trainwright.launch.nodes import Nodes, nodes_of
+from trainwright.launch.nodes import Job, Nodes, nodes_of
 
 SCRIPT = """
 import os, time
@@ -254,3 +254,9 @@ def test_a_script_reads_its_node_from_the_environment() -> None:
     assert nodes_of(2, variables | {"MASTER_PORT": "31000"}).port == 31000
     with pytest.raises(ValueError, match=r"num_nodes=2 was given, but the environment has no NODE_RANK. Set NODE_RANK"):
         nodes_of(2, {"MASTER_ADDR": "a"})
+
+
+def test_a_job_is_named_after_the_command_that_all_nodes_share() -> None:
+    command = ["python", "/home/me/train.py", "--lr", "0.1", "hydra.run.dir='/runs/21-14-30'", "--api-key=abcdefgh"]
+    assert Job(command, 2).name == "train.py --lr 0.1 --api-key=(not shown)"
+    assert Job(command, 2, job_id="mine").name == "mine"

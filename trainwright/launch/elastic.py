@@ -39,7 +39,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainwright.distributed.failures import FailureLog
 from trainwright.distributed.job_store import STORE_PREFIX, Store, join_store, post, serve_store, stores
-from trainwright.distributed.masking import masked
 from trainwright.distributed.network import is_listening, is_own_address, is_own_name, listen_at, resolve
 from trainwright.distributed.signals import STOP_SIGNALS
 from trainwright.errors import LaunchError
@@ -269,14 +268,11 @@ class NodeLauncher(RendezvousHandler):
 
     def _describe(self) -> dict[str, Any]:
         """Return this launcher as the others see it."""
-        # Not the folders that Hydra names by the second of the start, nor those of the script.
-        parts = [part for part in self._job.command[1:] if not part.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
-        command = [os.path.basename(part) if part.endswith(".py") else part for part in parts]
         return {
             "host": socket.gethostname(),
             "num_processes": self._job.num_processes,
             "node_rank": self._nodes.rank,
-            "job": self._job.job_id or masked(command).text,
+            "job": self._job.name,
             "time": time.time(),
             "terms": [str(self._nodes), f"max_restarts={self._job.max_restarts}"],
         }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainwright.distributed.clusters import main_port, read_number
+from trainwright.distributed.masking import masked
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 
 WAIT_SECONDS = 300
@@ -78,6 +79,12 @@ class Job:
     """How long the ranks have to save and exit after a signal."""
     job_id: str | None = None
     """A name that tells this job from others at the same address, or None for one that its command gives."""
+
+    @property
+    def name(self) -> str:
+        """The id of the job, or its command without the folders of the script and of Hydra, which differ between nodes."""
+        parts = [part for part in self.command[1:] if not part.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
+        return self.job_id or masked([os.path.basename(part) if part.endswith(".py") else part for part in parts]).text
 
 
 def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
