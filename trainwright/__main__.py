@@ -32,14 +32,10 @@ COMMANDS = {
     "checkpoint": ("tools.checkpoints:checkpoint_command", "show, verify, export or import a checkpoint"),
 }
 """The subcommands: "module:function", imported when chosen, and a line of help."""
-LOST_READER = 141
-"""The exit code if the output's reader has gone, which shells give to a process that SIGPIPE ends."""
 
 
 def main() -> int:
     """Run the command line of this process."""
-    from trainwright.errors import did_you_mean
-
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal's encoding may lack a letter of a path
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
@@ -48,6 +44,8 @@ def main() -> int:
         print(f"usage: trainwright COMMAND ...\n\ncommands:\n{lines}\n\nSee `trainwright COMMAND --help`.")
         return 0
     if command not in COMMANDS:
+        from trainwright.errors import did_you_mean
+
         choice = f"Choose from {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}"
         print(f"trainwright: {command!r} is not a command. {choice}\nSee `trainwright --help`.", file=sys.stderr)
         return 2
@@ -58,7 +56,7 @@ def main() -> int:
     except BrokenPipeError:  # the output's reader has gone, as after `| head`
         # The interpreter flushes it once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return LOST_READER
+        return 141  # which shells give to a process that SIGPIPE ends
     return code
 
 

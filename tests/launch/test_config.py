@@ -33,7 +33,7 @@ env:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The jobs that launch would have started, and their arguments."""
-    for name in ("RANK", *(key.variable for key in KEYS.values())):
+    for name in ("RANK", *(entry.variable for entry in KEYS.values())):
         monkeypatch.delenv(name, raising=False)
     for name in ("FIRST", "SECOND", "MY_TOKEN"):
         monkeypatch.setenv(name, "")  # so that it is restored

@@ -82,9 +82,9 @@ def launch_parser() -> Parser:
     )
     add = parser.add_argument
     add("--cpu", action=argparse.BooleanOptionalAction, help=KEYS["cpu"].about)
-    for name, key in KEYS.items():
+    for name, entry in KEYS.items():
         if name not in ("cpu", "env"):
-            add(flag_of(name), metavar=name.rpartition("_")[2].upper(), help=key.about)
+            add(flag_of(name), metavar=name.rpartition("_")[2].upper(), help=entry.about)
     add("--config-file", metavar="PATH", help="a YAML file for what flags leave open (or the variable TRAINWRIGHT_CONFIG; "
         "default: ~/.config/trainwright/config.yaml, if it is there; trainwright config writes it)")  # fmt: skip
     add("--emit", choices=NEEDED, help="print an sbatch file, or manifests for Kubernetes, and run nothing")

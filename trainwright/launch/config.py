@@ -18,9 +18,10 @@ from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, WAIT_SECOND
 from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE
 
 __all__ = ["KEYS", "Config", "NameCheck", "check_variables", "config_path", "find_config", "flag_of", "printable"]
+__all__ += ["setting_of"]
 
 
-class Key(NamedTuple):
+class Entry(NamedTuple):
     """A setting: its meaning, its default, its variable, and the pattern of its values, with the words for it."""
 
     meaning: str
@@ -38,22 +39,22 @@ FROM_0, FROM_1 = ("[0-9]+", "an integer of at least 0"), ("[1-9][0-9]*", "an int
 DEVICES = "auto|-1|[1-9][0-9]*", "an integer of at least 1, -1 for all, or auto"
 RANGE = "[1-9][0-9]*(:[1-9][0-9]*)?", "MIN:MAX, two integers of at least 1 in this order, or one number"
 KEYS = {
-    "devices": Key("processes on this machine: a number, -1 for every device, or auto", "auto", form=DEVICES),
-    "cpu": Key("true: compute on the CPU even if there is a GPU", "false", form=("true|false", "true or false")),
-    "strategy": Key("how the processes divide the work: auto, or the name of a strategy, such as ddp", "auto"),
-    "precision": Key("such as 32-true, 16-mixed or bf16-mixed; also 32, fp16 or bf16"),
-    "gradient_accumulation_steps": Key("batches per optimizer step", form=FROM_1),
-    "num_nodes": Key("machines of the job, each of which runs this command", 1, form=FROM_1),
-    "nodes": Key("instead of num_nodes and node_rank: MIN:MAX machines, numbered as they arrive", form=RANGE),
-    "node_rank": Key("this machine's number, from 0", None, "NODE_RANK", FROM_0),
-    "main_address": Key("name or address of machine 0", None, "MASTER_ADDR"),
-    "main_port": Key("port of machine 0 (a single machine chooses a free one)", DEFAULT_PORT, "MASTER_PORT", FROM_0),
-    "rendezvous_seconds": Key("how long the machines wait for each other", WAIT_SECONDS, form=FROM_0),
-    "max_restarts": Key("how many times all ranks restart, after a failed rank or a lost machine", 0, form=FROM_0),
-    "grace_seconds": Key("time for the ranks to save and exit after a signal", GRACE_SECONDS, GRACE_VARIABLE, FROM_0),
-    "logs": Key("a folder for the output of each rank, in rank0.log and so on", None, LOGS_VARIABLE),
-    "job_id": Key("a name that tells this job from others, the same on every machine", None, JOB_ID_VARIABLE),
-    "env": Key("environment variables of the processes; those that are set already stay"),
+    "devices": Entry("processes on this machine: a number, -1 for every device, or auto", "auto", form=DEVICES),
+    "cpu": Entry("true: compute on the CPU even if there is a GPU", "false", form=("true|false", "true or false")),
+    "strategy": Entry("how the processes divide the work: auto, or the name of a strategy, such as ddp", "auto"),
+    "precision": Entry("such as 32-true, 16-mixed or bf16-mixed; also 32, fp16 or bf16"),
+    "gradient_accumulation_steps": Entry("batches per optimizer step", form=FROM_1),
+    "num_nodes": Entry("machines of the job, each of which runs this command", 1, form=FROM_1),
+    "nodes": Entry("instead of num_nodes and node_rank: MIN:MAX machines, numbered as they arrive", form=RANGE),
+    "node_rank": Entry("this machine's number, from 0", None, "NODE_RANK", FROM_0),
+    "main_address": Entry("name or address of machine 0", None, "MASTER_ADDR"),
+    "main_port": Entry("port of machine 0 (a single machine chooses a free one)", DEFAULT_PORT, "MASTER_PORT", FROM_0),
+    "rendezvous_seconds": Entry("how long the machines wait for each other", WAIT_SECONDS, form=FROM_0),
+    "max_restarts": Entry("how many times all ranks restart, after a failed rank or a lost machine", 0, form=FROM_0),
+    "grace_seconds": Entry("time for the ranks to save and exit after a signal", GRACE_SECONDS, GRACE_VARIABLE, FROM_0),
+    "logs": Entry("a folder for the output of each rank, in rank0.log and so on", None, LOGS_VARIABLE),
+    "job_id": Entry("a name that tells this job from others, the same on every machine", None, JOB_ID_VARIABLE),
+    "env": Entry("environment variables of the processes; those that are set already stay"),
 }
 """The keys of a config."""
 OTHER_WORDS = {
@@ -140,7 +141,7 @@ def check_variables(names: Iterable[str]) -> None:
     """Raise ValueError if a config may not set one of these variables."""
     ours = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_VARIABLE, "TRAINWRIGHT_CONFIG"}
     for name in names:
-        if name in ours or name in {key.variable for key in KEYS.values()}:
+        if name in ours or name in {entry.variable for entry in KEYS.values()}:
             raise ValueError(f"env has {name}, which trainwright launch sets itself. Remove it, or set its key.")
 
 
@@ -156,20 +157,20 @@ def flag_of(name: str) -> str:
 
 def setting_of(name: str, flags: argparse.Namespace, variables: Mapping[str, str], config: Config) -> LaunchSetting:
     """Return the flag, the variable or the config's entry, or else the default (ValueError if its form is wrong)."""
-    key, flag, path = KEYS[name], getattr(flags, name, None), config.path or ""
+    entry, flag, path = KEYS[name], getattr(flags, name, None), config.path or ""
     if flag is not None:
         text = str(flag).lower() if isinstance(flag, bool) else flag  # --cpu and --no-cpu
         setting = LaunchSetting(text, flag_of(name), f"{flag_of(name)} {text}")
-    elif text := variables.get(key.variable):
-        setting = LaunchSetting(text, key.variable, f"{key.variable}={text}")
+    elif text := variables.get(entry.variable):
+        setting = LaunchSetting(text, entry.variable, f"{entry.variable}={text}")
     elif text := config.values.get(name):
         setting = LaunchSetting(text, path, f"{path}: {name}: {text}")
     else:
-        return LaunchSetting(key.default)
-    pattern, words = key.form
+        return LaunchSetting(entry.default)
+    pattern, words = entry.form
     if not re.fullmatch(pattern, text, re.DOTALL):
         raise ValueError(f"{setting.label}: expected {words}.")
-    return setting._replace(value=int(text)) if key.form in (FROM_0, FROM_1) else setting
+    return setting._replace(value=int(text)) if entry.form in (FROM_0, FROM_1) else setting
 
 
 def resolve(

@@ -171,9 +171,9 @@ def as_yaml(answers: Mapping[str, str | dict[str, str]]) -> str:
         "# The settings of `trainwright launch` that neither a flag nor the environment sets.",
         f"# Written by trainwright {tw.__version__} on a machine with {describe_devices()}.",
     ]
-    for name, key in KEYS.items():
+    for name, entry in KEYS.items():
         value = answers.get(name)
-        lines += ["", f"# {key.about}"]
+        lines += ["", f"# {entry.about}"]
         if isinstance(value, dict):
             lines += ["env:", *(f"  {variable}: {_scalar(text)}" for variable, text in value.items())]
         else:
