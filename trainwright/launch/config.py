@@ -40,7 +40,7 @@ DEVICES = "auto|-1|[1-9][0-9]*", "an integer of at least 1, -1 for all, or auto"
 RANGE = "[1-9][0-9]*(:[1-9][0-9]*)?", "MIN:MAX, two integers of at least 1 in this order, or one number"
 KEYS = {
     "devices": Entry("processes on this machine: a number, -1 for every device, or auto", "auto", form=DEVICES),
-    "cpu": Entry("true: compute on the CPU even if there is a GPU", "false", form=("true|false", "true or false")),
+    "cpu": Entry("true: compute on the CPU even if there is a GPU", form=("true|false", "true or false")),
     "strategy": Entry("how the processes divide the work: auto, or the name of a strategy, such as ddp", "auto"),
     "precision": Entry("such as 32-true, 16-mixed or bf16-mixed; also 32, fp16 or bf16"),
     "gradient_accumulation_steps": Entry("batches per optimizer step", form=FROM_1),
