@@ -45,7 +45,7 @@ def _unrepeatable_start() -> str:
     """Return how this process was started, if its command cannot be run again, or an empty text."""
     if is_interactive():
         return "interactively"
-    packages = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_stack(None)}
+    packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in traceback.walk_stack(None)}
     if runners := packages & {"_pytest", "doctest", "unittest"}:  # running, not only imported
         return f"by a test runner ({min(runners).strip('_')})"
     is_stream = MAIN_FILE.startswith(("<stdin>", "/dev/"))
