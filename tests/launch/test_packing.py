@@ -85,7 +85,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.launch
-def test_classes_of_a_notebook_travel_along(tmp_path: Path) -> None:
+def test_classes_of_a_notebook_are_copied(tmp_path: Path) -> None:
     layer, names = Tied(), {"__name__": "__main__"}
     exec("def images(x):\n    return factor() * x\n\ndef factor():\n    return 2", names)  # as a cell does
     layer.__class__ = type("Tied", (nn.Module,), {"__module__": "__main__"})
