@@ -11,12 +11,16 @@
 #                          5 GB a torch; ARGS="--list", ARGS="--python 3.12 -k oldest", ARGS="-- tests/trainer -x"
 #   make test-device       tests on the simulated accelerator of tests/simulated_device, which the first run compiles: those of devices,
 #                          and the fast ones of the trainer, the data, the precisions and checkpoints; ARGS="tests/engine -x" for others
+#   make test-cluster      jobs of SLURM and Open MPI under real daemons, which the tests start and end; they are skipped where Debian's
+#                          slurm-wlm, munge and openmpi-bin are not installed, or without root
 #   make check             formatting, lint, types; make format mends the first two
 #   make docs              the documentation as a site, in site/; a warning is an error
 #   make bench             benchmarks/overhead.py (ARGS), start.py (START_ARGS), ddp_overhead.py (DDP_ARGS), strategies.py (STRATEGY_ARGS)
 #                          and checkpoint.py (CHECKPOINT_ARGS), beside other frameworks and beside their goals
 #   make bench-gpu         benchmarks/gpu.py: on a machine with a GPU, ARGS="--minutes 9"; on its own torch with PYTHON=python3, which makes no
 #                          .venv and installs nothing; anywhere, ARGS="--device cpu --small"
+#   make bench-launch      benchmarks/launching.py: starts, failures, lost nodes and signals of launchers, on nodes that are network
+#                          namespaces (as root, half an hour); ARGS="--rows 5,6 --rounds 1"
 #   make soak              kill training runs at random and compare their ends; KILLS=200 SEED=0, SOAK_ARGS="--strategies ddp"
 #   make fuzz              random runs: resumed, cut, on other strategies and ranks; SEEDS=20 START=0 KINDS="resume cuts", MINUTES=60 a kind,
 #                          FUZZ_ARGS="--jobs 2"; FUZZ_ARGS="--config '{...}'" KINDS=resume for one configuration
@@ -61,7 +65,7 @@ endif
 SHARED_OUT = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # None of these tests are in the fast sets, and their imports take seconds.
-QUICK := --ignore tests/programs --ignore tests/device
+QUICK := --ignore tests/programs --ignore tests/device --ignore tests/cluster
 # The folders of the fast tests are in memory, if it has 2 GiB for them and lets programs run there, as that of a Docker container does
 # not: on a disk they would spend a tenth of their time on making files.
 IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2> /dev/null | tail -n 1)" -gt 2000000 2> /dev/null && test -w /dev/shm \
@@ -69,7 +73,8 @@ IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2> /dev/null | tail -n 
 
 ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest
 
-.PHONY: demo examples test test-launch test-slow test-all test-device test-gpu test-versions check format docs bench bench-gpu soak fuzz clean
+.PHONY: demo examples test test-launch test-slow test-all test-device test-cluster test-gpu test-versions check format docs bench \
+	bench-gpu bench-launch soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
@@ -88,12 +93,15 @@ test-slow: $(VENV)/programs.stamp $(VENV)/docs.stamp
 	$(BIN)/python -m pytest -m "slow and not gpu and not device" $(SHARED_OUT) $(ARGS)
 
 test-all: $(VENV)/programs.stamp $(VENV)/docs.stamp
-	$(BIN)/python -m pytest -m "not gpu and not device" $(SHARED_OUT) $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not device and not cluster" $(SHARED_OUT) $(ARGS)
 
 test-device: $(VENV)/test.stamp
 	$(if $(ARGS),,$(ON_SIMULATED) -m "device or gpu" $(SHARED_OUT) tests/device tests/data tests/checkpoint)
 	SIM_DEVICES=1 TRAINWRIGHT_TEST_ACCELERATOR=auto $(ON_SIMULATED) -m "not slow and not gpu and not device" $(SHARED_OUT) \
 		$(if $(ARGS),$(ARGS),tests/trainer tests/data tests/precision tests/checkpoint tests/strategies/test_placement.py)
+
+test-cluster: $(VENV)/test.stamp # in one process, which starts the daemons once
+	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 test-gpu: $(TEST_GPU_STAMP)
 	$(GPU_PYTHON) tests/gpu_session.py $(ARGS)
@@ -122,6 +130,9 @@ bench: $(VENV)/bench.stamp
 
 bench-gpu: $(BENCH_GPU_STAMP)
 	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
+
+bench-launch: $(VENV)/test.stamp
+	$(BIN)/python benchmarks/launching.py $(ARGS)
 
 soak: $(VENV)/test.stamp
 	$(BIN)/python benchmarks/soak.py --kills $(KILLS) --seed $(SEED) $(SOAK_ARGS)

@@ -367,7 +367,7 @@ def main() -> None:
         with scratch(options.folder) as folder:
             command = [sys.executable, __file__, *sys.argv[1:], "--rank-count", str(ranks), "--job-folder", str(folder)]
             if ranks > 1:
-                launcher = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(ranks), "--"]
+                launcher = [sys.executable, "-m", "trainwright.launch.processes", f'{{"num_processes": {ranks}}}']
                 command = [*launcher, *command]
             path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
             done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path})

@@ -57,7 +57,7 @@ def run_job(family: str, ranks: int, options: argparse.Namespace, out: Path) -> 
     """Measure one family on a number of ranks; its records are added to the file."""
     settings = {"family": family, "strategies": ",".join(options.strategies), "ranks": ranks, "out": out}
     settings |= {"width": SMALL_WIDTH if options.small else 0, "budget": options.budget}
-    command = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(ranks), "--"]
+    command = [sys.executable, "-m", "trainwright.launch.processes", f'{{"num_processes": {ranks}}}']
     command += [sys.executable, str(Path(__file__).with_name("memory_job.py"))]
     command += [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     variables = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **GIVES_BACK}

@@ -78,7 +78,7 @@ class Job:
         script += ["--devices", str(self.num_ranks), "--folder", str(folder), "--epochs", str(soak.options.epochs)]
         script += ["--forget", soak.options.forget] if soak.options.forget and start else []
         script += ["--without-torchmetrics"] if soak.options.without_torchmetrics else []
-        launcher = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(self.num_ranks), "--"]
+        launcher = [sys.executable, "-m", "trainwright.launch.processes", f'{{"num_processes": {self.num_ranks}}}']
         variables = {
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",

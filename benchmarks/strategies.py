@@ -134,7 +134,7 @@ def start(
     size = "gpu" if options.gpu else "small" if options.small else "cpu"
     settings = {"loop": name, "strategy": strategy, "precision": precision, "size": size}
     settings |= {"warmup": WARMUP_STEPS, "rounds": rounds, "steps": options.steps}
-    command = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", str(num_ranks), "--"]
+    command = [sys.executable, "-m", "trainwright.launch.processes", f'{{"num_processes": {num_ranks}}}']
     command += [sys.executable, str(Path(__file__).with_name("strategy_loops.py"))]
     command += [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     variables = {

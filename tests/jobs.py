@@ -46,7 +46,7 @@ def _launch(function: Callable[[Path], Any], ranks: int, folder: Path, seconds: 
         function.__name__,
         str(folder),
     ]
-    launcher = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", ranks, "--"]
+    launcher = [sys.executable, "-m", "trainwright.launch.processes", f'{{"num_processes": {ranks}}}']
     done = run_command([*launcher, *command], folder=folder, seconds=seconds)
     assert done.returncode == 0, f"the job ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
 

@@ -1,4 +1,4 @@
-"""Two machines, as separate network namespaces that are joined by a cable (a veth pair)."""
+"""Machines, as separate network namespaces, whose cables (veth pairs) end in one switch (a bridge)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from started import Started
 
 NEEDED = "TRAINWRIGHT_TEST_TWO_NODES"
 """If set, it is a failure that these tests cannot run."""
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 JOIN = """
 set -e
-nodes="0 1"
 mount -t tmpfs tmpfs /run
 mkdir /run/netns
-for node in $nodes; do ip netns add node$node; ip -n node$node link set lo up; done
-ip link add veth0 netns node0 type veth peer name veth1 netns node1
-for node in $nodes; do
+ip link add switch type bridge
+ip link set switch up
+for node in $(seq 0 $(($1 - 1))); do
+    ip netns add node$node
+    ip link add veth$node netns node$node type veth peer name port$node
+    ip link set port$node master switch up
     ip -n node$node addr add 10.77.0.$((node + 1))/24 dev veth$node
-    ip -n node$node link set veth$node up
+    for name in lo veth$node; do ip -n node$node link set $name up; done
 done
 echo joined
 exec cat
@@ -33,12 +35,12 @@ exec cat
 
 
 class Network:
-    """Two nodes. A process on one of them sees only its interfaces."""
+    """Nodes. A process on one of them sees only its interfaces."""
 
-    def __init__(self, unshare: list[str], folder: Path) -> None:
+    def __init__(self, unshare: list[str], folder: Path, nodes: int) -> None:
         self._has_users = "-U" in unshare
         self.process = subprocess.Popen(
-            [*unshare, "sh", "-c", JOIN],
+            [*unshare, "sh", "-c", JOIN, "sh", str(nodes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -74,14 +76,14 @@ class Network:
 
 
 @contextmanager
-def machines(folder: Path) -> Iterator[Network]:
-    """Join two machines for a test, which is skipped where they cannot be made."""
+def machines(folder: Path, nodes: int = 2) -> Iterator[Network]:
+    """Join machines, at most as many as have ADDRESSES, for a test, which is skipped where they cannot be made."""
     reasons = []
     for unshare in (["unshare", "-U", "-r", "-n", "-m"], ["unshare", "-n", "-m"]):
         if not all(shutil.which(program) for program in ("unshare", "nsenter", "ip")):
             reasons.append("unshare, nsenter (util-linux) and ip (iproute2) are not all installed")
             break
-        network = Network(unshare, folder)
+        network = Network(unshare, folder, nodes)
         if network.is_joined:
             try:
                 yield network
@@ -89,7 +91,7 @@ def machines(folder: Path) -> Iterator[Network]:
                 network.close()
             return
         reasons.append(network.process.communicate(timeout=deadline(60))[1].strip())
-    reason = f"two network namespaces cannot be made here; they need root or user namespaces: {reasons}"
+    reason = f"network namespaces cannot be made here; they need root or user namespaces: {reasons}"
     if NEEDED in os.environ:
         pytest.fail(reason)
     pytest.skip(reason)

@@ -180,22 +180,6 @@ TORCH = (
         "_get_file_writer",
         "flush and place the file of events (loggers/tensorboard.py)",
     ),
-    Use(
-        "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
-        "_start_workers _stop_workers _restart_workers _monitor_workers _exit_barrier _construct_event _worker_group "
-        "_remaining_restarts _pcontext _rendezvous",
-        "start, watch and end the ranks of a job in our order (launch/vendor.py)",
-    ),
-    Use(
-        "torch.distributed.elastic.multiprocessing.api.PContext",
-        "_close",
-        "end ranks in less than the fixed 30 seconds (launch/vendor.py)",
-    ),
-    Use(
-        "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler",
-        "_stdout _stderr",
-        "close the files of the ranks' output that the launcher holds (launch/vendor.py)",
-    ),
 )
 
 TORCHMETRICS = (

@@ -49,7 +49,7 @@ class Job:
         path = str(self._folder / "socket")
         command = [sys.executable, "-W", "ignore", "-m", "fuzz.worker", kind_module(self.kind), path]
         if self.size > 1:
-            launcher = ["-m", "trainwright.launch.processes", "--num-processes", str(self.size), "--"]
+            launcher = ["-m", "trainwright.launch.processes", f'{{"num_processes": {self.size}}}']
             command = [sys.executable, "-W", "ignore", *launcher, *command]
         with socket.socket(socket.AF_UNIX) as listener, open(self._output, "w") as output:
             listener.bind(path)

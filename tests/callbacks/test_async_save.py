@@ -329,14 +329,6 @@ def test_a_rank_that_fails_while_a_save_is_in_flight(tmp_path: Path) -> None:
             job.close()
 
 
-def test_a_run_resumes_from_an_async_save(tmp_path: Path) -> None:
-    scores = [1.0, 2.0, 3.0]
-    callback = run(str(tmp_path / "whole"), scores, save_top_k=-1, async_save=True)
-    first, *_, last = callback.best_k_models
-    resumed = run(str(tmp_path / "resumed"), scores, first, save_top_k=-1, async_save=True)
-    assert digests(resumed.last_model_path)["model-00000.safetensors"] == digests(last)["model-00000.safetensors"]
-
-
 def test_a_save_of_the_users_own_in_the_background_is_whole(tmp_path: Path) -> None:
     """Within a window a save waits for the window's end. It has a hook's changes, and later saves wait for it."""
     said = []

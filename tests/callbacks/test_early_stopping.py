@@ -151,11 +151,6 @@ def test_missing_metric_raises_or_is_skipped(recwarn: pytest.WarningsRecorder) -
     assert len(caught) == 1
 
 
-def test_nothing_is_checked_in_a_trial_run() -> None:
-    trainer = run(EarlyStopping("no such metric"), [math.nan], fast_dev_run=True)
-    assert not trainer.should_stop
-
-
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [

@@ -145,11 +145,6 @@ def test_taken_names_get_versions(tmp_path: Path) -> None:
         run(tmp_path, [0.5], filename="{accuracy}")
 
 
-def test_a_metric_that_is_not_logged_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"ModelCheckpoint follows 'acc', which was not logged; there are .*val/score"):
-        run(tmp_path, [0.5], monitor="acc", mode="max")
-
-
 def test_a_step_value_can_be_followed(tmp_path: Path) -> None:
     class Stepwise(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -184,12 +179,6 @@ def test_each_fit_keeps_its_own(tmp_path: Path) -> None:
     with pytest.raises(tw.CheckpointError):
         trainer.fit(Scored([1.0]), make_loader(), make_loader(4), ckpt_path=str(tmp_path / "none"))
     assert callback.best_model_score == 2.0
-
-
-def test_weights_only_cannot_be_resumed(tmp_path: Path) -> None:
-    callback = run(tmp_path, [1.0], save_weights_only=True)
-    with pytest.raises(tw.CheckpointError, match="holds weights only"):
-        run(tmp_path, [1.0, 2.0], ckpt_path=callback.best_model_path)
 
 
 def test_a_failed_save_is_told_and_the_kept_ones_stay(tmp_path: Path) -> None:
@@ -261,12 +250,6 @@ def test_a_run_deletes_only_in_its_own_folder(tmp_path: Path) -> None:
     assert names(tmp_path / "b") == ["epoch=3-step=44.ckpt"]
 
 
-def test_two_of_one_state_are_refused(tmp_path: Path) -> None:
-    two = [tw.ModelCheckpoint(str(tmp_path / name)) for name in "ab"]
-    with pytest.raises(ValueError, match="holds two of one state_key"):
-        tw.Trainer(callbacks=two, **{**QUIET, "enable_checkpointing": True})
-
-
 # -- saves within an epoch -----------------------------------------------------------------------------------------------
 
 
@@ -295,21 +278,6 @@ def test_checkpoint_saves_every_n_train_steps(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted(f"epoch={(step - 1) // 11}-step={step}.ckpt" for step in steps)
     for path in list(callback.best_k_models)[1::2]:
         assert_equal(end(train(None, ckpt_path=path)), whole)
-
-
-def test_a_save_holds_what_the_modules_own_hook_did(tmp_path: Path) -> None:
-    class Counts(Classifier):
-        def __init__(self, dropout: float) -> None:
-            super().__init__(dropout)
-            self.register_buffer("seen", torch.zeros(()))
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.seen += 1
-
-    callback = tw.ModelCheckpoint(str(tmp_path), every_n_train_steps=5)
-    train(callback, module=Counts, max_epochs=1)
-    again = train(None, module=Counts, max_epochs=1, ckpt_path=callback.best_model_path)
-    assert again.lightning_module.seen == 11
 
 
 def test_checkpoint_counts_the_steps_of_windows(tmp_path: Path) -> None:
@@ -392,12 +360,6 @@ def test_checkpoint_can_be_switched_off(tmp_path: Path) -> None:
         callback = tw.ModelCheckpoint(str(tmp_path / "none"), **kwargs)
         train(callback, max_epochs=1)
         assert not (tmp_path / "none").exists()
-
-
-def test_a_trial_run_saves_nothing(tmp_path: Path) -> None:
-    callback = tw.ModelCheckpoint(str(tmp_path / "none"), monitor="no such metric", every_n_train_steps=1)
-    train(callback, fast_dev_run=True)
-    assert not (tmp_path / "none").exists()
 
 
 # -- after a failure -----------------------------------------------------------------------------------------------------

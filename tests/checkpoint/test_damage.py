@@ -46,16 +46,6 @@ def test_one_flipped_bit_is_found_every_time(copy: tuple[Path, Path]) -> None:
     assert examine(str(path)).problems == []
 
 
-def test_files_that_are_not_its_own_are_told_and_left_alone(tmp_path: Path) -> None:
-    path = Path(shutil.copytree(REAL[0], tmp_path / "a.ckpt"))
-    (path / "notes.txt").write_text("mine")
-    shutil.copy(path / "model-00000.safetensors", path / "model-00002.safetensors")
-    assert open_checkpoint(str(path)).extra_files == ["model-00002.safetensors", "notes.txt"]
-    verdict = examine(str(path))
-    assert (verdict.problems, verdict.extra_files) == ([], ["model-00002.safetensors", "notes.txt"])
-    assert (path / "notes.txt").read_text() == "mine"
-
-
 def test_parts_of_two_checkpoints_are_never_taken_for_one(tmp_path: Path, save: Any, check: Any) -> None:
     """Files of two steps, which have the same names and the same sizes."""
     save(tmp_path / "one", 1, 2)

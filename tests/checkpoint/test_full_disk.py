@@ -115,7 +115,7 @@ def test_a_save_on_a_full_disk_fails_on_all_ranks(tmp_path: Path) -> None:
     if not can_mount(tmp_path):
         pytest.skip("no small file system can be mounted here; the limit on files above shows the same error path")
     work = [sys.executable, "-W", "error", jobs.__file__, __file__, fill.__name__, str(tmp_path)]
-    command = [sys.executable, "-m", "trainwright.launch.processes", "--num-processes", "2", "--", *work]
+    command = [sys.executable, "-m", "trainwright.launch.processes", '{"num_processes": 2}', *work]
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", f'{MOUNT} && exec "$@"', "sh", *command],
         cwd=tmp_path,

@@ -22,9 +22,6 @@ from trainwright.errors import CheckpointError
 FILES = ["manifest.json", "model-00000.safetensors", "rank-00000.json", "state.json", "state.safetensors"]
 
 
-FILES = ["manifest.json", "model-00000.safetensors", "rank-00000.json", "state.json", "state.safetensors"]
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_checkpoint_comes_back(world_size: int, tmp_path: Path, save: Any, check: Any) -> None:
     path = tmp_path / "deep" / "er" / "epoch=0-step=7.ckpt"

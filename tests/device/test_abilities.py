@@ -154,10 +154,9 @@ assert len(list(torch.utils.data.DataLoader(Draws(), num_workers=1))) == 2
 APART = """
 # A command that leaves the number open starts what a Trainer would: one process, since several could not work together.
 from trainwright.launch import cli
-from trainwright.launch.config import Config
-from trainwright.launch.setting_sources import Sources
-options, _ = cli._launch_parser()[0].parse_known_args([])
-assert cli.resolve(Sources(options, {}, Config()))["devices"].value == 1
+from trainwright.launch.config import Config, Sources, resolve
+options, _ = cli.launch_parser().parse_known_args([])
+assert resolve(Sources(options, {}, Config()), lambda *_: None)["devices"].value == 1
 assert tw.Trainer(**settings).num_devices == 1
 """
 

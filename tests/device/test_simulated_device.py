@@ -29,7 +29,6 @@ def _clean() -> Iterator[None]:
     sim.refuse_sync(False)
     sim.raise_violations(True)
     sim.refuse_float64(False)
-    sim.set_memory_limit(0)
     sim.synchronize()
     left = sim.violations()
     sim.clear_violations()
@@ -109,58 +108,6 @@ def test_tensors_of_the_host_do_not_mix() -> None:
     assert (there * torch.tensor(2.0)).tolist() == [10, 2, 2]
     torch._foreach_copy_([there], [here])
     assert there.tolist() == [1, 1, 1]
-
-
-# ---- random numbers
-
-
-DRAWS = {
-    "randn": lambda device: torch.randn(64, device=device),
-    "dropout": lambda device: functional.dropout(torch.ones(64, device=device)),
-    "uniform_": lambda device: torch.empty(64, device=device).uniform_(),
-    "normal_": lambda device: torch.empty(64, device=device).normal_(),
-}
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_random_numbers_are_the_devices_own(name: str) -> None:
-    draw = DRAWS[name]
-    torch.manual_seed(7)
-    host = torch.get_rng_state()
-    numbers = draw("sim").cpu()
-    assert torch.equal(host, torch.get_rng_state())
-    assert not torch.equal(numbers, draw("cpu"))
-    torch.manual_seed(7)
-    assert torch.equal(numbers, draw("sim").cpu())
-    assert not torch.equal(numbers, draw("sim").cpu())
-    torch.manual_seed(7)
-    assert torch.equal(numbers, draw("sim:1").cpu())
-    state = sim.get_rng_state()
-    numbers = draw("sim").cpu()
-    sim.set_rng_state(state)
-    assert torch.equal(numbers, draw("sim").cpu())
-
-
-def test_generators_restore_their_states() -> None:
-    own = torch.Generator(device="sim").manual_seed(3)
-    assert own.initial_seed() == 3
-    other = torch.Generator(device="sim").manual_seed(3)
-    before = sim.get_rng_state()
-    assert torch.equal(
-        torch.randn(4, device="sim", generator=own).cpu(), torch.randn(4, device="sim", generator=other).cpu()
-    )
-    assert torch.equal(before, sim.get_rng_state())
-    clone = own.clone_state() if hasattr(own, "clone_state") else own
-    assert torch.equal(clone.get_state(), own.get_state())
-    with pytest.raises(RuntimeError, match="Expected a 'sim' device type for generator"):
-        torch.empty(3, device="sim").normal_(generator=torch.Generator())
-    with torch.random.fork_rng(devices=[0], device_type="sim"):
-        torch.randn(3, device="sim")
-    assert torch.equal(before, sim.get_rng_state())
-    states = sim.get_rng_state_all()
-    torch.randn(3, device="sim:1")
-    sim.set_rng_state_all(states)
-    assert torch.equal(states[1], sim.get_rng_state(1))
 
 
 # ---- streams
@@ -307,19 +254,6 @@ def test_pinned_memory_can_be_told() -> None:
     assert torch.ones(3).pin_memory().data_ptr() == where
 
 
-def test_a_memory_limit_is_enforced() -> None:
-    sim.empty_cache()
-    sim.set_memory_limit(sim.memory_reserved() + 1_000_000)
-    kept = torch.empty(500_000, dtype=torch.uint8, device="sim")
-    with pytest.raises(torch.OutOfMemoryError, match=r"total capacity of .* is allocated") as raised:
-        torch.empty(600_000, dtype=torch.uint8, device="sim")
-    assert isinstance(raised.value, torch.cuda.OutOfMemoryError)
-    del kept, raised
-    torch.empty(600_000, dtype=torch.uint8, device="sim")  # cached memory is returned first
-    free, total = sim.mem_get_info()
-    assert 0 <= free < total
-
-
 # ---- abilities that a device may lack
 
 
@@ -336,22 +270,6 @@ def test_a_device_without_float64_raises() -> None:
             made()
     assert (torch.ones(2, device="sim") * 2.5).tolist() == [2.5, 2.5]
     assert torch.tensor(1.5, dtype=torch.float64).to("sim", torch.float32).item() == 1.5
-
-
-def test_abilities_are_switched_off_by_the_environment() -> None:
-    script = """
-import torch
-try: torch.zeros(1, dtype=torch.float64, device="sim"); print("float64")
-except TypeError: pass
-try: torch.zeros(1).pin_memory(); print("pinned")
-except RuntimeError: pass
-if "sim" in torch.distributed.Backend.default_device_backend_map: print("group")
-print(torch.sim.get_amp_supported_dtype())
-try: torch.empty(2000, device="sim")
-except torch.OutOfMemoryError: print("full")
-"""
-    off = {"SIM_FLOAT64": "0", "SIM_PINNED": "0", "SIM_PROCESS_GROUP": "0", "SIM_BF16": "0", "SIM_MEMORY": "4096"}
-    assert in_process(script, **off).splitlines() == ["[torch.float16]", "full"]
 
 
 # ---- reads by the host

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from interpreters import search_path
 
 from trainwright.distributed.connection import open_process_group, pick_backend
 from trainwright.distributed.environment import Environment, announce_local_rank, prepare_deterministic
+from trainwright.distributed.job_store import open_store, post, serve_store
+from trainwright.distributed.network import LOOPBACK, listen_at
 from trainwright.distributed.ranks import Ranks
+from trainwright.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = {
@@ -172,3 +176,15 @@ def test_a_job_without_an_agent_ends_quietly(tmp_path: Path, mode: str) -> None:
         (0, "done\n"),
         (0, "done\n"),
     ]
+
+
+def test_a_rank_of_another_job_is_rejected() -> None:
+    listener = listen_at(LOOPBACK, 0)
+    port = int(listener.getsockname()[1])
+    store = serve_store(listener, LOOPBACK)
+    post(store, "job", "cluster 7.0")
+    rank = Environment(1, 1, 2, 2, main_address=LOOPBACK, main_port=port, job="cluster 8.0")
+    with pytest.raises(
+        LaunchError, match=r"rank 0 of the job 'cluster 7.0' answers at .* this is rank 1 of 'cluster 8.0'"
+    ):
+        open_store(rank, timedelta(seconds=30), is_joined=False)

@@ -94,13 +94,13 @@ def test_a_rank_that_has_passed_a_call_is_not_waited_for() -> None:
             positions[1].answer(store)
 
     def go_on() -> list[bytes]:
-        with second.located_by(lambda: ((batch[1],), f"fit, batch {batch[1]}")):
+        with positions[1].located_by(lambda: ((batch[1],), f"fit, batch {batch[1]}")):
             met = second.exchange(b"1", call="both", timeout_seconds=120)
             batch[1] += 1
             blocked.wait(120)
             return met
 
-    with ThreadPoolExecutor(2) as pool, first.located_by(lambda: ((batch[0],), f"fit, batch {batch[0]}")):
+    with ThreadPoolExecutor(2) as pool, positions[0].located_by(lambda: ((batch[0],), f"fit, batch {batch[0]}")):
         pool.submit(watch)
         other = pool.submit(go_on)
         assert first.exchange(b"0", call="both", timeout_seconds=120) == [b"0", b"1"]

@@ -1,68 +1,18 @@
-"""Closures: an optimizer that runs the step's forward and backward itself, on one rank and on two."""
+"""Closures: an optimizer that runs the step's forward and backward itself."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import run_job
-from small import ACCELERATOR, ON_HOST, loss_of, make_data, make_net, weights
+from small import ACCELERATOR, ON_HOST, loss_of, make_data, make_net
 from torch import Tensor, nn
 
 import trainwright as tw
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.strategies.base import Optimization
-
-STEPS = 3
-
-
-def train_lbfgs(strategy: str) -> dict[str, Any]:
-    """Full batches of 16 samples, half of them on every rank, with a line search that reads the loss."""
-    engine = Engine(strategy=strategy, accelerator=ACCELERATOR)
-    net = make_net()
-    engine.prepare_module(net, Optimization())
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
-    (prepared,) = engine.prepare_optimizers([optimizer])
-    inputs, targets = make_data(16)[:]
-    share = slice(engine.rank * 16 // engine.world_size, (engine.rank + 1) * 16 // engine.world_size)
-    calls = 0
-
-    def closure() -> Tensor:
-        nonlocal calls
-        calls += 1
-        prepared.zero_grad()
-        loss = nn.functional.cross_entropy(engine.run(net, "forward", inputs[share]), targets[share])
-        engine.backward(loss)
-        return engine.reduce(loss.detach(), "mean")  # ranks that saw different losses would search different lines
-
-    losses = []
-    for _ in range(STEPS):
-        result = engine.step(prepared, None, closure)
-        assert not result.skipped
-        losses.append(engine.reduce(loss_of(net, (inputs, targets)).detach()).item())
-    state = weights(net)
-    engine.close()
-    return {"weights": state, "losses": losses, "calls": calls}
-
-
-def job(folder: Path) -> dict[str, Any]:
-    return train_lbfgs("ddp")
-
-
-def test_lbfgs_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
-    one = train_lbfgs("single_device")
-    ranks = run_job(job, 2, tmp_path)
-    assert one["calls"] > 2 * STEPS
-    assert one["losses"][-1] < 0.5 * one["losses"][0]
-    for rank in ranks:
-        assert rank["calls"] == one["calls"]
-        torch.testing.assert_close(rank["losses"], one["losses"], rtol=1e-4, atol=1e-5)
-        for name, value in rank["weights"].items():
-            assert torch.equal(value, ranks[0]["weights"][name])
-            torch.testing.assert_close(value, one["weights"][name], rtol=1e-3, atol=1e-4)
 
 
 def closure_of(accelerator: Any, model: Any, optimizer: Any) -> Any:

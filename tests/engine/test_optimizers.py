@@ -23,6 +23,7 @@ PLATEAU = ReduceLROnPlateau(SGD)
         ([SGD], [SGD], []),
         ((SGD, SGD), [SGD, SGD], []),
         (([SGD], [STEP]), [SGD], [SchedulerConfig(STEP)]),
+        (((SGD,), (STEP,)), [SGD], [SchedulerConfig(STEP)]),
         ({"optimizer": SGD}, [SGD], []),
         ({"optimizer": SGD, "lr_scheduler": STEP}, [SGD], [SchedulerConfig(STEP)]),
         (
@@ -71,54 +72,30 @@ def test_every_accepted_form_is_read(returned: Any, optimizers: list[Any], sched
         ([], TypeError, "a list of"),
         ("adam", TypeError, "a str"),
         (([], [STEP]), ValueError, "schedules an optimizer that it did not return"),
-        (
-            [SGD, STEP],
-            TypeError,
-            r"item 1 of .* is a StepLR, not an Optimizer; .* a pair \(\[optimizers\], \[schedulers\]\)",
-        ),
         (([SGD, 3], [STEP]), TypeError, "item 1 of .* is an int"),
         (([SGD], [SGD]), TypeError, "a scheduler was expected, got a SGD"),
         ([{"optimizer": SGD}, {"optimizer": None}], TypeError, "item 1 of .* is a NoneType"),
-        (torch.optim.SGD, TypeError, "the class SGD; expected"),
         ({"lr_scheduler": STEP}, ValueError, "expected 'optimizer'"),
-        ({"optimizer": SGD, "scheduler": STEP}, ValueError, "Did you mean 'lr_scheduler'"),
         (
             {"optimizer": SGD, "lr_scheduler": {"schedule": STEP}},
             ValueError,
             "'scheduler' is required.*Did you mean 'scheduler'",
         ),
         (
-            {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "interval": "batch"}},
-            ValueError,
-            "choose from epoch, step, validation",
-        ),
-        (
             {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "frequency": 0.5}},
             ValueError,
             "frequency=0.5 of a scheduler is not accepted; pass an integer",
         ),
-        (([SGD], [StepLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), 1)]), ValueError, "did not return"),
         (
             {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "reduce_on_plateau": True}},
             ValueError,
             "StepLR needs the",
         ),
-        ({"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "frequency": 0}}, ValueError, "of at least 1"),
-        ({"optimizer": SGD, "lr_scheduler": PLATEAU}, ValueError, "needs the metric to follow"),
-        ({"optimizer": SGD, "lr_scheduler": 3}, TypeError, "a scheduler was expected, got an int"),
     ],
 )
 def test_wrong_configure_optimizers_results_raise(returned: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         read_optimizers(returned)
-
-
-def test_none_trains_nothing_and_an_unknown_key_of_a_scheduler_has_no_effect() -> None:
-    with pytest.warns(UserWarning, match="nothing will be trained; return an optimizer"):
-        assert read_optimizers(None) == ([], [])
-    with pytest.warns(UserWarning, match=r"\['freqency'\].*Did you mean 'frequency'"):
-        _, (config,) = read_optimizers({"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "freqency": 3}})
-    assert config.frequency == 1
 
 
 def test_manual_optimization_takes_any_schedule() -> None:

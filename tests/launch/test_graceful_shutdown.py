@@ -16,13 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from deadlines import deadline
 from forked import interpret, run_ranks
+from small import assert_equal
 from started import GONE_SECONDS, Started, python
 
 from trainwright.checkpoint.discovery import find_checkpoints
 from trainwright.checkpoint.reader import open_checkpoint
+from trainwright.launch.processes import GRACE_VARIABLE, grace_seconds
 
 pytestmark = pytest.mark.launch
 JOB = str(Path(__file__).with_name("stopped_job.py"))
@@ -57,14 +58,10 @@ class Job(Started):
         ]
         super().__init__(arguments, folder, TMPDIR=str(self.temporary), **more)
 
-    def reach(self, count: int) -> bool:
-        """Wait for the n-th event of this run. Return whether it got that far."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.stdout += line
-            if line.startswith(f"event {count} "):
-                return True
-        return False
+    def reach(self, count: int) -> None:
+        """Wait for the n-th event of this run."""
+        self.wait_for(f"event {count} ")
+        self.pids |= {str(process.pid) for process in self.processes()}
 
     def ranks(self) -> list[psutil.Process]:
         found = [each for each in self.processes() if each.ppid() == self.process.pid]
@@ -88,9 +85,6 @@ class Job(Started):
 
     pids: frozenset[str] = frozenset()
 
-    def note_processes(self) -> None:
-        self.pids |= {str(process.pid) for process in self.processes()}
-
 
 StartJob = Callable[..., Job]
 
@@ -109,31 +103,18 @@ def start() -> Iterator[StartJob]:
         shutil.rmtree(job.temporary)
 
 
-def results(folder: Path, ranks: int = 2) -> list[Any]:
-    checkpoint = open_checkpoint(str(folder / "final.ckpt"))
-    tensors = {
-        f"{section}/{name}": checkpoint.read_tensor(section, name)
-        for section in checkpoint.sections
-        for name in checkpoint.tensors(section)
-    }
-    counters = {**checkpoint.state()["position"], "saves": 0}  # the save of the stop is one more
-    return [tensors, counters, [(folder / f"seen-{rank}").read_text() for rank in range(ranks)]]
-
-
-def check_equal(left: Any, right: Any) -> None:
-    """Bitwise, through lists and dicts."""
-    if isinstance(left, torch.Tensor):
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            check_equal(left[key], right[key])
-    elif isinstance(left, list):
-        assert len(left) == len(right)
-        for mine, other in zip(left, right, strict=True):
-            check_equal(mine, other)
-    else:
-        assert left == right
+def check_equal(left: Path, right: Path) -> None:
+    """Check that two runs ended bitwise equal, after the same batches."""
+    ends = [open_checkpoint(str(folder / "final.ckpt")) for folder in (left, right)]
+    tensors = [
+        {f"{part}/{name}": end.read_tensor(part, name) for part in end.sections for name in end.tensors(part)}
+        for end in ends
+    ]
+    assert_equal(*tensors)
+    counters = [{**end.state()["position"], "saves": 0} for end in ends]  # the save of the stop is one more
+    assert counters[0] == counters[1]
+    for rank in range(2):
+        assert (left / f"seen-{rank}").read_text() == (right / f"seen-{rank}").read_text()
 
 
 def run_here(folder: Path, strategy: str = "auto") -> None:
@@ -144,8 +125,7 @@ def run_here(folder: Path, strategy: str = "auto") -> None:
 
 def test_a_signalled_job_resumes_bitwise(tmp_path: Path, start: StartJob) -> None:
     job = start(tmp_path / "stopped", 0.05)
-    assert job.reach(9)
-    job.note_processes()
+    job.reach(9)
     began = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
     job.process.send_signal(signal.SIGTERM)  # a repeated signal changes nothing
@@ -156,7 +136,7 @@ def test_a_signalled_job_resumes_bitwise(tmp_path: Path, start: StartJob) -> Non
     again = start(tmp_path / "stopped", 0.0)
     assert again.wait() == 0, again.stderr
     run_here(tmp_path / "whole")
-    check_equal(results(tmp_path / "stopped"), results(tmp_path / "whole"))
+    check_equal(tmp_path / "stopped", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -165,8 +145,7 @@ def test_ctrl_c_in_a_terminal_stops_the_run(times: int, tmp_path: Path, start: S
     leader = ["setsid", "--wait", sys.executable, "-W", "error", "-c"]
     code = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     job = start(tmp_path, 0.05 if times == 1 else 3.0, 1, command=[*leader, code, sys.executable, "-W", "error"])
-    assert job.reach(5 if times == 1 else 3)
-    job.note_processes()
+    job.reach(5 if times == 1 else 3)
     assert len(job.processes()) >= 3
     (group,) = {os.getpgid(each.pid) for each in job.processes() if each.pid != job.process.pid}
     began = time.monotonic()
@@ -187,7 +166,7 @@ def test_ctrl_c_in_a_terminal_stops_the_run(times: int, tmp_path: Path, start: S
 
 def test_a_rank_that_cannot_answer_is_killed_after_the_grace_seconds(tmp_path: Path, start: StartJob) -> None:
     job = start(tmp_path, 0.05, TRAINWRIGHT_GRACE_SECONDS="2")
-    assert job.reach(5)
+    job.reach(5)
     job.ranks()[1].send_signal(signal.SIGSTOP)
     job.process.send_signal(signal.SIGTERM)
     began = time.monotonic()
@@ -199,11 +178,10 @@ def test_a_rank_that_cannot_answer_is_killed_after_the_grace_seconds(tmp_path: P
     assert not [each.path for each in find_checkpoints(str(tmp_path / "checkpoints")) if "stop-" in each.path]
 
 
-@pytest.mark.parametrize("given", ["-1", "soon"])
-def test_a_wrong_number_of_grace_seconds_is_refused(given: str, tmp_path: Path, start: StartJob) -> None:
-    job = start(tmp_path, 0.0, TRAINWRIGHT_GRACE_SECONDS=given)
-    assert job.wait() == 1
-    assert f"TRAINWRIGHT_GRACE_SECONDS='{given}'. Expected an integer of at least 0, in seconds." in job.stderr
+@pytest.mark.parametrize("text", ["-1", "soon"])
+def test_a_wrong_number_of_grace_seconds_is_rejected(text: str) -> None:
+    with pytest.raises(ValueError, match=f"GRACE_SECONDS='{text}'. Expected an integer of at least 0, in seconds."):
+        grace_seconds({GRACE_VARIABLE: text})
 
 
 @pytest.mark.slow
@@ -228,8 +206,7 @@ def test_signals_at_random_moments_lose_nothing(
     variables = {} if strategy.startswith("deepspeed") else {"PYTHONWARNINGS": "error"}  # importing it causes warnings
     for to in signals:
         job = start(folder, 0.03, strategy=strategy, command=LAUNCH, **variables)
-        assert job.reach(draw.randint(1, 8)), job.stderr
-        job.note_processes()
+        job.reach(draw.randint(1, 8))
         time.sleep(draw.random() * 0.1)
         began = time.monotonic()
         if to == "rank":
@@ -243,4 +220,4 @@ def test_signals_at_random_moments_lose_nothing(
         job.check_nothing_left()
     run_here(folder, strategy)
     run_here(tmp_path / "whole", strategy)
-    check_equal(results(folder), results(tmp_path / "whole"))
+    check_equal(folder, tmp_path / "whole")

@@ -18,8 +18,8 @@ from interpreters import search_path
 from started import GONE_SECONDS, ROOT, Started, python
 
 from trainwright.errors import LaunchError
-from trainwright.launch.output import PrefixedOutput
-from trainwright.launch.processes import launch
+from trainwright.launch.processes import launch, launcher_command
+from trainwright.launch.supervisor import ENTRY
 
 SCRIPT = """
 import atexit, json, os, signal, sys, time
@@ -63,47 +63,78 @@ if mode == "succeed":
         "launched_by": environment.launched_by,
         "directory": os.getcwd(),
         "threads": os.environ["OMP_NUM_THREADS"],
-        "listening": [c.laddr.ip for p in (me, launcher) for c in p.net_connections() if c.status == "LISTEN"],
+        "listening": list({c.laddr.ip for p in (me, launcher) for c in p.net_connections() if c.status == "LISTEN"}),
         "job": json.loads(os.environ["TRAINWRIGHT_JOB"]),
         "launcher": launcher.pid,
     }))
     if environment.rank == 1:
-        sys.stdout.write("tail")
+        sys.stdout.write("10%\\r50%\\r100%\\r\\n\\ntail")
     sys.exit(0)
-if environment.rank == 1:
-    print(f"at {time.time()}", flush=True)
-    if mode == "raise":
-        raise RuntimeError("boom\\nsecond line")
-    if mode == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-elif mode == "die":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[2:] == ["loader"]:
+    batches = iter(torch.utils.data.DataLoader(range(100), num_workers=1))
 print("ready", flush=True)
-while environment.rank == 0 and mode in ("die", "wait"):
+while environment.rank == 0:
     time.sleep(0.1)
 all_reduce(torch.zeros(1))
+"""
+
+
+EXITS = """
+import os, signal, sys, time
+rank, mode = os.environ.get("RANK"), sys.argv[1]
+print("starts", flush=True)
+
+def leave(at):
+    if rank == "1" and at == mode:
+        print("leaves", flush=True)
+        if at == "raise":
+            raise RuntimeError("boom\\nsecond line")
+        os.kill(os.getpid(), signal.SIGKILL) if at == "die" else sys.exit(0 if at == "early" else 3)
+
+leave("early")
+leave("before")
+import trainwright as tw
+from small import QUIET, Classifier, make_loader
+
+class Leaver(Classifier):
+    def training_step(self, batch, batch_idx):
+        for way in ("raise", "die", "within"):
+            leave(way)
+        while mode == "die":  # does not react to SIGTERM
+            time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+tw.Trainer(devices=2, max_epochs=1, **QUIET).fit(Leaver(), make_loader())
+leave("after")
+"""
+OTHER_KERNEL = f"""
+import runpy, sys
+if sys.argv[1] == "launcher":
+    from trainwright.launch import processes, supervisor
+    supervisor.ENTRY = __file__
+    sys.exit(processes.main(sys.argv[2:]))
+sys.platform = "darwin"
+runpy.run_path({ENTRY!r}, run_name="__main__")
 """
 
 
 class Job(Started):
     """The script, started in a separate folder, with a temporary folder that must be empty at the end."""
 
-    def __init__(self, folder: Path, *arguments: str, command: list[str] | None = None, **variables: str) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, command: list[str] | None = None, script: str = SCRIPT, **variables: str
+    ) -> None:
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         (folder / "sub").mkdir()
-        (folder / "sub" / "train.py").write_text(SCRIPT)
+        (folder / "sub" / "train.py").write_text(script)
         left_out = dict.fromkeys(name for name in os.environ if name.startswith(("TORCHELASTIC", "PYTHON")))
-        settings = {**left_out, "PYTHONPATH": search_path(ROOT), "TMPDIR": str(self.temporary), **variables}
-        super().__init__([*(command or python()), "sub/train.py", *arguments], folder, **settings)
+        paths = {"PYTHONPATH": search_path(ROOT, ROOT / "tests"), "TMPDIR": str(self.temporary)}
+        super().__init__([*(command or python()), "sub/train.py", *arguments], folder, **(left_out | paths | variables))
 
     def check_nothing_left(self) -> None:
         super().check_nothing_left()
         assert list(self.temporary.iterdir()) == []
-
-
-def listening_ports() -> set[int]:
-    return {c.laddr.port for c in psutil.net_connections() if c.status == "LISTEN"}
 
 
 @pytest.fixture
@@ -124,61 +155,69 @@ def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
         assert job.wait() == 0, job.stderr
     assert job.stderr == ""
     lines = job.stdout.splitlines()
-    assert "[rank1] tail\n" in job.stdout  # printed without a newline
+    printed = [line for line in lines if line.startswith("[rank1]")]
+    assert printed[-3:] == ["[rank1] 100%", "[rank1] ", "[rank1] tail"]  # the tail was printed without a newline
     for rank, prefix in enumerate(("", "[rank1] ")):
         (line,) = [line for line in lines if line.startswith(prefix + "{")]
-        seen = json.loads(line.removeprefix(prefix))
-        assert seen["rank"] == rank
-        assert seen["total"] == 3.0
-        assert seen["launched_by"] == "trainwright"
-        assert seen["directory"] == str(tmp_path)  # where the user started it, not where the script changed to
-        assert seen["threads"] == "3"
-        assert set(seen["listening"]) == {"127.0.0.1"}
-        assert seen["job"] == {"version": 1, "launcher_pid": job.process.pid, "num_processes": 2, "loopback": True}
-        assert seen["launcher"] == job.process.pid
+        assert json.loads(line.removeprefix(prefix)) == {
+            "rank": rank,
+            "total": 3.0,
+            "launched_by": "trainwright",
+            "directory": str(tmp_path),  # where the user started it, not where the script changed to
+            "threads": "3",
+            "listening": ["127.0.0.1"],
+            "job": {"version": 1, "launcher_pid": job.process.pid, "num_processes": 2, "loopback": True},
+            "launcher": job.process.pid,
+        }
     job.check_nothing_left()
 
 
 @pytest.mark.launch
-def test_a_rank_that_raises_ends_the_job_and_is_named(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, "raise")
+@pytest.mark.parametrize(
+    ("mode", "code", "reason"),
+    [
+        ("raise", 1, "RuntimeError: boom"),
+        ("die", 137, "killed by SIGKILL; on Linux this is often the out-of-memory killer"),
+        ("early", 1, "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"),
+        ("before", 3, "exit code 3"),
+        ("within", 3, "exit code 3"),
+        ("after", 3, "exit code 3"),
+    ],
+)
+def test_the_first_rank_that_fails_is_named_and_ends_the_job_with_its_exit_code(
+    tmp_path: Path, jobs: list[Job], mode: str, code: int, reason: str
+) -> None:
+    command = python("-m", "trainwright", "launch", "--cpu", "--devices", "2") if mode in ("before", "after") else None
+    job = Job(tmp_path, mode, command=command, script=EXITS, TRAINWRIGHT_LOGS=str(tmp_path / "logs"))
     jobs.append(job)
-    assert job.wait() == 1
-    at = next(float(line.split()[-1]) for line in job.stdout.splitlines() if line.startswith("[rank1] at"))
-    assert time.time() - at < deadline(GONE_SECONDS)
-    assert "trainwright: rank 1 of 2 failed first (RuntimeError: boom); the job was ended." in job.stderr
-    assert job.stderr.count("Traceback") == 1  # rank 0 only lost its peer, and says nothing
-    assert "[rank1] RuntimeError: boom\n[rank1] second line\n" in job.stderr
-    assert "SignalException" not in job.stderr
+    job.wait_for("[rank1] leaves")
+    began = time.monotonic()
+    assert job.wait() == code, job.stderr
+    assert time.monotonic() - began < deadline(GONE_SECONDS)
+    assert job.stderr.endswith(f"trainwright: rank 1 of 2 failed first ({reason}); the job was ended.\n")
+    assert job.stderr.count("Traceback") == (mode == "raise")  # rank 0 only lost its peer, and says nothing
+    assert ("[rank1] RuntimeError: boom\n[rank1] second line\n" in job.stderr) == (mode == "raise")
+    for rank in range(2):
+        assert (tmp_path / "logs" / f"rank{rank}.log").read_text().startswith("starts\n")
     job.check_nothing_left()
 
 
 @pytest.mark.launch
-def test_a_killed_rank_ends_the_job_even_where_sigterm_is_ignored(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, "die")
-    jobs.append(job)
-    assert job.wait() == 128 + signal.SIGKILL
-    at = next(float(line.split()[-1]) for line in job.stdout.splitlines() if line.startswith("[rank1] at"))
-    assert time.time() - at < deadline(GONE_SECONDS)
-    assert job.stderr == (
-        "trainwright: rank 1 of 2 failed first (killed by SIGKILL; on Linux this is often the out-of-memory killer); "
-        "the job was ended.\n"
-    )
-    job.check_nothing_left()
-
-
-@pytest.mark.launch
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_a_killed_launcher_takes_its_workers_with_it(tmp_path: Path, jobs: list[Job]) -> None:
-    job = Job(tmp_path, "wait")
+@pytest.mark.parametrize("kernel", ["this", "other"])
+def test_a_killed_launcher_takes_its_workers_with_it(tmp_path: Path, jobs: list[Job], kernel: str) -> None:
+    """Another kernel than Linux does not end a process with its parent."""
+    (tmp_path / "entry.py").write_text(OTHER_KERNEL)
+    launcher = python("entry.py", *launcher_command(2, python())[2:])
+    job = Job(tmp_path, "wait", "loader", command=launcher if kernel == "other" else None)
     jobs.append(job)
     job.wait_for("ready", times=2)
     ports = {c.laddr.port for p in job.processes() for c in p.net_connections() if c.status == "LISTEN"}
-    assert len(job.processes()) == 3
     assert len(ports) == 3
     job.process.kill()
-    job.check_nothing_left()
-    wait_until(lambda: not ports & listening_ports(), GONE_SECONDS)
+    Started.check_nothing_left(job)
+    wait_until(
+        lambda: not ports & {c.laddr.port for c in psutil.net_connections() if c.status == "LISTEN"}, GONE_SECONDS
+    )
     job.wait()
 
 
@@ -203,7 +242,7 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, jobs: list[Job], numb
 @pytest.mark.launch
 def test_torchrun_is_joined_and_shows_the_first_error(tmp_path: Path, jobs: list[Job]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    job = Job(tmp_path, "raise", command=torchrun)
+    job = Job(tmp_path, "raise", command=torchrun, script=EXITS)
     jobs.append(job)
     assert job.wait() == 1
     assert "boom" in job.stderr
@@ -217,14 +256,3 @@ def test_a_test_runner_is_refused() -> None:
         launch(2, reason="Trainer(devices=2)")
     with pytest.raises(ValueError, match=r"num_processes=1; 2 or more"):
         launch(1)
-
-
-def test_the_output_of_a_rank_is_prefixed_by_line(capfd: pytest.CaptureFixture[str]) -> None:
-    output = PrefixedOutput()
-    path = output.open_pipe("[rank1] ", sys.__stdout__)
-    with open(path, "wb", buffering=0) as pipe:
-        output.start()
-        for chunk in (b"one\ntw", b"o\n\n", b"10%\r50%\r100%\r\n", b"end"):
-            pipe.write(chunk)
-    output.finish()
-    assert capfd.readouterr().out == "[rank1] one\n[rank1] two\n[rank1] \n[rank1] 100%\n[rank1] end\n"

@@ -23,7 +23,7 @@ import psutil, torch
 import trainwright as tw
 from small import QUIET, Classifier, make_loader, weights
 
-mode, settings = sys.argv[1], json.loads(sys.argv[2])
+mode, settings = sys.argv[1], json.loads(sys.argv[2])  # more arguments change nothing
 trainer = tw.Trainer(max_epochs=2, **QUIET, **settings)
 module = Classifier()
 trainer.fit(module, make_loader(shuffle=True))
@@ -35,10 +35,10 @@ print(json.dumps({
     "nodes": trainer.num_nodes,
     "listening": [c.laddr.ip for each in processes for c in each.net_connections() if c.status == "LISTEN"],
 }), flush=True)
-if mode == "fail":
+if mode in ("raise", "exit"):
     trainer.engine.barrier()  # until both have printed
-if mode == "fail" and trainer.global_rank == 1:
-    raise RuntimeError("boom")
+    if trainer.global_rank == 1:
+        raise RuntimeError("boom") if mode == "raise" else SystemExit(3)
 if mode != "train":
     time.sleep(600)  # in no collective, so that nothing but the launchers tells it of the other node
 if trainer.is_global_zero:
@@ -119,23 +119,31 @@ def test_two_nodes_end_as_one(network: Network, one_node: dict[str, torch.Tensor
 
 
 def start_both(network: Network, mode: str) -> list[Started]:
-    jobs = [network.start(node, [*launch(node), "../train.py", mode, "{}"]) for node in (0, 1)]
+    """Start a job whose nodes have different commands."""
+    command = lambda node: [*launch(node), "--job-id", "mine", "../train.py", mode, "{}", f"--node={node}"]  # noqa: E731
+    jobs = [network.start(node, command(node)) for node in (0, 1)]
     for job in jobs:
         job.wait_for('"listening"')
     return jobs
 
 
-def test_a_failed_rank_ends_both_nodes_and_is_named_on_both(network: Network) -> None:
-    jobs = start_both(network, "fail")
+@pytest.mark.parametrize(
+    ("mode", "code", "reason"),
+    [("raise", 1, "RuntimeError: boom"), pytest.param("exit", 3, "exit code 3", marks=pytest.mark.slow)],
+)
+def test_a_failed_rank_ends_both_nodes_and_is_named_on_both(
+    network: Network, mode: str, code: int, reason: str
+) -> None:
+    jobs = start_both(network, mode)
     began = time.monotonic()
     for job in jobs:
-        assert job.wait() == 1
+        assert job.wait() == code
         job.check_nothing_left()
         assert time.monotonic() - began < deadline(GONE_SECONDS)
         assert "trainwright: rank 1 of 2, on node 1 (" in job.stderr
-        assert "failed first (RuntimeError: boom); the job was ended." in job.stderr
-        assert job.stderr.count("Traceback") == 1
-        assert "RuntimeError: boom\n" in job.stderr
+        assert f"failed first ({reason}); the job was ended.\n" in job.stderr
+        for text in ("Traceback", "RuntimeError: boom\n"):
+            assert job.stderr.count(text) == (mode == "raise")
 
 
 @pytest.mark.slow
@@ -144,12 +152,12 @@ def test_a_failed_rank_ends_both_nodes_and_is_named_on_both(network: Network) ->
     [
         (0, signal.SIGKILL, "the launcher of node 0, the main node, has ended"),
         (1, signal.SIGKILL, "(its node was lost: the launcher there has ended or cannot be reached)"),
-        (1, signal.SIGTERM, "failed first (killed by SIGTERM)"),
+        (1, signal.SIGTERM, "failed first (SIGTERM stopped its launcher)"),
     ],
 )
 def test_a_launcher_that_ends_takes_both_nodes_with_it(network: Network, node: int, number: int, text: str) -> None:
     jobs = start_both(network, "wait")
-    assert [len(job.processes()) for job in jobs] == [2, 2]
+    assert [len(job.processes()) for job in jobs] == [3, 3]
     jobs[node].process.send_signal(number)
     began = time.monotonic()
     for job in jobs:

@@ -58,14 +58,11 @@ class Client(types.ModuleType):
         self.active: list[Run] = []
         self.rows: dict[str, list[dict[str, Any]]] = {}
         self.run: Run | None = None
-        self.has_login = True
 
     def setup(self) -> Any:
         return types.SimpleNamespace(most_recent_active_run=self.active[-1] if self.active else None)
 
     def init(self, **options: Any) -> Run:
-        if not self.has_login and options["mode"] is None:
-            raise UsageError("No API key configured.")
         if self.active and options.get("reinit") != "create_new":
             return self.active[-1]
         run = Run(self, options)
@@ -263,14 +260,10 @@ def test_each_logger_has_a_run_of_its_own(client: Client, tmp_path: Path) -> Non
 
 
 def test_modes_are_passed_to_the_client(client: Client, tmp_path: Path) -> None:
-    client.has_login = False
     disabled = began(tw.WandbLogger(save_dir=tmp_path, mode="disabled", id="a"))
     log_steps(disabled, 1, 2)
     disabled.finalize("success")
     assert client.steps("a") == [1, 2]
     assert not list(tmp_path.rglob("*.steps"))
-    with pytest.warns(UserWarning, match="No API key configured"):
-        began(tw.WandbLogger(save_dir=tmp_path))
-    assert client.runs[-1].options["mode"] == "offline"
     began(tw.WandbLogger(save_dir=tmp_path, offline=True))
     assert client.runs[-1].options["mode"] == "offline"

@@ -480,9 +480,3 @@ def test_a_failing_hook_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(tw.CheckpointError, match="exists already"):
         loop.accelerator.save_state(taken, overwrite=False)
     assert [each.name for each in tmp_path.iterdir()] == ["state.ckpt"]
-
-
-def test_states_need_prepared_objects(tmp_path: Path) -> None:
-    path = Loop().accelerator.save_state(tmp_path / "state.ckpt")
-    with pytest.raises(RuntimeError, match="load_state was called before prepare"):
-        tw.Accelerator(cpu=ON_HOST).load_state(path)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from jobs import run_job
 from small import ON_HOST, make_net
 
 import trainwright as tw
@@ -203,27 +202,6 @@ def test_wrong_uses_of_trackers_are_rejected(tmp_path: Path) -> None:
     without.init_trackers("run")
     without.log({"loss": 1.0})
     assert without.trackers == []
-
-
-def log_too_early(folder: Path) -> list[str]:
-    """Log before init_trackers, which only rank 0 calls, and then once more."""
-    accelerator = make(log_with="csv", project_dir=folder)
-    with pytest.raises(RuntimeError, match="before init_trackers") as caught:
-        accelerator.log({"loss": 1.0})
-    if accelerator.is_main_process:
-        accelerator.init_trackers("run")
-    accelerator.log({"loss": 1.0})
-    accelerator.end_training()
-    with pytest.raises(RuntimeError, match="after end_training, which ended the run"):
-        accelerator.log({"loss": 1.0})
-    return [str(caught.value)]
-
-
-@pytest.mark.skipif(not ON_HOST, reason="starts ranks on the CPU")
-def test_each_early_call_is_refused_on_each_rank(tmp_path: Path) -> None:
-    first, second = run_job(log_too_early, 2, tmp_path)
-    assert first == second
-    assert rows(tmp_path / "run" / "version_0") == [{"step": "0", "loss": "1.0"}]
 
 
 def test_images_are_logged(tmp_path: Path) -> None:

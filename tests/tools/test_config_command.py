@@ -86,7 +86,7 @@ def test_a_wrong_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, caps
         "  node_rank=2 is out of range for num_nodes=2",
         "  main_address needs a value.",
         "  A: expected NAME=VALUE pairs with distinct names.",
-        "  env has RANK, which trainwright launch sets itself. Remove it.",
+        "  env has RANK, which trainwright launch sets itself. Remove it",
     ):
         assert f"{text}" in said
     assert "node_rank: 1\n" in FILE.read_text()
@@ -159,7 +159,7 @@ def test_config_rejects_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> N
     FILE.write_text("devices: 0")
     with pytest.raises(SystemExit):
         run("show")
-    assert f"{FILE}:1: devices: 0: expected an integer of at least 1" in capsys.readouterr().err
+    assert f"{FILE}: devices: 0: expected an integer of at least 1" in capsys.readouterr().err
 
 
 def test_show_works_without_a_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +185,7 @@ def test_the_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_value_is_read_as_it_was_written(text: str) -> None:
     Path("one.yaml").write_text(as_yaml({"env": {"A": text}}))
     found = command.find_config("one.yaml")
-    assert found.variables["A"].text == text
+    assert found.variables["A"] == text
 
 
 def test_show_accepts_a_config_whose_machine_number_is_in_the_environment(

@@ -49,4 +49,4 @@ def test_a_wrong_config_is_part_of_the_report(
     Path("mine.yaml").write_text("devcies: 2")
     monkeypatch.setenv("TRAINWRIGHT_CONFIG", "mine.yaml")
     assert env_command([], check_names) == 0
-    assert "  error: mine.yaml:1: 'devcies' is not a key of a config" in capsys.readouterr().out
+    assert "  error: mine.yaml: 'devcies' is not a key of a config" in capsys.readouterr().out

@@ -397,22 +397,6 @@ def test_loaders_of_other_kinds_train_alike(accumulate: int) -> None:
             torch.testing.assert_close(value, weights(expected)[key], rtol=1e-6, atol=1e-6)
 
 
-def test_a_skipped_step_skips_its_scheduler() -> None:
-    class Overflowing(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return loss_of(self.net, batch) * (float("inf") if batch_idx == 2 else 1.0)
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 0.5**count)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    trainer = fit(Overflowing(), precision="16-mixed", limit_train_batches=5)
-    assert (trainer.global_step, trainer.state.skipped_steps) == (5, 1)
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
-    assert trainer.engine.precision.state_dict()["scale"] == 2.0**15  # halved once
-
-
 def test_training_flags_are_kept_through_validation() -> None:
     class Frozen(Classifier):
         def on_train_start(self) -> None:
@@ -453,10 +437,6 @@ def test_compiling_does_not_change_the_names_of_the_state(tmp_path: Any) -> None
     assert_equal(weights(eager), weights(module))
 
 
-class NoSteps(tw.Module):
-    pass
-
-
 class LyingSampler(list[Any]):
     def __len__(self) -> int:
         return 20
@@ -481,7 +461,6 @@ class Nothing:
             RuntimeError,
             "more batches than its length, 1",
         ),
-        (NoSteps(), None, TypeError, "needs training_step and configure_optimizers, which NoSteps"),
         (Classifier(), iter([]), RuntimeError, "yields no batches: an iterator can be read only once"),
         (Classifier(), Nothing(), RuntimeError, "yielded no batches"),
         (
@@ -497,23 +476,6 @@ def test_fit_rejects_a_loader_that_lies_about_its_length_or_is_empty(
 ) -> None:
     with pytest.raises(error, match=match):
         fit(module, loader)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "match"),
-    [
-        ({"strategy": "zero2"}, ValueError, "deepspeed_stage_2, .*ddp_notebook"),
-        ({"precision": "fp8"}, ValueError, r"choose from [^?]*\.$"),
-        ({"precision": 1.5}, TypeError, "is a float"),
-        ({"devices": 2.5}, TypeError, "expected a number of devices"),
-        ({"accelerator": "tpu"}, ValueError, "choose from auto, cpu, gpu, cuda, mps, xpu"),
-    ],
-)
-def test_trainer_names_the_choices_for_a_wrong_setting(
-    settings: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        tw.Trainer(**{**QUIET, **settings})
 
 
 def test_an_evaluation_before_fit_leaves_metrics_that_can_be_trained_with() -> None:

@@ -1,4 +1,4 @@
-"""Optimization: forms of configure_optimizers, schedulers, closures, clipping and overridden steps."""
+"""Optimization: schedulers, closures, clipping and overridden steps."""
 
 from __future__ import annotations
 
@@ -53,58 +53,11 @@ def sgd(parameters: Any) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-# -- results of configure_optimizers -------------------------------------------------------------------------------------
+# -- schedulers ----------------------------------------------------------------------------------------------------------
 
 
 def halving(optimizer: Any) -> StepLR:
     return StepLR(optimizer, 1, gamma=0.5)
-
-
-def with_optimizer(form: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
-    return lambda module: form(optimizer := module.sgd(), halving(optimizer))
-
-
-FORMS: dict[str, tuple[Callable[[Any], Any], float]] = {
-    "optimizer": (lambda module: module.sgd(), 0.1),
-    "list": (lambda module: [module.sgd()], 0.1),
-    "tuple": (lambda module: (module.sgd(),), 0.1),
-    "dict": (lambda module: {"optimizer": module.sgd()}, 0.1),
-    "pair": (with_optimizer(lambda optimizer, scheduler: ([optimizer], [scheduler])), 0.025),
-    "pair of tuples": (with_optimizer(lambda optimizer, scheduler: ((optimizer,), (scheduler,))), 0.025),
-    "pair with a config": (
-        with_optimizer(lambda optimizer, scheduler: ([optimizer], [{"scheduler": scheduler, "frequency": 2}])), 0.05,
-    ),
-    "dict with a scheduler": (
-        with_optimizer(lambda optimizer, scheduler: {"optimizer": optimizer, "lr_scheduler": scheduler}), 0.025,
-    ),
-    "dict with a config": (
-        with_optimizer(
-            lambda optimizer, scheduler: {
-                "optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 11},
-            }
-        ),
-        0.025,
-    ),
-    "tuple of one dict": (
-        with_optimizer(lambda optimizer, scheduler: ({"optimizer": optimizer, "lr_scheduler": scheduler},)), 0.025,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_configure_optimizers_may_return(form: str) -> None:
-    own, rate = FORMS[form]
-    module = Plain(own)
-    trainer = fit(module, max_epochs=2)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
-    assert trainer.global_step == 22
-    if rate == 0.1:
-        expected = Plain()
-        fit(expected, max_epochs=2)
-        assert_equal(weights(module), weights(expected))
-
-
-# -- schedulers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -115,30 +115,6 @@ def one_after_the_other(batch_size: int, first: int) -> dict[str, Tensor]:
     return {**weights(module), "loss": trainer.callback_metrics["loss_epoch"]}
 
 
-class Unfreezes(tw.Callback):
-    """The first layer is frozen before the module is wrapped, and trained from the second epoch on, in a separate
-    group."""
-
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        module.net[0].requires_grad_(False)
-
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        if trainer.current_epoch == 1:
-            module.net[0].requires_grad_(True)
-            trainer.optimizers[0].add_param_group({"params": list(module.net[0].parameters()), "lr": 0.1})
-
-
-class Head(Plain):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net[3].parameters(), lr=0.3)
-
-
-def unfrozen(batch_size: int) -> dict[str, Tensor]:
-    module = Head()
-    fit(module, make_loader(16, batch_size), epochs=3, callbacks=[Unfreezes()])
-    return weights(module)
-
-
 class Stops(tw.Callback):
     """Only rank 1 requests the end, in a hook."""
 
@@ -249,7 +225,6 @@ def job(folder: Path) -> dict[str, Any]:
         "followed": {case: followed(*case) for case in FOLLOWED},
         "watched": watched_by_one_rank(),
         "one after the other": {samples: one_after_the_other(2, samples) for samples in FIRST_LOADERS},
-        "unfrozen": unfrozen(2),
         "left in a window": left_in_a_window(2),
         "searched": {samples: searched(2, samples) for samples in LAST_ROUNDS},
         "used": used_after_training(2),
@@ -287,12 +262,6 @@ def test_sequential_loaders_have_weighted_last_rounds(results: list[dict[str, An
     found, others = (result["one after the other"][samples] for result in results)
     assert_equal(found, others)
     assert_close(found, one_after_the_other(4, samples))
-
-
-def test_parameters_that_are_unfrozen_later_are_averaged_too(results: list[dict[str, Any]]) -> None:
-    trained, others = (result["unfrozen"] for result in results)
-    assert_equal(trained, others)
-    assert_close(trained, unfrozen(4))
 
 
 @pytest.mark.parametrize("hook", STOPS)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from jobs import run_job
-from small import ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_loader, weights
+from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
 from torch import Tensor, nn
 
 import trainwright as tw
@@ -83,70 +83,6 @@ def test_resume_is_exact_with_a_scaler_and_with_windows(tmp_path: Path, settings
     ]
 
 
-def test_what_cannot_be_resumed_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    _, trainer = run(tmp_path, 1)
-    path = trainer.checkpoint_callback.best_model_path
-    before = weights(Noisy())
-
-    class Wider(Noisy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.more = torch.nn.Linear(2, 2)
-
-    class Other(Noisy):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-    class Unscheduled(Noisy):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=0.05)
-
-    for module, match in (
-        (Wider(), "another model .not in it: more.bias .*, more.weight"),
-        (Other(), "saved by AdamW, but this run's is a SGD"),
-        (Unscheduled(), "saved with CosineAnnealingLR as schedulers, and this run has 0"),
-    ):
-        with pytest.raises(tw.CheckpointError, match=match):
-            tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), ckpt_path=path)
-        assert_equal({name: value for name, value in weights(module).items() if "more" not in name}, before)
-    model = next(Path(path).glob("model-*.safetensors"))
-    model.write_bytes(model.read_bytes()[:-1] + b"\x00")
-    module = Noisy()
-    with pytest.raises(tw.CheckpointError, match=model.name):
-        tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(), ckpt_path=path)
-    assert_equal(weights(module), before)
-
-
-def test_the_accelerator_goes_on_within_an_epoch(tmp_path: Path) -> None:
-    def train(stop_at: int | None, resume: bool) -> tuple[dict[str, Tensor], list[int]]:
-        tw.seed_everything(5)
-        accelerator = tw.Accelerator(cpu=ON_HOST)
-        module = Classifier(dropout=0.3)
-        model, optimizer, loader = accelerator.prepare(
-            module.net, torch.optim.Adam(module.net.parameters(), 0.05), make_loader(45, 4, shuffle=True)
-        )
-        seen = []
-        if resume:
-            accelerator.load_state(str(tmp_path / "state.ckpt"))
-        while loader.epoch < 3:
-            for batch in loader:
-                seen += batch[1].tolist()
-                accelerator.backward(loss_of(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-                if accelerator.step_count == stop_at:
-                    accelerator.save_state(str(tmp_path / "state.ckpt"))
-                    return weights(module.net), seen
-        return weights(module.net), seen
-
-    whole, all_seen = train(None, False)
-    _, first = train(17, False)
-    resumed, second = train(None, True)
-    assert first + second == all_seen
-    assert_equal(resumed, whole)
-
-
 def test_the_order_of_the_data_is_the_saved_runs_whatever_seed_the_process_has(tmp_path: Path) -> None:
     def train(epochs: int, seed: int, name: str, ckpt_path: str | None = None) -> dict[str, Tensor]:
         callback = tw.ModelCheckpoint(str(tmp_path / name))
@@ -160,33 +96,6 @@ def test_the_order_of_the_data_is_the_saved_runs_whatever_seed_the_process_has(t
     train(1, 1, "part")
     assert_equal(train(3, 2, "part", "last"), whole)
     assert not torch.equal(train(3, 2, "other")["net.0.weight"], whole["net.0.weight"])
-
-
-def test_a_run_can_move_from_the_trainer_to_a_loop_and_back(tmp_path: Path) -> None:
-    loader = make_loader(45, 4, shuffle=True)
-
-    def fit(epochs: int, ckpt_path: str | None) -> dict[str, Tensor]:
-        tw.seed_everything(6)
-        module = Classifier()
-        trainer = tw.Trainer(max_epochs=epochs, fused_optimizers=False, **QUIET)
-        trainer.fit(module, loader, ckpt_path=ckpt_path)
-        if ckpt_path is None and epochs == 1:
-            trainer.save_checkpoint(str(tmp_path / "fit.ckpt"))
-        return weights(module)
-
-    whole = fit(3, None)
-    fit(1, None)
-    accelerator = tw.Accelerator(cpu=ON_HOST, fused_optimizers=False)
-    module = Classifier()
-    model, optimizer, prepared = accelerator.prepare(module, module.configure_optimizers(), loader)
-    accelerator.load_state(str(tmp_path / "fit.ckpt"))
-    assert (prepared.epoch, accelerator.step_count) == (1, 12)
-    for batch in prepared:
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(model.net, batch))
-        optimizer.step()
-    accelerator.save_state(str(tmp_path / "loop.ckpt"))
-    assert_equal(fit(3, str(tmp_path / "loop.ckpt")), whole)
 
 
 def test_a_save_needs_a_run(tmp_path: Path) -> None:

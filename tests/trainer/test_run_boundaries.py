@@ -505,36 +505,6 @@ def test_estimated_steps_include_scheduled_windows(
     assert (module.planned, trainer.global_step) == (steps, steps)
 
 
-def test_a_save_around_a_validation_says_whether_it_is_over(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    class Saves(tw.Callback):
-        def save(self, trainer: Any, name: str) -> None:
-            if trainer.global_step == 2:
-                assert trainer.save_checkpoint(tmp_path / name)
-
-        def on_validation_start(self, trainer: Any, module: Any) -> None:
-            self.save(trainer, "start")
-
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            self.save(trainer, "end")
-
-    class Watched(Classifier):
-        def on_validation_start(self) -> None:
-            seen.append(self.global_step)
-
-    settings: dict[str, Any] = {"val": make_loader(4), "val_check_interval": 2}
-    whole = Watched()
-    fit(whole, callbacks=[Saves()], **settings)
-    assert seen == [2, 4]
-    for name, expected in (("start", [2, 4]), ("end", [4])):
-        seen.clear()
-        resumed = Watched()
-        fit(resumed, ckpt_path=tmp_path / name, **settings)
-        assert seen == expected
-        assert_equal(weights(resumed), weights(whole))
-
-
 def test_another_trainer_may_run_within_a_run() -> None:
     class Evaluates(tw.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

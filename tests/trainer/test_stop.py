@@ -224,31 +224,6 @@ def test_an_error_puts_the_handlers_back(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "trainwright-signals"]
 
 
-@pytest.mark.parametrize("array", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-def test_sigusr1_requeues_a_slurm_job(
-    array: bool, fails: bool, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / "scontrol"
-    tool.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho no such job >&2\nexit {int(fails)}\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("SLURM_JOB_ID", "123")
-    if array:
-        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "120")
-        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert fit(tmp_path / "run", Sender("on_train_batch_end", 2, signal.SIGUSR1))[3] == 75
-    job = "120_3" if array else "123"
-    assert (tmp_path / "asked").read_text() == f"requeue {job}\n"
-    said = capfd.readouterr().err
-    if fails:
-        assert f"SLURM's job {job} could not be requeued (exit code 1: no such job); restart it by hand." in said
-    else:
-        assert f"SLURM's job {job} was requeued." in said
-    assert fit(tmp_path / "other", Sender("on_train_batch_end", 2, signal.SIGTERM))[3] == 75
-    assert (tmp_path / "asked").read_text() == f"requeue {job}\n"  # scancel means it
-
-
 class Gathers(Net):
     """Steps every third batch under manual optimization, and not at an epoch's end."""
 

@@ -32,8 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
 class Measured(Classifier):
     """Logs every kind of value during evaluation."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout)
+    def __init__(self) -> None:
+        super().__init__()
         self.accuracy = MulticlassAccuracy(3, average="micro")
         self.norm = nn.BatchNorm1d(8)
 
@@ -51,42 +51,12 @@ class Measured(Classifier):
         self.log("best", losses.min(), reduce_fx="min")
 
 
-class Gan(tw.Module):
-    """Two optimizers, stepped by hand, for two losses of different parameters."""
-
-    automatic_optimization = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.generator, self.critic = nn.Linear(8, 8), nn.Linear(8, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        generator, critic = self.optimizers()
-        fake = self.generator(batch[0])
-        critic.zero_grad()
-        self.manual_backward(self.critic(fake.detach()).mean() - self.critic(batch[0]).mean())
-        critic.step()
-        generator.zero_grad()
-        self.manual_backward(-self.critic(fake).mean() + fake.square().mean())
-        generator.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(self.generator.parameters(), 0.01), torch.optim.Adam(self.critic.parameters(), 0.01)]
-
-
 def train(batch_size: int, samples: int = SAMPLES, **settings: Any) -> dict[str, Tensor]:
     module = Classifier()
     trainer = tw.Trainer(max_epochs=2, **{**QUIET, **settings})
     trainer.fit(module, make_loader(samples, batch_size))
     loss = trainer.callback_metrics["loss_epoch"]
     return {**weights(module), "steps": torch.tensor(trainer.global_step), "loss": loss}
-
-
-def train_gan(batch_size: int) -> dict[str, Tensor]:
-    module = Gan()
-    tw.Trainer(max_epochs=2, **QUIET).fit(module, make_loader(40, batch_size))
-    return weights(module)
 
 
 def evaluate(samples: int) -> dict[str, float]:
@@ -125,35 +95,6 @@ def train_in_both_loops() -> list[dict[str, Tensor]]:
             optimizer.step()
             optimizer.zero_grad()
     return [weights(module.net), weights(net)]
-
-
-def checkpoints(folder: Path) -> dict[str, Any]:
-    """Return the results of a run that is saved, of its resumption, and of an uninterrupted run."""
-    settings = {**QUIET, "enable_checkpointing": True, "logger": tw.CSVLogger(str(folder))}
-
-    def run(epochs: int, name: str = "resumed", **fit: Any) -> tuple[dict[str, Tensor], tw.Trainer]:
-        torch.manual_seed(11)
-        callback = tw.ModelCheckpoint(str(folder / name), monitor="loss_epoch", save_top_k=1, save_last=True)
-        trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **settings)
-        module = Measured(dropout=0.3)
-        trainer.fit(module, make_loader(SAMPLES, 4, shuffle=True), make_loader(VAL_SAMPLES, 4), **fit)
-        return weights(module), trainer
-
-    whole, _ = run(4, "whole")
-    run(2)
-    resumed, trainer = run(4, ckpt_path="last")
-    callback = trainer.checkpoint_callback
-    assert callback is not None
-    tested = trainer.test(Measured(), make_loader(VAL_SAMPLES, 4), ckpt_path="best")
-    return {
-        "whole": whole,
-        "resumed": resumed,
-        "epoch": trainer.current_epoch,
-        "best": callback.best_model_path,
-        "last": callback.last_model_path,
-        "tested": tested,
-        "rows": Path(str(trainer.log_dir), "metrics.csv").read_text().count("\n"),
-    }
 
 
 def collectives_per_batch() -> int:
@@ -226,12 +167,10 @@ def one_validation_batch() -> list[float]:
 def job(folder: Path) -> dict[str, Any]:
     return {
         **{name: train(4, **settings) for name, settings in CASES.items()},
-        "gan": train_gan(4),
         "evaluated": {samples: evaluate(samples) for samples in (VAL_SAMPLES, 3)},
         "accelerator": train_by_accelerator(4),
         "loops": train_in_both_loops(),
         "one_batch": one_validation_batch(),
-        "checkpoints": checkpoints(folder),
         "collectives": collectives_per_batch(),
         "refusals": refusals(),
     }
@@ -246,13 +185,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_two_ranks_equal_one_process_on_the_same_global_batch(results: list[dict[str, Any]], name: str) -> None:
     assert_equal(results[0][name], results[1][name])
     assert_close(results[0][name], train(8, **CASES[name]), 1e-3 if "16" in name else 1e-6)
-
-
-def test_manual_optimization_has_averaged_gradients_from_the_first_step(
-    results: list[dict[str, Any]],
-) -> None:
-    assert_equal(results[0]["gan"], results[1]["gan"])
-    assert_close(results[0]["gan"], train_gan(8))
 
 
 @pytest.mark.parametrize("samples", [VAL_SAMPLES, 3])
@@ -276,26 +208,6 @@ def test_both_loops_train_bitwise_alike_in_a_window_with_an_uneven_round(results
     for result in results:
         by_trainer, by_accelerator = result["loops"]
         assert_equal(by_trainer, by_accelerator)
-
-
-def test_a_run_resumed_at_an_epochs_end_is_bitwise_the_uninterrupted_one(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        assert_equal(result["checkpoints"]["resumed"], result["checkpoints"]["whole"])
-        assert result["checkpoints"]["epoch"] == 4
-    for key in ("best", "last", "tested"):
-        assert results[0]["checkpoints"][key] == results[1]["checkpoints"][key]
-    assert results[0]["checkpoints"]["tested"][0]["count"] == VAL_SAMPLES
-
-
-def test_a_checkpoint_of_two_ranks_is_read_by_one(results: list[dict[str, Any]]) -> None:
-    saved = results[0]["checkpoints"]
-    assert len(list(Path(saved["last"]).glob("model-*.safetensors"))) == 2
-    module = Measured()
-    tested = tw.Trainer(**QUIET).test(module, make_loader(VAL_SAMPLES, 4), ckpt_path=saved["best"])
-    assert tested[0] == pytest.approx(saved["tested"][0], abs=1e-6)
-    trainer = tw.Trainer(max_epochs=5, **QUIET)
-    trainer.fit(module, make_loader(SAMPLES, 8), ckpt_path=saved["last"])
-    assert trainer.current_epoch == 5
 
 
 def test_a_batch_adds_no_collective(results: list[dict[str, Any]]) -> None:

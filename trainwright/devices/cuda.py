@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+__all__ = ["VARIABLES"]
+
 NAME = "cuda"
 GENERATOR_BYTES = 16
 """A seed and an offset."""

@@ -33,6 +33,8 @@ class Task:
     """The number of machines of the job, which may run different numbers of processes."""
     main_address: str | None = None
     main_port: int | None = None
+    job: str = ""
+    """The name of the job, which all of its processes know, or "" if the launcher gives none."""
 
 
 def read_number(variables: Variables, name: str, starter: str) -> int:
@@ -80,7 +82,8 @@ def read_slurm(variables: Variables) -> Task | None:
     port = FIRST_PORT + (job + 7919 * (int(step) if step.isdigit() else 0)) % NUM_PORTS
     address = LOOPBACK if len(hosts) == 1 else variables.get("MASTER_ADDR") or hosts[0]
     port = main_port(variables, port)
-    return Task(rank, local_rank, world_size, tasks[node_rank], node_rank, len(hosts), address, port)
+    name = f"{variables.get('SLURM_CLUSTER_NAME', 'SLURM')} {job}.{step}"
+    return Task(rank, local_rank, world_size, tasks[node_rank], node_rank, len(hosts), address, port, name)
 
 
 def tasks_without_srun(variables: Variables) -> int:
@@ -157,9 +160,8 @@ def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
     names_of_job = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")
     job = next((variables[name] for name in names_of_job if name in variables), "")
     port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS if job else DEFAULT_PORT
-    return Task(
-        rank, local_rank, world_size, local_size, rank // local_size, num_nodes, address, main_port(variables, port)
-    )
+    port = main_port(variables, port)
+    return Task(rank, local_rank, world_size, local_size, rank // local_size, num_nodes, address, port, job)
 
 
 def main_port(variables: Variables, otherwise: int) -> int:

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainwright.errors import a_type_of
-
 Exchange = Callable[[Any], list[Any]]
 """Returns the plain data of all ranks, by rank, as `gather_object` and `Ranks.exchange` do."""
 Table = list[tuple[str, str, list[int]]]
@@ -53,7 +51,7 @@ def gather_stacked(
         return tensor
     # Gloo ends the process at a gather of unequal shapes. For other backends the check would make the host wait for the device.
     if tensor.dim() <= _MAX_DIMS and (on_uneven is not None or dist.get_backend() == "gloo"):
-        shapes = _gather_shapes(tensor, "all_gather")
+        shapes = shapes_of(tensor, "all_gather")
         if len(set(shapes)) > 1:
             rows = [shape[0] for shape in shapes if shape]
             can_fill = len(rows) == len(shapes) and len({shape[1:] for shape in shapes}) == 1 and min(rows) > 0
@@ -83,7 +81,7 @@ def gather_uneven(tensor: Tensor) -> list[Tensor]:
         )
     if world_size() == 1:
         return [tensor]
-    shapes = _gather_shapes(tensor, "gather")
+    shapes = shapes_of(tensor, "gather")
     if len({shape[1:] for shape in shapes}) > 1:
         raise ValueError(
             f"gather got tensors whose shapes differ beyond the first dimension ({listed(shapes)}). Pad them with "
@@ -93,11 +91,9 @@ def gather_uneven(tensor: Tensor) -> list[Tensor]:
     longest = max(shape[0] for shape in shapes)
     if longest * math.prod(tensor.shape[1:]) == 0:
         return [tensor.new_empty(shape) for shape in shapes]
-    padded = tensor.detach()
-    if any(shape[0] != longest for shape in shapes):
-        padded = padded.new_zeros((longest, *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor.detach()
-    pieces = all_gather(padded)
+    if len(tensor) < longest:
+        tensor = torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
+    pieces = all_gather(tensor)
     # The copy frees the padding.
     return [
         piece if len(piece) == shape[0] else piece[: shape[0]].clone()
@@ -107,12 +103,20 @@ def gather_uneven(tensor: Tensor) -> list[Tensor]:
 
 def shapes_of(tensor: Tensor, call: str) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors of all ranks, by rank (TypeError on every rank if the dtypes differ). Collective."""
-    return [tuple(tensor.shape)] if world_size() == 1 else _gather_shapes(tensor, call)
+    # The dtype is sent as a checksum of its name: a collective of different dtypes would read wrong bytes, or hang.
+    numbers = [tensor.dim(), *tensor.shape] + [-1] * (_MAX_DIMS - tensor.dim())
+    packed = torch.tensor([*numbers, zlib.crc32(str(tensor.dtype).encode())])
+    rows = [row.tolist() for row in all_gather(packed)]
+    if others := [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]:
+        raise TypeError(
+            f"{call} got a different dtype on rank(s) {others} than on rank 0 (here {tensor.dtype}); all must be "
+            "equal. Convert the tensors first."
+        )
+    return [tuple(row[1 : 1 + row[0]]) for row in rows]
 
 
 def gather_object(obj: object) -> list[Any]:
     """Return the plain data (None, bool, numbers, str, list, dict) of all ranks. Collective: call on every rank."""
-    _check_plain(obj, "obj")
     text = json.dumps(obj)
     if world_size() == 1:
         return [json.loads(text)]
@@ -129,12 +133,11 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
             f"op='mean' got a {tensor.dtype} tensor; floating-point numbers are accepted. Use .double() first."
         )
     result = tensor.detach().clone()
-    if world_size() == 1:
-        return result
-    result = _to_group(result)
-    dist.all_reduce(result, _REDUCE_OPS[op])
-    if op == "mean":
-        result /= world_size()
+    if world_size() > 1:
+        result = _to_group(result)
+        dist.all_reduce(result, _REDUCE_OPS[op])
+        if op == "mean":
+            result /= world_size()
     return result.to(tensor.device)
 
 
@@ -143,31 +146,10 @@ def broadcast(tensor: Tensor, source: int = 0) -> Tensor:
     if not 0 <= source < world_size():
         raise ValueError(f"source={source} is not a rank; choose from 0 to {world_size() - 1}.")
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if world_size() == 1:
-        return result
-    result = _to_group(result)
-    dist.broadcast(result, source)
+    if world_size() > 1:
+        result = _to_group(result)
+        dist.broadcast(result, source)
     return result.to(tensor.device)
-
-
-def _scatter_bytes(payloads: list[Tensor] | None) -> Tensor:
-    """Send bytes from rank 0 to every other rank, and return the bytes for this rank in host memory.
-
-    Rank 0 passes one tensor for each other rank, and gets none. The others pass None.
-    """
-    sizes = torch.zeros(world_size(), dtype=torch.int64)
-    if payloads is not None:
-        sizes[1:] = torch.tensor([len(payload) for payload in payloads])
-    sizes = broadcast(sizes)
-    if payloads is None:
-        buffer = _to_group(torch.empty(int(sizes[dist.get_rank()]), dtype=torch.uint8))
-        dist.recv(buffer, 0)
-        return buffer.cpu()
-    sent = [_to_group(payload) for payload in payloads]
-    for work in [dist.isend(payload, rank) for rank, payload in enumerate(sent, start=1)]:
-        if work is not None:
-            work.wait()
-    return torch.empty(0, dtype=torch.uint8)
 
 
 def table_of(tensors: Mapping[str, Tensor]) -> Table:
@@ -188,52 +170,51 @@ def broadcast_tensors(
     return received
 
 
-def gather_nests(plain: Any, tensors: Mapping[str, Tensor]) -> list[tuple[Any, dict[str, Tensor]]]:
+def gather_nests(plain: Any, tensors: Mapping[str, Tensor]) -> list[Nest]:
     """Return the nests of all ranks, by rank, with their tensors in host memory. Collective: call on every rank."""
-    on_host, parts = _on_host(tensors)
-    blobs = gather_uneven(torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8))
-    described = gather_object([plain, [list(row) for row in table_of(on_host)]])
-    return [(text, _split(table, blob)) for (text, table), blob in zip(described, blobs, strict=True)]
+    return [_unpacked(data) for data in gather_uneven(_packed(plain, tensors))]
 
 
-def scatter_nests(nests: Sequence[Nest] | None) -> tuple[Any, dict[str, Tensor]]:
+def scatter_nests(nests: Sequence[Nest] | None) -> Nest:
     """Return this rank's nest in host memory. Rank 0 passes the nests of all ranks, the others None. Collective."""
-    received = _scatter_bytes(None if nests is None else [_packed(*nest) for nest in nests[1:]])
-    if nests is not None:
-        return nests[0][0], dict(nests[0][1])
-    start = _LENGTH_BYTES + int.from_bytes(bytes(received[:_LENGTH_BYTES].tolist()), "little")
-    plain, table = json.loads(received[_LENGTH_BYTES:start].numpy().tobytes())
-    return plain, _split(table, received[start:])
+    sizes = torch.zeros(world_size(), dtype=torch.int64)
+    if nests is None:
+        received = _to_group(torch.empty(int(broadcast(sizes)[dist.get_rank()]), dtype=torch.uint8))
+        dist.recv(received, 0)
+        return _unpacked(received.cpu())
+    sent = [_to_group(_packed(*nest)) for nest in nests[1:]]
+    sizes[1:] = torch.tensor([len(data) for data in sent])
+    broadcast(sizes)
+    for work in [dist.isend(data, rank) for rank, data in enumerate(sent, start=1)]:
+        if work is not None:
+            work.wait()
+    return nests[0]
 
 
 def _packed(plain: Any, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return a nest as bytes: the length of its text, the text, and the tensors."""
-    on_host, parts = _on_host(tensors)
-    text = json.dumps([plain, table_of(on_host)]).encode()
+    """Return a nest as bytes in host memory: the length of its text, the text, and the tensors."""
+    parts = [_as_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors.values() if tensor.numel()]
+    text = json.dumps([plain, table_of(tensors)]).encode()
     head = torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text), dtype=torch.uint8)
     return torch.cat([head, *parts])
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the tensors in host memory, and the bytes of all except empty ones."""
-    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return on_host, [_as_bytes(tensor) for tensor in on_host.values() if tensor.numel()]
+def _unpacked(data: Tensor) -> Nest:
+    start = _LENGTH_BYTES + int.from_bytes(bytes(data[:_LENGTH_BYTES].tolist()), "little")
+    plain, table = json.loads(data[_LENGTH_BYTES:start].numpy().tobytes())
+    tensors = {}
+    for name, dtype_name, shape in table:
+        dtype = getattr(torch, dtype_name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        part = data[start : start + size].clone()  # aligned, and the data can be freed
+        tensors[name] = part.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+        start += size
+    return plain, tensors
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     # torch calls a tensor of one element contiguous whatever its strides, but cannot view it as a different dtype.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _split(table: Table, blob: Tensor) -> dict[str, Tensor]:
-    tensors, start = {}, 0
-    for name, dtype_name, shape in table:
-        dtype = getattr(torch, dtype_name)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        part = blob[start : start + size].clone()  # aligned, and the blob can be freed
-        tensors[name] = part.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
-        start += size
-    return tensors
 
 
 class _GatherWithGradients(torch.autograd.Function):
@@ -267,32 +248,3 @@ def _to_group(tensor: Tensor) -> Tensor:
         return tensor.contiguous()
     first = next(iter(served))
     return tensor.to(torch.device(first, torch.get_device_module(first).current_device())).contiguous()
-
-
-def _gather_shapes(tensor: Tensor, name: str) -> list[tuple[int, ...]]:
-    # The dtype is sent as a checksum of its name: a collective of different dtypes would read wrong bytes, or hang.
-    numbers = [tensor.dim(), *tensor.shape] + [-1] * (_MAX_DIMS - tensor.dim())
-    packed = torch.tensor([*numbers, zlib.crc32(str(tensor.dtype).encode())])
-    rows = [row.tolist() for row in all_gather(packed)]
-    if others := [rank for rank, row in enumerate(rows) if row[-1] != rows[0][-1]]:
-        raise TypeError(
-            f"{name} got a different dtype on rank(s) {others} than on rank 0 (here {tensor.dtype}); all must be "
-            "equal. Convert the tensors first."
-        )
-    return [tuple(row[1 : 1 + row[0]]) for row in rows]
-
-
-def _check_plain(obj: object, path: str) -> None:
-    if isinstance(obj, list):
-        for index, item in enumerate(obj):
-            _check_plain(item, f"{path}[{index}]")
-    elif isinstance(obj, dict):
-        for key, value in obj.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{path} has the key {key!r}; keys must be str. Convert it with str(key).")
-            _check_plain(value, f"{path}[{key!r}]")
-    elif not isinstance(obj, (bool, int, float, str, type(None))):
-        raise TypeError(
-            f"{path} is {a_type_of(obj)}; None, bool, int, float, str, list and dict are accepted, as nothing is "
-            "pickled. Convert it first, or gather tensors with all_gather."
-        )

@@ -185,8 +185,10 @@ def open_process_group(
     job = stores().PrefixStore(f"{STORE_PREFIX}/{environment.restart_count}", base)
     # NOTE: a blocking call of one thread occupies its connection, so the group, the channel and the watch have separate ones.
     control = job.clone()
+    shared = stores().PrefixStore(f"generation/{_generation}", control)
     positions = RankPositions(environment.rank)
-    watch, sync_points = _start_watch(environment, backend, control, job.clone(), store_host, positions)
+    FailureLog(control).announce_join(environment.rank)
+    watch, sync_points = _start_watch(environment, backend, shared, job.clone(), store_host, positions)
     atexit.register(watch.stop)
     plain_hook = sys.excepthook
     try:
@@ -204,12 +206,7 @@ def open_process_group(
         if environment.launched_by == "trainwright":
             sys.excepthook = plain_hook
         watch.wrap_excepthook()
-    channel = StoreChannel(
-        stores().PrefixStore(f"generation/{_generation}", control),
-        environment.rank,
-        environment.world_size,
-        positions=positions,
-    )
+    channel = StoreChannel(shared, environment.rank, environment.world_size, positions=positions)
     _generation += 1
     _connection = Connection(environment, dist.get_backend(), channel, control, not is_joined, sync_points, watch)
     atexit.register(_connection.close)
@@ -224,25 +221,23 @@ def _destroy_group() -> None:
 def _start_watch(
     environment: Environment,
     backend: str,
-    control: Store,
+    shared: Store,
     watched: Store,
     store_host: int | None,
     positions: RankPositions,
 ) -> tuple[PeerWatch, SyncPoints]:
     """Start the watcher thread, and return it with the sync points that it polls."""
-    prefix = f"sync_points/{_generation}"
     sync_points = SyncPoints(
-        stores().PrefixStore(prefix, control),
+        shared,
         environment.rank,
         environment.world_size,
         synchronize=None if backend == "gloo" else torch.accelerator.synchronize,
     )
-    watched_points = stores().PrefixStore(prefix, watched)
-    requests = stores().PrefixStore(f"generation/{_generation}", watched)
+    watched_shared = stores().PrefixStore(f"generation/{_generation}", watched)
 
     def poll() -> None:
-        sync_points.poll(watched_points)
-        positions.answer(requests)
+        sync_points.poll(watched_shared)
+        positions.answer(watched_shared)
 
     watch = PeerWatch(
         watched,

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 
 from trainwright.distributed.job_store import Store, post
@@ -18,11 +18,13 @@ from trainwright.distributed.job_store import Store, post
 __all__ = ["shortened"]
 
 PEER_FAILED_EXIT_CODE = 79
-"""The exit code of a rank that ends only because another rank failed."""
+"""The exit code by which our launchers know a rank that ends only because another rank failed."""
 PRINT_SECONDS = 0.5
 """How long the other ranks wait for the first failing rank to print its traceback."""
 SECONDARY_SECONDS = 2.0
 """How long an error about a lost peer waits for the peer's error, because a process takes a moment to end."""
+REPORT_SECONDS = 0.5
+"""How long the text of a failure may take after its number."""
 LONGEST = 600
 """The limit on the characters of an error's message."""
 LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
@@ -34,6 +36,10 @@ class FailureReport:
     rank: int
     summary: str
     traceback: str
+    code: int = 0
+    """The exit code of the rank (negative: killed by a signal), or 0 if the rank itself posted."""
+    is_secondary: bool = False
+    """Whether the rank only reports that another rank has gone."""
     was_printed: bool = False
 
 
@@ -43,14 +49,16 @@ class FailureLog:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def post(self, rank: int, summary: str, trace: str = "") -> int:
+    def post(self, rank: int, summary: str, trace: str = "", code: int = 0, is_secondary: bool = False) -> int:
         """Post a failure and return its number in the order, from 1."""
         number = self._store.add("failure/count", 1)
-        post(self._store, f"failure/{number}", json.dumps({"rank": rank, "summary": summary, "traceback": trace}))
+        report = FailureReport(rank, summary, trace, code, is_secondary)
+        post(self._store, f"failure/{number}", json.dumps(asdict(report)))
         return number
 
     def post_error(self, rank: int, error: BaseException) -> int:
-        return self.post(rank, summarize(error), "".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))
+        return self.post(rank, summarize(error), trace, is_secondary=is_secondary_failure(error))
 
     def mark_printed(self) -> None:
         """Record that the first failing rank has printed its traceback."""
@@ -59,6 +67,15 @@ class FailureLog:
     def wait_until_printed(self, timeout_seconds: float) -> None:
         """Wait for the first failing rank's traceback. Once another rank has left, the launcher ends that rank too."""
         _wait_until(lambda: self._store.check(["failure/printed"]), timeout_seconds)
+
+    def announce_join(self, rank: int) -> None:
+        """Record that a rank is connecting to the others, and waits for them."""
+        post(self._store, f"joined/{rank}", "1")
+        self._store.add("joined", 1)
+
+    def others_wait_for(self, rank: int) -> bool:
+        """Return whether another rank is connecting, and this rank never did."""
+        return self._store.add("joined", 0) > 0 and not self._store.check([f"joined/{rank}"])
 
     def announce_end(self) -> None:
         """Record that the launcher is ending the job, so that later errors are no failures."""
@@ -78,13 +95,19 @@ class FailureLog:
     def count(self) -> int:
         return self._store.add("failure/count", 0)
 
-    def first(self, timeout_seconds: float = 0.5) -> FailureReport | None:
-        """Return the first failure, or None if none was posted."""
+    def reports(self) -> list[FailureReport]:
+        """Return the failures in the order of their posts."""
+        names = [f"failure/{number}" for number in range(1, self.count() + 1)]
         # The count comes first, so the text of a counted failure may still be on its way.
-        if self.count() == 0 or not _wait_until(lambda: self._store.check(["failure/1"]), timeout_seconds):
-            return None
-        fields = json.loads(self._store.get("failure/1"))
-        return FailureReport(was_printed=self._store.check(["failure/printed"]), **fields)
+        _wait_until(lambda: not names or self._store.check(names), REPORT_SECONDS)
+        was_printed = self._store.check(["failure/printed"])
+        fields = [json.loads(self._store.get(name)) for name in names if self._store.check([name])]
+        return [FailureReport(**{**each, "was_printed": was_printed}) for each in fields]
+
+    def first(self) -> FailureReport | None:
+        """Return the first failure, preferably one that is no consequence of another, or None if none was posted."""
+        reports = self.reports()
+        return min(reports, key=lambda report: report.is_secondary, default=None)
 
 
 class PeerWatch:
@@ -120,6 +143,8 @@ class PeerWatch:
         self._rank, self._world_size, self._store_host = rank, world_size, store_host
         self._closing, self._goodbyes = f"closing/{name}", f"goodbyes/{name}"
         self._error_file = error_file
+        # Of several exit codes srun returns the highest, which is to be that of the rank that failed.
+        self._secondary_code = PEER_FAILED_EXIT_CODE if store_host is None else 1
         self._poll, self._poll_seconds = poll, poll_seconds
         self._pid = os.getpid()
         self._stopped = threading.Event()
@@ -166,7 +191,7 @@ class PeerWatch:
             try:
                 if self._log.count() > 0 and not self.has_failed:
                     self._log.wait_until_printed(PRINT_SECONDS)
-                    leave(PEER_FAILED_EXIT_CODE)
+                    leave(self._secondary_code)
                 if self._store_host is not None and self._store.check([self._closing]):
                     self._acknowledge()
                     return
@@ -175,7 +200,7 @@ class PeerWatch:
             except RuntimeError:  # the store's host has gone, and so has the job
                 if self._stopped.is_set() or self.has_failed:
                     return
-                leave(PEER_FAILED_EXIT_CODE)
+                leave(self._secondary_code)
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid or self._stopped.is_set():
@@ -194,13 +219,13 @@ class PeerWatch:
             if is_secondary_failure(error):
                 time.sleep(SECONDARY_SECONDS)  # the first failing rank's report ends this process here
             if self._log.is_ending():
-                leave(PEER_FAILED_EXIT_CODE)
+                leave(self._secondary_code)
             self.has_failed = True
             if self._error_file:  # before the post, because torchrun ends this rank once another has left
                 write_error_file(self._error_file, error)
             number = self._log.post_error(self._rank, error)
         if number > 1:
-            leave(PEER_FAILED_EXIT_CODE)
+            leave(self._secondary_code)
         self.has_failed = True
         self._previous_hook(kind, error, trace)
         flush_streams()

@@ -50,21 +50,6 @@ def is_own_address(address: str) -> bool:
     return True
 
 
-def claim_port(address: str, port: int) -> socket.socket | None:
-    """Return a socket that claims a port for a launcher while open, or None if another launcher of this machine has it.
-
-    A port in use does not tell who uses it. Only Linux has such marks. Elsewhere every port can be claimed.
-    """
-    mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        if sys.platform == "linux":
-            mark.bind(f"\0trainwright-{resolve(address)[1]}-{port}")
-    except OSError:
-        mark.close()
-        return None
-    return mark
-
-
 def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> socket.socket:
     """Return a socket that listens at only one address of this machine. Port 0 chooses a free port.
 
@@ -95,6 +80,16 @@ def listen_at(address: str, port: int, *, else_everywhere: bool = False) -> sock
         f"the main address {address!r} is {number}, which is not an address of this machine, but must be an "
         "address of the node of rank 0. Check the main address and the rank of this node."
     )
+
+
+def is_listening(address: str, port: int) -> bool:
+    """Return whether a program accepts connections at an address (LaunchError if the address is unknown)."""
+    resolve(address)
+    try:
+        socket.create_connection((address, port), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def loopback_interface() -> str | None:

@@ -6,9 +6,10 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from trainwright.distributed.job_store import stores
 from trainwright.distributed.store_channel import Locate, StoreChannel
 from trainwright.errors import CheckpointError, MissingCheckpoint
 
@@ -23,19 +24,19 @@ class Ranks:
     """
 
     def __init__(self, channel: StoreChannel | None = None, timeout_seconds: float = 1800.0) -> None:
-        self._channel = channel
+        self._channel = channel or _channel_of_one()
         self.timeout_seconds = timeout_seconds
-        self.rank, self.world_size = (0, 1) if channel is None else (channel.rank, channel.world_size)
+        self.rank, self.world_size = self._channel.rank, self._channel.world_size
 
     def subchannel(self, name: str) -> Ranks:
         """Return ranks for a second thread, whose calls pair up separately. See `StoreChannel.subchannel`."""
-        return Ranks(None if self._channel is None else self._channel.subchannel(name), self.timeout_seconds)
+        return Ranks(self._channel.subchannel(name), self.timeout_seconds)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Treat this rank as the only rank within the block: the others may be gone, or wait elsewhere. Not collective."""
         shared = self._channel, self.rank, self.world_size
-        self._channel, self.rank, self.world_size = None, 0, 1
+        self._channel, self.rank, self.world_size = _channel_of_one(), 0, 1
         try:
             yield
         finally:
@@ -43,17 +44,15 @@ class Ranks:
 
     def give_up(self) -> None:
         """Make a call that waits in another thread raise, and every later call. Not collective."""
-        if self._channel is not None:
-            self._channel.give_up()
+        self._channel.give_up()
 
     def locate_by(self, locate: Locate) -> None:
         """See `RankPositions.locate_by`."""
-        if self._channel is not None:
-            self._channel.locate_by(locate)
+        self._channel.positions.locate_by(locate)
 
     def located_by(self, locate: Locate) -> AbstractContextManager[None]:
         """See `RankPositions.located_by`."""
-        return nullcontext() if self._channel is None else self._channel.located_by(locate)
+        return self._channel.positions.located_by(locate)
 
     def exchange(self, value: Any, call: str) -> list[Any]:
         """Return the values of all ranks, by rank."""
@@ -124,17 +123,15 @@ class Ranks:
 
     def announce(self, key: str) -> None:
         """Post a key for the other ranks to find, whether or not they look. Not collective."""
-        if self._channel is not None:
-            self._channel.announce(key)
+        self._channel.announce(key)
 
     def posted(self, value: Any) -> list[Any]:
         """Post a value. Return the values that ranks have posted on this subchannel, or None for others. Not collective."""
-        replies = [] if self._channel is None else self._channel.posted(json.dumps(value).encode())
+        replies = self._channel.posted(json.dumps(value).encode())
         return [None if reply is None else json.loads(reply) for reply in replies]
 
     def announced(self, keys: Sequence[str], call: str) -> str:
         """Wait until rank 0 has announced one of the keys, and return the first of them. Not collective."""
-        assert self._channel is not None
         return self._channel.announced(keys, call=call, timeout_seconds=self.timeout_seconds)
 
     @contextmanager
@@ -150,9 +147,11 @@ class Ranks:
                 self.wait(call)
 
     def _exchange(self, payload: bytes, call: str) -> list[bytes]:
-        if self._channel is None:
-            return [payload]
         return self._channel.exchange(payload, call=call, timeout_seconds=self.timeout_seconds)
+
+
+def _channel_of_one() -> StoreChannel:
+    return StoreChannel(stores().HashStore(), 0, 1)
 
 
 def _describe(error: Exception) -> str:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from trainwright.distributed.job_store import Store, post
@@ -36,9 +36,9 @@ Locate = Callable[[], tuple[tuple[int, ...], str]]
 class RankPosition(NamedTuple):
     """Where a rank is in the sequence that all ranks go through."""
 
-    order: tuple[int, ...] = ()
+    order: tuple[int, ...]
     """Of two ranks, the rank with the larger order is further on."""
-    text: str = ""
+    text: str
     """The position in words, or empty if unknown."""
 
 
@@ -77,23 +77,20 @@ class RankPositions:
 
     def answer(self, store: Store) -> None:
         """Post this rank's position if it was requested since the last answer. The watcher calls this."""
-        requested = store.add(_request_key(self._rank), 0)
+        requested = store.add(f"position/{self._rank}/requested", 0)
         if requested == self._answered:
             return
         # `locate` reads counters that the main thread changes meanwhile. If that fails, the next request is answered.
         with suppress(Exception):
-            store.set(_reply_key(self._rank), json.dumps(self.now()))
+            store.set(f"position/{self._rank}", json.dumps(self.now()))
             self._answered = requested
 
-    def request(self, store: Store, rank: int) -> None:
-        """Request another rank's position; a later `reported` returns it."""
-        store.add(_request_key(rank), 1)
-
-    def reported(self, store: Store, rank: int) -> RankPosition | None:
-        """Return the latest position that another rank has reported, or None if it has reported none."""
-        if not store.check([_reply_key(rank)]):
+    def ask(self, store: Store, rank: int) -> RankPosition | None:
+        """Return the latest position that another rank has reported, or None, and request a later one."""
+        store.add(f"position/{rank}/requested", 1)
+        if not store.check([f"position/{rank}"]):
             return None
-        order, text = json.loads(store.get(_reply_key(rank)))
+        order, text = json.loads(store.get(f"position/{rank}"))
         return RankPosition(tuple(order), text)
 
 
@@ -102,13 +99,18 @@ class CallSkipped(RuntimeError):
 
 
 class StoreChannel:
-    """Exchanges payloads between all ranks in the order of their calls. Only the main thread's channel has `positions`."""
+    """Exchanges payloads between all ranks in the order of their calls.
+
+    Only the main thread's channel is made with `positions`, and asks for the positions of others.
+    """
 
     def __init__(
         self, store: Store, rank: int, world_size: int, *, name: str = "main", positions: RankPositions | None = None
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store, self._name, self._positions = store, name, positions
+        self._store, self._name = store, name
+        self._asks = positions is not None
+        self.positions = positions or RankPositions(rank)
         self._lock = threading.Lock()
         self._calls = 0
         self._subchannels: Counter[str] = Counter()
@@ -124,15 +126,6 @@ class StoreChannel:
         """Make a call that waits in another thread, and every later call that would wait, raise RuntimeError."""
         self._given_up.set()
 
-    def locate_by(self, locate: Locate) -> None:
-        """See `RankPositions.locate_by`."""
-        if self._positions is not None:
-            self._positions.locate_by(locate)
-
-    def located_by(self, locate: Locate) -> AbstractContextManager[None]:
-        """See `RankPositions.located_by`."""
-        return nullcontext() if self._positions is None else self._positions.located_by(locate)
-
     def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
         """Post this rank's payload and return the payloads of all ranks, by rank. Call on every rank, in the same order.
 
@@ -142,7 +135,9 @@ class StoreChannel:
             RuntimeError: the ranks have met in different calls, or another rank has skipped this call or has exited.
             TimeoutError: a rank has not made the call in time.
         """
-        own = RankPosition() if self._positions is None else self._positions.now()
+        if self.world_size == 1:
+            return [payload]
+        own = self.positions.now()
         header = json.dumps([call, own.text]).encode()
         with self._lock:  # if calls of two threads overlapped, the deletion below would be too early
             number = self._calls
@@ -154,9 +149,13 @@ class StoreChannel:
             # Every rank has posted this call, so every rank has read the previous one.
             if number > 0:
                 self._store.delete_key(self._key(number - 1, self.rank))
-        headers = [json.loads(head) for head, _ in parts]
-        if len({other for other, _ in headers}) > 1:
-            raise RuntimeError(_different_calls(headers))
+        (here, at_here), *others = [json.loads(head) for head, _ in parts]
+        for rank, (there, at_there) in enumerate(others, start=1):
+            if there != here:
+                raise RuntimeError(
+                    f"the ranks have met in different calls: rank 0 in {here}{_at(at_here)}, rank {rank} in "
+                    f"{there}{_at(at_there)}. {ON_ALL_RANKS}"
+                )
         return [body for _, body in parts]
 
     def announce(self, key: str) -> None:
@@ -232,10 +231,8 @@ class StoreChannel:
                 )
 
     def _refuse_passed(self, rank: int, key: str, call: str, own: RankPosition) -> None:
-        """Raise CallSkipped if an awaited rank has reported a position beyond this call, then request its position again."""
-        if self._positions is None:
-            return
-        other = self._positions.reported(self._store, rank)
+        """Raise CallSkipped if an awaited rank has reported a position beyond this call."""
+        other = self.positions.ask(self._store, rank) if self._asks else None
         # A rank posts a call before it moves on, so a missing call was skipped, or comes out of order.
         if other is not None and other.order > own.order and not self._store.check([key]):
             if not own.text and not other.text:  # in a raw loop, whose order is the number of its collectives
@@ -248,25 +245,7 @@ class StoreChannel:
                 f"rank {self.rank} makes a call that rank {rank} has skipped: {call}{_at(own.text)}. Rank {rank} is already "
                 f"past it{_at(other.text)}. {ON_ALL_RANKS}"
             )
-        self._positions.request(self._store, rank)
-
-
-def _different_calls(calls: list[tuple[str, str]]) -> str:
-    here, at_here = calls[0]
-    rank, (there, at_there) = next((rank, other) for rank, other in enumerate(calls) if other[0] != here)
-    return (
-        f"the ranks have met in different calls: rank 0 in {here}{_at(at_here)}, rank {rank} in {there}{_at(at_there)}. "
-        f"{ON_ALL_RANKS}"
-    )
 
 
 def _at(text: str) -> str:
     return f" ({text})" if text else ""
-
-
-def _request_key(rank: int) -> str:
-    return f"position/{rank}/requested"
-
-
-def _reply_key(rank: int) -> str:
-    return f"position/{rank}"

@@ -6,89 +6,64 @@ import multiprocessing
 import os
 import sys
 import traceback
-from typing import NamedTuple
 
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.signals import is_interactive
 from trainwright.errors import LaunchError
 
 TEST_RUNNERS = ("_pytest", "unittest.case", "unittest.suite", "unittest.main", "doctest")
-
-
-class Obstacle(NamedTuple):
-    """Why this process's command cannot be run again."""
-
-    found: str
-    advice: str
-    can_call_workers: bool = False
-    """Whether calls can be made in fresh interpreters instead."""
+SCRIPT = (
+    "Only a script, a module (-m) or -c code can be run again in each of them. Call trainwright.notebook_launcher(function, "
+    "num_processes=...) to run your own loop, put the code into a script, or start it with torchrun."
+)
 
 
 def own_command(reason: str) -> tuple[list[str], str]:
     """Return the command that started this process and its directory. Raise LaunchError if it cannot be run again."""
-    if (obstacle := _find_obstacle()) is not None:
-        raise LaunchError(
-            f"{reason} needs several processes, and this process was started {obstacle.found}. Only a script, a module (-m) or "
-            f"-c code can be run again in each of them. {obstacle.advice}"
-        )
+    check_worker_calls(reason)
+    if start := _unrepeatable_start():
+        raise LaunchError(f"{reason} needs several processes, and this process was started {start}. {SCRIPT}")
     return [sys.executable, *_in_hydras_folders(sys.orig_argv)[1:]], _start_directory()
 
 
 def calls_workers() -> bool:
     """Return whether this process makes its calls in workers: its command cannot be run again, or is -c code."""
-    obstacle = _find_obstacle()
-    if obstacle is not None:
-        return obstacle.can_call_workers
-    return (
-        getattr(sys.modules["__main__"], "__file__", None) is None
-    )  # other commands that cannot be run again were found above
+    is_first = _obstacle() is None
+    return is_first and (bool(_unrepeatable_start()) or getattr(sys.modules["__main__"], "__file__", None) is None)
 
 
 def check_worker_calls(reason: str) -> None:
-    """Raise LaunchError if calls cannot be made in workers either."""
-    obstacle = _find_obstacle()
-    if obstacle is not None and not obstacle.can_call_workers:
-        raise LaunchError(
-            f"{reason} needs several processes, and this process was started {obstacle.found}. Only the first process of a "
-            f"program can start others. {obstacle.advice}"
-        )
+    """Raise LaunchError if this process cannot start others at all."""
+    if (obstacle := _obstacle()) is not None:
+        start, advice = obstacle
+        raise LaunchError(f"{reason} needs several processes, and this process was started {start}. {advice}")
 
 
-def _find_obstacle() -> Obstacle | None:
-    script = "Put the code into a script, or start it with torchrun."
-    function = f"Call trainwright.notebook_launcher(function, num_processes=...) to run your own loop. {script}"
+def _obstacle() -> tuple[str, str] | None:
+    """Return how this process was started, if it cannot start others, and what to do instead."""
     if multiprocessing.parent_process() is not None:
-        guard = "Put the script's work under `if __name__ == '__main__':`, so that helper processes do not repeat it."
-        return Obstacle("by multiprocessing", guard)
+        return "by multiprocessing", "Put the script's work under `if __name__ == '__main__':`."
     if JOB_VARIABLE in os.environ or "RANK" in os.environ:
-        return Obstacle(
-            "as one worker of a job", "Pass as many devices as the job has processes, or call the function directly."
-        )
-    if os.name != "posix":
-        return Obstacle(f"on {sys.platform}", "Start the script with torchrun.")
-    if not sys.executable:
-        return Obstacle("inside another program", script)
+        return "as one worker of a job", "Pass its number of processes as devices, or call the function directly."
+    return None if os.name == "posix" else (f"on {sys.platform}", "Start the script with torchrun.")
+
+
+def _unrepeatable_start() -> str:
+    """Return how this process was started, if its command cannot be run again, or an empty text."""
     if is_interactive():
-        return Obstacle("interactively", function, can_call_workers=True)
-    runner = _find_test_runner()
-    if runner is not None:
-        return Obstacle(f"by a test runner ({runner})", function, can_call_workers=True)
+        return "interactively"
+    if runner := next(filter(_is_run_by, TEST_RUNNERS), None):
+        return f"by a test runner ({runner.strip('_').split('.')[0]})"
     main_file = getattr(sys.modules["__main__"], "__file__", None)
     if main_file == "<stdin>" or (main_file is None and "-c" not in sys.orig_argv):
-        return Obstacle("from standard input", function, can_call_workers=True)
+        return "from standard input"
     # The __main__.py of a zip archive is in no folder, but the archive can be run again.
-    if main_file is not None and not (os.path.isfile(main_file) or "__main__" in main_file):
-        return Obstacle(f"from {main_file}, which can be read only once", function, can_call_workers=True)
-    return None
-
-
-def _find_test_runner() -> str | None:
-    # The stack, not sys.modules: a script may import unittest without being run by it.
-    return next((runner.strip("_").split(".")[0] for runner in TEST_RUNNERS if _is_run_by(runner)), None)
+    is_file = main_file is None or os.path.isfile(main_file) or "__main__" in main_file
+    return "" if is_file else f"from {main_file}, which can be read only once"
 
 
 def _is_run_by(name: str) -> bool:
-    """Return whether a function of this module or package has called, at whatever distance."""
+    """Return whether a function of this module or package has called, at whatever distance. A script may only import it."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe()))
     return any(f"{module}.".startswith(f"{name}.") for module in modules)
 
@@ -114,16 +89,11 @@ def _in_hydras_folders(command: list[str]) -> list[str]:
 def _start_directory() -> str:
     """Return the directory in which the command was started, even if the script has left it since."""
     main = sys.modules["__main__"]
-    main_file = getattr(main, "__file__", None)
-    # With -m there is a __spec__, and no argument holds the file's path.
-    if main_file is None or not os.path.isabs(main_file) or getattr(main, "__spec__", None) is not None:
-        return os.getcwd()
-    # Python makes __main__.__file__ absolute at the start: the part that is not in the argument is the directory.
-    for argument in sys.orig_argv[1:]:
-        relative = argument.removeprefix("./")
-        if not os.path.isabs(argument) and main_file.endswith(f"/{relative}"):
-            directory = main_file[: -len(relative) - 1].removesuffix("/.") or "/"
-            joined = os.path.join(directory, argument)
-            if os.path.exists(joined) and os.path.samefile(joined, main_file):
-                return directory
+    main_file = getattr(main, "__file__", None) or ""
+    if getattr(main, "__spec__", None) is None:  # not a module (-m), whose path is in no argument
+        # Python makes __main__.__file__ absolute at the start: the part that is not in the argument is the directory.
+        for argument in sys.orig_argv[1:]:
+            relative = argument.removeprefix("./")
+            if main_file.endswith(f"/{relative}"):
+                return main_file.removesuffix(relative)
     return os.getcwd()

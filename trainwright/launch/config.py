@@ -1,47 +1,47 @@
-"""Config: the YAML file with settings for `trainwright launch`, and the environment variables that concern a job."""
+"""The settings of `trainwright launch`, from the first that has one: a flag, the environment, the config, or a default.
+
+The config is a YAML file, which may also set variables of the processes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
-from trainwright.distributed.masking import shown
+from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.errors import did_you_mean
-from trainwright.launch.processes import GRACE_VARIABLE
+from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, WAIT_SECONDS, Nodes
+from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE
 
 __all__ = [
-    "KEYS",
-    "Config",
-    "Entry",
-    "checked_variable",
-    "config_path",
-    "find_config",
-    "of_jobs",
-    "printable",
-    "set_variables_of",
+    *("KEYS", "Config", "check_variables", "config_path", "find_config", "printable", "set_variables_of"),
+    *("NameCheck", "Sources", "flag_of"),
 ]
 
 CONFIG_VARIABLE = "TRAINWRIGHT_CONFIG"
 """The variable that names the config, where --config-file does not."""
 KEYS = {
-    "devices": "processes on this machine, one for each device: a number, -1 for all, or auto",
+    "devices": "processes on this machine, one for each device: a number, -1 for all, or auto (every GPU, or one process)",
     "cpu": "true: compute on the CPU even if there is a GPU",
-    "strategy": "how the processes divide the work: auto, or the name of a strategy",
-    "precision": "such as 32-true, 16-mixed or bf16-mixed",
+    "strategy": "how the processes divide the work: auto, or the name of a strategy, such as ddp",
+    "precision": "such as 32-true, 16-mixed or bf16-mixed; also 32, fp16 or bf16",
     "gradient_accumulation_steps": "batches per optimizer step",
-    "num_nodes": "machines of the job",
+    "num_nodes": "machines of the job, each of which runs this command (default: 1)",
     "nodes": "instead of num_nodes and node_rank: MIN:MAX machines, numbered as they arrive",
-    "node_rank": "this machine's number, from 0",
-    "main_address": "name or address of machine 0",
-    "main_port": "port of machine 0",
-    "rendezvous_seconds": "how long the machines wait for each other",
-    "max_restarts": "how many times all ranks are restarted, after a failed rank or a lost machine",
-    "grace_seconds": "how long the ranks have to save and leave after a signal",
-    "logs": "a folder that keeps the output of each rank",
+    "node_rank": "this machine's number, from 0 (or the variable NODE_RANK)",
+    "main_address": "name or address of machine 0 (or MASTER_ADDR)",
+    "main_port": "port of machine 0 (or MASTER_PORT; default: 29500, or a free one for a single machine)",
+    "rendezvous_seconds": f"how long the machines wait for each other (default: {WAIT_SECONDS})",
+    "max_restarts": "how many times all ranks are restarted, after a failed rank or a lost machine (default: 0)",
+    "grace_seconds": f"how long the ranks have to save and exit after a signal (or {GRACE_VARIABLE}; default: {GRACE_SECONDS})",
+    "logs": f"a folder for the output of each rank, in rank0.log and so on (or {LOGS_VARIABLE})",
+    "job_id": f"a name that tells this job from others at the same address, the same on every machine (or {JOB_ID_VARIABLE})",
     "env": "environment variables of the processes; those that are set already stay",
 }
 """The keys of a config, with their meanings."""
@@ -61,182 +61,245 @@ KEY_OF = {
     "MASTER_ADDR": "main_address",
     "MASTER_PORT": "main_port",
     GRACE_VARIABLE: "grace_seconds",
+    LOGS_VARIABLE: "logs",
+    JOB_ID_VARIABLE: "job_id",
 }
 """Variables that a key of the config sets."""
-OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_VARIABLE, CONFIG_VARIABLE)
-
-
-class Entry(NamedTuple):
-    """A value as the file spells it, and its line, "FILE:LINE"."""
-
-    text: str
-    where: str
+VARIABLE_OF = {key: variable for variable, key in KEY_OF.items()}
 
 
 @dataclass(frozen=True)
 class Config:
-    """The entries of a config, by key."""
+    """The entries of a config, by key, as the file spells them."""
 
     path: str | None = None
     source: str = "default"
     """The flag or the variable that named the file, or "default"."""
-    values: dict[str, Entry] = field(default_factory=dict)
-    variables: dict[str, Entry] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
     """The variables under `env`."""
 
 
-def config_path(given: str | None, variables: Mapping[str, str] | None = None) -> tuple[str, str]:
+def config_path(given: str | None) -> tuple[str, str]:
     """Return the path of the config, and the flag or variable that named it, or "default"."""
-    variables = os.environ if variables is None else variables
     if given is not None:
         return given, "--config-file"
-    if named := variables.get(CONFIG_VARIABLE):
+    if named := os.environ.get(CONFIG_VARIABLE):
         return os.path.expanduser(named), CONFIG_VARIABLE
-    folder = variables.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return os.path.join(folder, "trainwright", "config.yaml"), "default"
 
 
-def find_config(given: str | None, variables: Mapping[str, str] | None = None) -> Config:
+def find_config(given: str | None) -> Config:
     """Return the config that a flag or the environment names, or else the user's, which need not exist.
 
     Raises:
-        ValueError: a named file does not exist or cannot be read, or an entry is wrong (with its file and line).
+        ValueError: a named file does not exist or cannot be read, or an entry is wrong.
     """
-    path, source = config_path(given, variables)
-    if not os.path.exists(path):
-        if source == "default":
-            return Config()
-        raise ValueError(
-            f"{source} names {path!r}, which does not exist. Pass the path of a config, or write one with trainwright config."
-        )
+    path, source = config_path(given)
+    if source == "default" and not os.path.exists(path):
+        return Config()
+    import yaml
+
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: the config cannot be read ({error}). Pass the path of a YAML file.") from error
-    return Config(path, source, *_parse(path, text))
+            values = yaml.BaseLoader(file).get_single_data()  # keeps the spelling of `no` and `1:30`
+        values, variables = _checked(values)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{path}: the config cannot be read as YAML ({problem}). Correct it, or its path.") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Config(path, source, values, variables)
 
 
-def _parse(path: str, text: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
-    import yaml
-
-    try:
-        # Nodes rather than values: a node knows its line, and how the file spells it.
-        root = yaml.compose(text, yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise ValueError(f"{path}{line}: this is not YAML ({error.problem}). Correct the line.") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: this is not YAML ({' '.join(str(error).split())}).") from error
-    values: dict[str, Entry] = {}
-    variables: dict[str, Entry] = {}
-    for key, where, node in _pairs(path, root, "a config"):
+def _checked(content: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the values of a config and its variables (ValueError if a key or a kind of value is wrong)."""
+    values: Any = content or {}
+    variables: Any = values.pop("env", "") or {} if isinstance(values, dict) else {}
+    if not isinstance(values, dict) or not isinstance(variables, dict):
+        raise ValueError("expected lines of `name: value`, also under env.")
+    for key in values:
         if key in ("compute_environment", "distributed_type"):
-            raise ValueError(
-                f"{where}: {key!r} is a key of Accelerate's configs; `trainwright config` writes one of ours."
-            )
+            raise ValueError(f"{key!r} is a key of Accelerate's configs; `trainwright config` writes ours.")
         if key not in KEYS:
             hint = f" Did you mean {OTHER_WORDS[key]!r}?" if key in OTHER_WORDS else did_you_mean(key, KEYS)
-            raise ValueError(f"{where}: {key!r} is not a key of a config. Expected one of {', '.join(KEYS)}.{hint}")
-        if key == "env":
-            variables = {
-                name: checked_variable(name, Entry(_scalar(each, name, where), where))
-                for name, where, each in _pairs(path, node, "env")
-                if not _is_null(each)
-            }
-        elif not _is_null(node):
-            values[key] = Entry(_scalar(node, key, where), where)
-    return values, variables
+            raise ValueError(f"{key!r} is not a key of a config. Expected one of {', '.join(KEYS)}.{hint}")
+    check_variables(variables)
+    for key, value in {**values, **variables}.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{key} is {value}. Expected a single value.")
+    return {key: value for key, value in values.items() if value not in ("", "~", "null")}, variables
 
 
-def _pairs(path: str, node: Any, what: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the keys of a mapping with their lines and values. A repeated key is rejected."""
-    import yaml
-
-    if node is None or _is_null(node):
-        return
-    if not isinstance(node, yaml.MappingNode):
-        raise ValueError(f"{path}:{node.start_mark.line + 1}: {what} holds lines of `name: value`, not {_kind(node)}.")
-    seen: dict[str, str] = {}
-    for key, value in node.value:
-        where = f"{path}:{key.start_mark.line + 1}"
-        name = _scalar(key, what, where)
-        if name in seen:
-            raise ValueError(f"{where}: {name!r} is there twice, first at {seen[name]}. Remove one.")
-        seen[name] = where
-        yield name, where, value
-
-
-def _scalar(node: Any, name: str, where: str) -> str:
-    """Return a value's text as the file spells it, so that `no` and `1:30` keep their letters."""
-    import yaml
-
-    if not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"{where}: {name} is {_kind(node)}. Expected a single value.")
-    return str(node.value)
-
-
-def _is_null(node: Any) -> bool:
-    return bool(node.tag == "tag:yaml.org,2002:null")
-
-
-def _kind(node: Any) -> str:
-    return {"sequence": "a list", "mapping": "a mapping"}.get(node.id, "a single value")
-
-
-def checked_variable(name: str, entry: Entry) -> Entry:
-    """Return the entry of a variable, which a config may set (ValueError otherwise)."""
-    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ValueError(f"{entry.where}: {name!r} is not the name of a variable. Expected only letters, digits and _.")
-    if name in KEY_OF:
-        raise ValueError(f"{entry.where}: env has {name}. Set the key {KEY_OF[name]!r} instead.")
-    if name in OWN_VARIABLES:
-        raise ValueError(f"{entry.where}: env has {name}, which trainwright launch sets itself. Remove it.")
-    return entry
-
-
-BEGINNINGS = (
-    "TRAINWRIGHT",
-    "TORCH",
-    "TORCHELASTIC",
-    "PYTORCH",
-    "GLOO",
-    "OMP",
-    "MKL",
-    "DS",
-    "DEEPSPEED",
-    "OMPI_COMM_WORLD",
-)
-"""The first parts of the names of a job's variables, before an underscore."""
-NAMES = {
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
-    *("PMI_RANK", "PMI_SIZE"),
-}
-
-
-def of_jobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of this process, or those given, that concern launchers, torch and devices, with secrets hidden."""
-    from trainwright.devices import cuda
-
-    variables = os.environ if variables is None else variables
-    beginnings = tuple(f"{each}_" for each in (*BEGINNINGS, *cuda.VARIABLES))
-    return {
-        name: shown(name, variables[name]) for name in sorted(variables) if name in NAMES or name.startswith(beginnings)
-    }
+def check_variables(names: Iterable[str]) -> None:
+    """Raise ValueError if a config may not set one of these variables."""
+    ours = (*KEY_OF, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_VARIABLE, CONFIG_VARIABLE)
+    for name in names:
+        if name in ours:
+            raise ValueError(f"env has {name}, which trainwright launch sets itself. Remove it, or set its key.")
 
 
 def set_variables_of(config: Config) -> dict[str, str]:
     """Set the variables of a config that are not set yet, before torch looks for GPUs. Return all that are."""
-    os.environ.update({name: entry.text for name, entry in config.variables.items() if name not in os.environ})
+    os.environ.update({name: text for name, text in config.variables.items() if name not in os.environ})
     return dict(os.environ)
 
 
 def printable(text: str) -> str:
     """Return a text on one line, with control characters as escapes: they would change a terminal."""
-    return (
-        text
-        if text.isprintable()
-        else "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-    )
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+NameCheck = Callable[[str | None, str | None, int], str | None]
+"""Refuses an unknown strategy or precision, given the number of processes, and returns the Trainer's name of the precision."""
+
+
+class LaunchSetting(NamedTuple):
+    """A value, its source (a flag, a variable, the config's path, or "default"), and how errors call both."""
+
+    value: Any
+    source: str = "default"
+    label: str = ""
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The flags, the environment and the config of one command."""
+
+    options: argparse.Namespace
+    variables: Mapping[str, str]
+    config: Config
+
+    def find(self, name: str, default: Any = None, *, flags_only: bool = False) -> LaunchSetting:
+        """Return the text of the flag, the variable or the config's entry, or else the default."""
+        flag = getattr(self.options, name, None)
+        if isinstance(flag, bool):  # --cpu and --no-cpu
+            spelled = flag_of(name if flag else f"no_{name}")
+            return LaunchSetting(str(flag).lower(), spelled, spelled)
+        if flag is not None:
+            return LaunchSetting(flag, flag_of(name), f"{flag_of(name)} {flag}")
+        variable, entry = VARIABLE_OF.get(name, ""), self.config.values.get(name)
+        if not flags_only and (text := self.variables.get(variable)):
+            return LaunchSetting(text, variable, f"{variable}={text}")
+        if flags_only or entry is None:
+            return LaunchSetting(default)
+        path = self.config.path or ""
+        return LaunchSetting(entry, path, f"{path}: {name}: {entry}")
+
+    def number(
+        self, name: str, default: int | None = None, *, least: int = 0, more: str = "", flags_only: bool = False
+    ) -> LaunchSetting:
+        """Return a setting with its text as an integer, or the default (ValueError for another text)."""
+        setting = self.find(name, default, flags_only=flags_only)
+        if not isinstance(setting.value, str):
+            return setting
+        # int() would also take " 5" and "1_000", and isdigit() superscripts, which int() rejects.
+        if not (setting.value.isascii() and setting.value.isdigit()) or int(setting.value) < least:
+            raise ValueError(f"{setting.label}: expected an integer of at least {least}{more}.")
+        return setting._replace(value=int(setting.value))
+
+    def on_cpu(self) -> bool:
+        """Return whether --cpu or the config asks for the CPU (ValueError if the config's word is unknown)."""
+        cpu = self.find("cpu", "false")
+        if cpu.value.lower() not in ("true", "false"):
+            raise ValueError(f"{cpu.label}: expected true or false.")
+        return bool(cpu.value.lower() == "true")
+
+
+def resolve(sources: Sources, check_names: NameCheck) -> dict[str, LaunchSetting]:
+    """Return all settings with their sources (ValueError if one is wrong, or two contradict)."""
+    if JOB_VARIABLE in sources.variables or "LOCAL_RANK" in sources.variables:  # a pod of a PyTorchJob has RANK only
+        raise ValueError(
+            "this process is itself a rank of a job (the environment has LOCAL_RANK). Run the script without trainwright "
+            "launch here, or unset the variable."
+        )
+    # Not at the top: it imports torch, which looks for GPUs as the config's variables say.
+    from trainwright.devices import hardware
+
+    num_gpus = 0 if sources.on_cpu() else hardware.count()
+    kind = (hardware.built_for() if num_gpus else None) or "cpu"
+    settings = {
+        "devices": _devices(sources, num_gpus, kind),
+        "accelerator": sources.find("cpu")._replace(value=kind),
+        "strategy": sources.find("strategy", "auto"),
+        "precision": sources.find("precision"),
+        "gradient_accumulation_steps": sources.number("gradient_accumulation_steps", least=1),
+        **_nodes(sources),
+        "max_restarts": sources.number("max_restarts", 0),
+        "grace_seconds": sources.number("grace_seconds", GRACE_SECONDS),
+        "logs": sources.find("logs"),
+        "job_id": sources.find("job_id"),
+    }
+    nodes_in(settings)  # checks them together
+    strategy, precision = settings["strategy"], settings["precision"]
+    num_processes = settings["devices"].value * settings["num_nodes"].value
+    try:
+        name = check_names(strategy.value, precision.value, num_processes)
+    except ValueError as error:
+        wrong = precision if str(error).startswith("precision=") else strategy
+        raise ValueError(f"{wrong.source}: {error}") from error
+    return {**settings, "precision": precision._replace(value=name)}
+
+
+def _devices(sources: Sources, num_gpus: int, kind: str) -> LaunchSetting:
+    devices = sources.find("devices", "auto")
+    if devices.value == "auto":
+        from trainwright.devices.abilities import num_together
+
+        return devices._replace(value=num_together(kind) or 1)
+    if devices.value == "-1":
+        return devices._replace(value=num_gpus or num_cores())
+    number = sources.number("devices", least=1, more=", -1 for all, or auto")
+    if num_gpus and number.value > num_gpus:
+        raise ValueError(f"{devices.label}: torch sees {num_gpus} GPU(s) here. Pass at most that many, or add --cpu.")
+    return number
+
+
+def _nodes(sources: Sources) -> dict[str, LaunchSetting]:
+    """Return the number of machines, which of them this is, and the address and port at which they meet."""
+    span = sources.find("nodes")
+    settings = {"num_nodes": sources.number("num_nodes", 1, least=1)} if span.value is None else _range(span, sources)
+    num_nodes = settings["num_nodes"]
+    if num_nodes.value == 1:  # the environment and the config may describe a job of several nodes
+        for name in ("main_address", "rendezvous_seconds"):
+            if (extra := sources.find(name, flags_only=True)).value is not None:
+                raise ValueError(f"{extra.label} is for several machines. Add --num-nodes or --nodes, or leave it out.")
+        rank, port = (sources.number(name, 0, flags_only=True) for name in ("node_rank", "main_port"))
+        return {**settings, "node_rank": rank, "main_address": LaunchSetting(LOOPBACK), "main_port": port}
+    rank, address = sources.number("node_rank"), sources.find("main_address")
+    if span.value is not None:
+        rank = LaunchSetting(None, "by arrival")
+    elif rank.value is None:
+        raise ValueError(f"{num_nodes.label} needs this machine's number. Pass --node-rank, from 0, or set NODE_RANK.")
+    if address.value is None:
+        raise ValueError(
+            f"{num_nodes.label} needs a main address. Pass --main-address, the name or address of machine 0, or set "
+            "MASTER_ADDR, the same on every machine."
+        )
+    settings |= {"node_rank": rank, "main_address": address, "main_port": sources.number("main_port", DEFAULT_PORT)}
+    return {**settings, "rendezvous_seconds": sources.number("rendezvous_seconds", WAIT_SECONDS)}
+
+
+def _range(span: LaunchSetting, sources: Sources) -> dict[str, LaunchSetting]:
+    """Return the least and the greatest number of machines."""
+    for other in (sources.find("num_nodes"), sources.find("node_rank", flags_only=True)):
+        if other.value is not None:
+            raise ValueError(f"{other.label} was given with {span.label}, which replaces it. Leave one of the two out.")
+    parts = re.fullmatch(r"(\d+)(?::(\d+))?", span.value, re.ASCII)
+    least, most = (int(parts[1]), int(parts[2] or parts[1])) if parts else (0, 0)
+    if not 1 <= least <= most:
+        raise ValueError(f"{span.label}: expected MIN:MAX, two integers of at least 1 in this order, or one number.")
+    return {"min_nodes": span._replace(value=least), "num_nodes": span._replace(value=most)}
+
+
+def nodes_in(settings: Mapping[str, LaunchSetting]) -> Nodes:
+    """Return the machines of the job (ValueError if their numbers contradict)."""
+    value = {name: setting.value for name, setting in settings.items()}
+    which = (value["num_nodes"], value["node_rank"], value["main_address"], value["main_port"])
+    return Nodes(*which, value.get("min_nodes"), value.get("rendezvous_seconds", WAIT_SECONDS))

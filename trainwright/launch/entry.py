@@ -1,4 +1,4 @@
-"""The programs that the launcher starts by path: `entry.py launcher|attached|worker ...`.
+"""The programs that the launcher starts by path: `entry.py launcher|node|attached|worker ...`.
 
 `python -m` would let a file in the current directory replace a standard module. Nothing of the package is imported before
 the search path is right, so that `attached` takes about 20 ms.
@@ -10,14 +10,28 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def start_launcher(arguments: list[str]) -> None:
-    """Run the launcher, with the package's folder instead of this file's on the search path."""
+def find_package() -> None:
+    """Put the package's folder instead of this file's on the search path."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != here]
     sys.path.append(os.path.dirname(os.path.dirname(here)))
+
+
+def start_launcher(arguments: list[str]) -> None:
+    """Run the launcher."""
+    find_package()
     from trainwright.launch.processes import main
 
     sys.exit(main(arguments))
+
+
+def start_node(folder: str, launcher_pid: int, paths: list[str]) -> None:
+    """Run the ranks of this machine, one of several, as the launcher has described them in a folder."""
+    find_package()
+    sys.path.extend(path for path in paths if path not in sys.path)
+    from trainwright.launch.node_supervisor import main
+
+    sys.exit(main(folder, launcher_pid))
 
 
 def attach(launcher_pid: int, command: list[str]) -> None:
@@ -28,9 +42,28 @@ def attach(launcher_pid: int, command: list[str]) -> None:
 
         # The setting survives exec.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    elif os.fork() == 0:
+        watch(launcher_pid)
     if os.getppid() != launcher_pid:  # the launcher ended before the prctl took effect
         sys.exit(1)
     os.execv(command[0], command)
+
+
+def watch(launcher_pid: int) -> None:
+    """Kill this process's group when the launcher has ended: other kernels than Linux do not."""
+    import signal
+    import time
+
+    rank = os.getppid()
+    for fd in range(3):  # the launcher reads the rank's output to its end
+        os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+    while os.getppid() == rank:
+        try:
+            os.kill(launcher_pid, 0)
+        except ProcessLookupError:
+            os.killpg(0, signal.SIGKILL)
+        time.sleep(0.2)
+    os._exit(0)
 
 
 def work_in(folder: str) -> None:
@@ -51,5 +84,7 @@ if __name__ == "__main__":
         attach(int(rest[0]), rest[1:])
     elif role == "launcher":
         start_launcher(rest)
+    elif role == "node":
+        start_node(rest[0], int(rest[1]), rest[2:])
     else:
         work_in(rest[0])

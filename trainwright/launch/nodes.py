@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainwright.distributed.clusters import main_port, read_number
+from trainwright.distributed.masking import masked
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 
 WAIT_SECONDS = 300
 """How long the nodes wait for each other, unless another time is given."""
+LOGS_VARIABLE = "TRAINWRIGHT_LOGS"
+"""The variable that names the folder of `Job.logs`."""
+JOB_ID_VARIABLE = "TRAINWRIGHT_JOB_ID"
+"""The variable that gives `Job.job_id`."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,14 @@ class Job:
     """A file to which the launcher writes the line about the rank that failed first."""
     grace_seconds: float = 120.0
     """How long the ranks have to save and exit after a signal."""
+    job_id: str | None = None
+    """A name that tells this job from others at the same address, or None for one that its command gives."""
+
+    @property
+    def name(self) -> str:
+        """The id of the job, or its command without the folders of the script and of Hydra, which differ between nodes."""
+        parts = [part for part in self.command[1:] if not part.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
+        return self.job_id or masked([os.path.basename(part) if part.endswith(".py") else part for part in parts]).text
 
 
 def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
@@ -85,3 +100,62 @@ def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
         )
     rank = read_number(variables, "NODE_RANK", "trainwright launch")
     return Nodes(num_nodes, rank, variables["MASTER_ADDR"], main_port(variables, DEFAULT_PORT))
+
+
+class Place(NamedTuple):
+    """The ranks of this machine among those of the job, in one start of the job."""
+
+    address: str
+    port: int
+    counts: tuple[int, ...]
+    """The number of ranks on every node."""
+    hosts: tuple[str, ...]
+    """The names of the nodes."""
+    node: int = 0
+    start: int = 0
+    """The number of the start, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.counts)
+
+    def first_rank(self, node: int) -> int:
+        return sum(self.counts[:node])
+
+    def variables(self, local_rank: int, job: Job) -> dict[str, str]:
+        """Return the environment of a rank, with the variables that torchrun sets."""
+        rank, world_size = str(self.first_rank(self.node) + local_rank), str(self.world_size)
+        variables = {
+            **os.environ,
+            "RANK": rank,
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(self.node),
+            "ROLE_RANK": rank,
+            "ROLE_NAME": "trainwright",
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": str(self.counts[self.node]),
+            "GROUP_WORLD_SIZE": str(len(self.hosts)),
+            "ROLE_WORLD_SIZE": world_size,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.start),
+            "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+            "TORCHELASTIC_RUN_ID": job.job_id or f"trainwright-{self.port}",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        for name in ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+            variables.pop(name, None)  # of the launcher
+        return variables
+
+
+class JobOutcome(NamedTuple):
+    """The end of a start of the ranks."""
+
+    code: int
+    reason: str = ""
+    """Which rank failed first, or why the ranks start again. Empty if the job has ended well."""
+    rest: str = ""
+    """More lines to print."""
+    may_restart: bool = True
+    """Whether this machine runs the ranks again, if there is a reason and restarts are left."""

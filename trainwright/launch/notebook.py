@@ -12,7 +12,7 @@ import json
 import linecache
 import os
 import re
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -21,15 +21,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from trainwright.distributed.environment import JOB_VARIABLE, Environment
-from trainwright.distributed.failures import summarize
+from trainwright.distributed.failures import flush_streams, summarize
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError, RunStopped, WorkerFailed
-from trainwright.launch.packing import pack, read_result, unpack, write_result
+from trainwright.launch.packing import pack, unpack, write_result
 from trainwright.launch.processes import launcher_command
 
+ENTRY = str(Path(__file__).with_name("entry.py"))
 WORK, SEARCH_PATH, RESULT, REPORT = "work", "search_path.json", "result", "report"
 
 
@@ -42,26 +43,22 @@ def run_in_workers(
     asked: str,
     defaults: dict[str, str] | None = None,
 ) -> Any:
-    """Run `function(folder, **named)` in every worker of a new job. Return rank 0's result.
+    """Run `function(folder, **named)` in every worker of a new job. Return rank 0's result, plain data and tensors.
 
     Args:
-        function: imported by the workers, or copied to them if they cannot. It returns plain data and tensors.
-        named: its arguments, by the names that errors use for them.
-        num_processes: the number of workers.
+        named: the arguments, by the names that errors use for them. They are copied to the workers.
         folder: an empty folder for this job only.
         asked: the call that needs the job, for errors.
         defaults: the precision and the accelerator, for settings that the function leaves open.
 
     Raises:
         TypeError: an argument cannot be copied.
-        WorkerFailed, LaunchError: a rank failed, or the job could not be started.
-        RunStopped: a signal stopped it.
+        WorkerFailed, LaunchError, RunStopped: a rank failed, the job could not be started, or a signal stopped it.
     """
     pack(folder / WORK, {**named, "the function": function}, asked)
-    lists = {"path": [str(entry) for entry in sys.path], "argv": [str(each) for each in sys.argv]}
-    (folder / SEARCH_PATH).write_text(json.dumps({**lists, "defaults": defaults or {}}), encoding="utf-8")
-    entry = str(Path(__file__).with_name("entry.py"))
-    command = [sys.executable, entry, "worker", str(folder)]
+    found = {"path": list(map(str, sys.path)), "argv": list(map(str, sys.argv)), "defaults": defaults or {}}
+    (folder / SEARCH_PATH).write_text(json.dumps(found), encoding="utf-8")
+    command = [sys.executable, ENTRY, "worker", str(folder)]
     code = run_launcher(launcher_command(num_processes, command, report=str(folder / REPORT)))
     result = folder / RESULT
     stopped = (STOPPED_EXIT_CODE, *(128 + number for number in STOP_SIGNALS))
@@ -70,7 +67,7 @@ def run_in_workers(
         raise RunStopped(code)
     if code != 0 or not result.exists():
         raise _failed(folder, code, asked)
-    return read_result(result)
+    return unpack(result, weights_only=True)
 
 
 def work(folder: str) -> None:
@@ -87,9 +84,7 @@ def work(folder: str) -> None:
             (path / WORK).unlink(missing_ok=True)  # may be large, and would stay if this process were killed
         result = named.pop("the function")(path, **named)
         if rank == 0:
-            write_result(path / f"{RESULT}.part", result)
-            # Renamed, so that a rank that is killed while it writes leaves no half of a result.
-            os.rename(path / f"{RESULT}.part", path / RESULT)
+            write_result(path / RESULT, result)
     except Exception as error:
         carried = {"summary": summarize(error), "traceback": traceback.format_exc()}
         (path / f"error-{rank}").write_text(json.dumps(carried), encoding="utf-8")
@@ -107,41 +102,33 @@ def _failed(folder: Path, code: int, asked: str) -> Exception:
         )
     text = report.read_text(encoding="utf-8").strip()
     failed = re.search(r"rank (\d+)", text)
-    errors = sorted(
-        folder.glob("error-*"), key=lambda each: (failed is None or each.name != f"error-{failed[1]}", each.name)
-    )
-    if not errors:
+    rank = failed[1] if failed else "0"
+    if not (error := folder / f"error-{rank}").exists():
         return WorkerFailed(f"{asked}: {text} Any traceback was printed to standard error.")
-    carried = json.loads(errors[0].read_text(encoding="utf-8"))
+    carried = json.loads(error.read_text(encoding="utf-8"))
     if "(exit code" in text:  # it failed before or after it was connected to the others
         text = f"{text} ({carried['summary']})"
-    rank = errors[0].name.removeprefix("error-")
     return WorkerFailed(f"{asked}: {text}\n\nOn rank {rank}:\n{with_sources(carried['traceback'])}")
-
-
-END_SECONDS = 4.5  # for the launcher to end its workers, to which it gives 3 s between the first signal and SIGKILL
 
 
 def run_launcher(command: list[str]) -> int:
     """Run the launcher as a child, pass signals on, and return its exit code (KeyboardInterrupt if it ends after a Ctrl-C)."""
     # NOTE: the kernel kills the child when the *thread* that started it ends. That is this one, which waits for it.
-    entry = str(Path(__file__).with_name("entry.py"))
-    streams = [each for each in (sys.stdout, sys.stderr) if each is not None]
-    for stream in streams:
-        stream.flush()
+    flush_streams()
     with subprocess.Popen(
-        [sys.executable, "-I", "-S", entry, "attached", str(os.getpid()), *command],
+        [sys.executable, "-I", "-S", ENTRY, "attached", str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,  # this process may be reading its program from there
-        stdout=_target(sys.stdout, sys.__stdout__, 1),
-        stderr=_target(sys.stderr, sys.__stderr__, 2),
+        # A notebook or a test has replaced the streams.
+        stdout=None if sys.stdout is sys.__stdout__ else subprocess.PIPE,
+        stderr=None if sys.stderr is sys.__stderr__ else subprocess.PIPE,
         start_new_session=True,  # so that a Ctrl-C in the terminal reaches this process only, which passes it on
     ) as process:
         try:
             with _passing_on(process) as passed:
                 _relay(process)
                 code = process.wait()
-        except BaseException as error:
-            _end(process, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+        except BaseException:
+            process.kill()  # the kernel ends its workers with it
             raise
         if signal.SIGINT in passed:
             raise KeyboardInterrupt
@@ -152,9 +139,6 @@ def run_launcher(command: list[str]) -> int:
 def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     """Pass the first signal of every kind on to the launcher, and yield their list. A second Ctrl-C interrupts."""
     passed: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
-        yield passed
-        return
 
     def pass_on(number: int, _: FrameType | None) -> None:
         if number not in passed:
@@ -164,6 +148,8 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
             raise KeyboardInterrupt
 
     handled = [number for number in STOP_SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
+        handled = []
     previous = {number: signal.signal(number, pass_on) for number in handled}
     try:
         yield passed
@@ -172,46 +158,20 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
             signal.signal(number, before)
 
 
-def _target(stream: TextIO | None, original: TextIO | None, fd: int) -> int | None:
-    """Return None to inherit this process's stream, or a pipe if a notebook or a test has replaced the stream."""
-    with contextlib.suppress(OSError, ValueError):
-        if stream is not None and stream is original and stream.fileno() == fd:
-            return None
-    return subprocess.PIPE
-
-
 def _relay(process: subprocess.Popen[bytes]) -> None:
     """Print the launcher's output until it has ended and all is printed."""
-    pipes: list[tuple[Any, TextIO | None]] = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
-    with selectors.DefaultSelector() as selector:
-        for pipe, stream in pipes:
-            if pipe is not None:
-                decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-                selector.register(pipe, selectors.EVENT_READ, (decoder, stream))
-        while selector.get_map():
-            has_ended = process.poll() is not None  # before the select, so that nothing printed until then is missed
-            ready = selector.select(timeout=0.1)
-            for key, _ in ready:
-                chunk = os.read(key.fd, 1 << 16)
-                decoder, stream = key.data
-                if stream is not None:
-                    stream.write(decoder.decode(chunk, final=not chunk))
-                    stream.flush()
-                if not chunk:
-                    selector.unregister(key.fileobj)
-            if has_ended and not ready:  # a process that outlives its rank may still hold the pipe
-                return
-
-
-def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Make the launcher end its workers. They end with it in any case."""
-    try:
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
-    finally:
-        process.kill()
-        process.wait()
+    streams = {pipe: stream for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)) if pipe}
+    decoders = {pipe: codecs.getincrementaldecoder("utf-8")(errors="replace") for pipe in streams}
+    while streams:
+        has_ended = process.poll() is not None  # before the select, so that nothing printed until then is missed
+        ready, _, _ = select.select(list(streams), [], [], 0.1)
+        for pipe in ready:
+            chunk = os.read(pipe.fileno(), 1 << 16)
+            print(decoders[pipe].decode(chunk, final=not chunk), end="", file=streams[pipe], flush=True)
+            if not chunk:
+                del streams[pipe]
+        if has_ended and not ready:  # a process that outlives its rank may still hold the pipe
+            return
 
 
 def with_sources(text: str) -> str:

@@ -1,7 +1,7 @@
 """Packing of work for another process of the same user with cloudpickle, and the name of a part that cannot be packed.
 
 Classes and functions that the other process could not import are packed too: from a notebook, from `__main__`, and from
-modules that a test runner made. Tensors are written from their memory, without a copy.
+modules that a test runner made.
 """
 
 from __future__ import annotations
@@ -10,63 +10,35 @@ import inspect
 import io
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
 
+DEPTH = 5
+"""The number of names in the place of a part that cannot be packed, such as model.encoder.layers[0].lock."""
 ADVICE = (
     "cloudpickle has to copy it, so no open files, locks, connections or generators. Make it where it is used (in setup(), in "
     "a hook, at the first __getitem__), or leave it out in __getstate__; a plain script needs no copy."
 )
-DEEPEST = 40
-LARGE_BYTES = 1 << 20
-"""Numpy arrays from this size on are written from their memory too, as tensors."""
-NUMBERS = frozenset(("int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64", "bool"))
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Cloudpickle's pickler, which also packs the contents of modules that a fresh interpreter would not find."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._known: set[str] = set()
-        self._carried: list[types.ModuleType] = []
-
-    def dump(self, obj: Any) -> None:
-        try:
-            super().dump(obj)
-        finally:
-            for module in self._carried:
-                # The registry belongs to the whole process, which may use cloudpickle itself.
-                cloudpickle.unregister_pickle_by_value(module)
-            self._carried.clear()
-
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)):
-            self._carry(obj.__module__)
-        if _is_large_array(obj):
-            return torch.Tensor.numpy, (torch.from_numpy(obj),)
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ not in (None, "__main__"):
+            module = sys.modules.get(obj.__module__)
+            if module is not None and not is_importable(module):
+                cloudpickle.register_pickle_by_value(module)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and obj.__module__ == "__main__" and isinstance(reduced, tuple):
             *parts, set_state = reduced
             return (*parts, partial(_set_in_main, set_state))
         return reduced
-
-    def _carry(self, name: str | None) -> None:
-        if name is None or name in self._known:
-            return
-        self._known.add(name)
-        module = sys.modules.get(name)
-        if module is None or name == "__main__" or is_importable(module):
-            return
-        if name not in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.register_pickle_by_value(module)
-            self._carried.append(module)
 
 
 def _set_in_main(set_state: Callable[[type, Any], Any], kind: type, state: Any) -> None:
@@ -76,32 +48,22 @@ def _set_in_main(set_state: Callable[[type, Any], Any], kind: type, state: Any) 
         setattr(sys.modules["__main__"], kind.__name__, kind)
 
 
-def _is_large_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    if numpy is None or type(value) is not numpy.ndarray or value.nbytes < LARGE_BYTES:
-        return False
-    return bool(value.flags.carray and value.dtype.isnative and value.dtype.name in NUMBERS)
-
-
+@cache
 def is_importable(module: types.ModuleType) -> bool:
     """Return whether a fresh interpreter with this search path would find this very module."""
-    spec, file = None, getattr(module, "__file__", None)
-    parts = module.__name__.split(".")
-    for count in range(1, len(parts) + 1):
-        # Not importlib.util.find_spec: it returns the spec of a module that is already imported, wherever that came from.
-        spec = _find_spec(".".join(parts[:count]), spec.submodule_search_locations if spec else None)
-        if spec is None or (spec.submodule_search_locations is None and count < len(parts)):
-            return False
+    parent = module.__name__.rpartition(".")[0]
+    if parent and not (parent in sys.modules and is_importable(sys.modules[parent])):
+        return False
+    path = getattr(sys.modules[parent], "__path__", None) if parent else None
+    # Not importlib.util.find_spec: it returns the spec of a module that is already imported, wherever that came from.
+    specs = (finder.find_spec(module.__name__, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    spec, file = next(filter(None, specs), None), getattr(module, "__file__", None)
     return spec is not None and (file is None or spec.origin == file)
-
-
-def _find_spec(name: str, path: Any) -> ModuleSpec | None:
-    specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    return next((spec for spec in specs if spec is not None), None)
 
 
 def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
     """Write the work to a file (TypeError with the place of a part that cannot be copied)."""
+    registered = cloudpickle.list_registry_pickle_by_value()
     try:
         torch.save(dict(work), path, pickle_module=sys.modules[__name__], pickle_protocol=5)
     except Exception as error:  # whatever an object's __reduce__ or __getstate__ raises
@@ -113,21 +75,19 @@ def pack(path: Path, work: Mapping[str, Any], asked: str) -> None:
                     f"{reason}. {ADVICE}"
                 ) from error
         raise
+    finally:
+        # The registry belongs to the whole process, which may use cloudpickle itself.
+        for name in cloudpickle.list_registry_pickle_by_value() - registered:
+            cloudpickle.unregister_pickle_by_value(sys.modules[name])
 
 
-def unpack(path: Path) -> dict[str, Any]:
-    """Read the file of `pack`, onto the CPU. It is trusted: another process of this user wrote it."""
-    work: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
-    return work
+def unpack(path: Path, *, weights_only: bool = False) -> Any:
+    """Read a file of another process of this user, onto the CPU. `weights_only` admits plain data and tensors only."""
+    return torch.load(path, map_location="cpu", weights_only=weights_only)
 
 
 def write_result(path: Path, result: Any) -> None:
     torch.save(result, path)
-
-
-def read_result(path: Path) -> Any:
-    """Read the file of `write_result`. `weights_only` admits plain data and tensors only."""
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 class _Probe(Pickler):
@@ -146,47 +106,32 @@ def _failure(value: Any) -> str | None:
 
 
 def find_culprit(value: Any, where: str, reason: str) -> tuple[str, Any, str]:
-    """Return where the innermost part is that cannot be packed, that part, and why."""
-    seen: set[int] = set()
-    while id(value) not in seen and len(seen) < DEEPEST:
-        seen.add(id(value))
+    """Return where a part is that cannot be packed, that part, and why."""
+    for _ in range(DEPTH):
         for name, part in _parts(value):
-            if id(part) not in seen and (failure := _failure(part)) is not None:
+            if (failure := _failure(part)) is not None:
                 value, where, reason = part, where + name, failure
                 break
     return where, value, reason
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and the parts of an object."""
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """Return the parts of an object, with their names."""
     if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"[{number}]", item) for number, item in enumerate(value))
-    elif isinstance(value, types.MethodType):
-        yield from (("", value.__self__), ("", value.__func__))
-    elif isinstance(value, partial):
-        yield from (("", value.func), (".args", value.args), (".keywords", value.keywords))
-    elif isinstance(value, types.FunctionType):
-        variables = inspect.getclosurevars(value)
-        yield from ((f", its variable {name!r}", item) for name, item in variables.nonlocals.items())
-        yield from ((f", the global {name!r}", item) for name, item in variables.globals.items())
-        yield from ((f", its default {item!r:.30}", item) for item in value.__defaults__ or ())
-    elif isinstance(value, type):
-        yield from ((f".{name}", getattr(item, "__func__", item)) for name, item in vars(value).items())
-        yield from ((f", its base {base.__name__}", base) for base in value.__bases__)
-    elif hasattr(value, "__dict__"):
-        yield from _attributes(value)
-        yield (f", its class {type(value).__name__}", type(value))
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    own = getattr(value, "__getstate__", None)
-    state = own() if callable(own) else vars(value)
-    attributes = dict(state if isinstance(state, Mapping) else vars(value))
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{number}]", item) for number, item in enumerate(value)]
+    if isinstance(value, types.FunctionType):
+        closure = inspect.getclosurevars(value)
+        variables = {**closure.nonlocals, **closure.globals}
+        return [(f", its variable {name!r}", item) for name, item in variables.items()]
+    if isinstance(value, type):
+        return [(f".{name}", item) for name, item in vars(value).items()]
+    attributes: dict[str, Any] = dict(getattr(value, "__dict__", {}))
+    if attributes and isinstance(state := value.__getstate__(), Mapping):
+        attributes = dict(state)
     if isinstance(value, torch.nn.Module):
-        for name in ("_modules", "_parameters", "_buffers"):
-            yield from ((f".{key}", each) for key, each in attributes.pop(name, {}).items())
+        attributes |= attributes.pop("_modules")
     # Public names first: the user knows them, and private ones of a library often lead to the same object.
-    for name in sorted(attributes, key=lambda name: str(name).startswith("_")):
-        yield f".{name}", attributes[name]
+    parts = [(f".{name}", attributes[name]) for name in sorted(attributes, key=lambda name: name.startswith("_"))]
+    return [*parts, (f", its class {type(value).__name__}", type(value))]

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
-from trainwright.distributed.network import LOOPBACK, loopback_interface
+from trainwright.distributed.job_store import serve_store
+from trainwright.distributed.network import LOOPBACK, listen_at, loopback_interface
+from trainwright.errors import LaunchError
 from trainwright.launch.command import own_command
-from trainwright.launch.nodes import Job, Nodes, nodes_of
+from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, Job, JobOutcome, Nodes, Place, nodes_of
+from trainwright.launch.supervisor import ENTRY, Supervisor
 
 __all__ = ["GRACE_VARIABLE", "launcher_command"]
-
-HANDLED_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT")
 
 GRACE_VARIABLE, GRACE_SECONDS = "TRAINWRIGHT_GRACE_SECONDS", 120
 """How long the ranks have to save and exit after a signal: the variable that sets it, and the default."""
@@ -59,57 +59,71 @@ def launcher_command(
     num_processes: int, command: list[str], nodes: Nodes | None = None, report: str | None = None
 ) -> list[str]:
     """Return the command line of a launcher, as `main` reads it. `report` is the `Job`'s."""
-    options: dict[str, object] = {"--num-processes": num_processes}
-    if nodes is not None and (nodes.count > 1 or nodes.port):
-        options |= {"--num-nodes": nodes.count, "--node-rank": nodes.rank}
-        options |= {"--main-address": nodes.address, "--main-port": nodes.port}
+    settings: dict[str, object] = {"num_processes": num_processes, "report": report}
+    if nodes is not None:
+        settings["nodes"] = asdict(nodes)
     # The script may have found torch on a search path that it changed itself.
     if torch_file := getattr(sys.modules.get("torch"), "__file__", None):
-        options["--add-path"] = Path(torch_file).parent.parent
-    if report is not None:
-        options["--report"] = report
-    entry = str(Path(__file__).with_name("entry.py"))
-    return [
-        sys.executable,
-        entry,
-        "launcher",
-        *(str(each) for pair in options.items() for each in pair),
-        "--",
-        *command,
-    ]
+        settings["path"] = str(Path(torch_file).parent.parent)
+    return [sys.executable, ENTRY, "launcher", json.dumps(settings), *command]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the launcher and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainwright.launch.processes")
-    parser.add_argument("--num-processes", type=int, required=True, help="how many workers to start")
-    parser.add_argument("--num-nodes", type=int, default=1, help="how many machines the job has")
-    parser.add_argument("--node-rank", type=int, default=0, help="this machine's number")
-    parser.add_argument("--main-address", default=LOOPBACK, help="the address of machine 0")
-    parser.add_argument("--main-port", type=int, default=0, help="the port there; 0 chooses a free one")
-    parser.add_argument("--add-path", action="append", default=[], help="another folder to search for torch")
-    parser.add_argument("--report", help="a file for which rank failed first")
-    parser.add_argument("command", nargs="+", help="after --: the command, which begins with the interpreter")
-    options = parser.parse_args(arguments)
-    sys.path.extend(path for path in options.add_path if path not in sys.path)
-    nodes = Nodes(options.num_nodes, options.node_rank, options.main_address, options.main_port)
-    grace = grace_seconds(os.environ)
-    return supervise(Job(options.command, options.num_processes, nodes, report=options.report, grace_seconds=grace), {})
+def main(arguments: list[str]) -> int:
+    """Run the launcher and return its exit code. The arguments are settings as JSON, and the command of the ranks."""
+    settings, *command = arguments
+    fields = json.loads(settings)
+    if (path := fields.pop("path", None)) not in (None, *sys.path):
+        sys.path.append(path)
+    nodes = Nodes(**fields.pop("nodes", {}))
+    logs, job_id = os.environ.get(LOGS_VARIABLE), os.environ.get(JOB_ID_VARIABLE)
+    return supervise(
+        Job(command, nodes=nodes, **fields, grace_seconds=grace_seconds(os.environ), logs=logs, job_id=job_id), {}
+    )
 
 
 def supervise(job: Job, defaults: dict[str, str | None]) -> int:
     """Run a job's workers on this node and return its exit code. `defaults` are settings that the script may leave open."""
     warnings.simplefilter("ignore")  # the job's output is the workers'
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  # a service may have none
-    _prepare_signals()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # a service may have none
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     _prepare_environment(job, defaults)
     # Looking for garbage among torch's objects takes 0.1 s while it is imported, and 0.2 s when the launcher ends.
     gc.disable()
-    from trainwright.launch.vendor import run
+    try:
+        if job.logs is not None:
+            os.makedirs(job.logs, exist_ok=True)
+        if job.nodes.count == 1:
+            outcome = _run_machine(job)
+        else:
+            from trainwright.launch.elastic import run_node
 
+            outcome = run_node(job)
+    except (LaunchError, OSError) as error:
+        outcome = JobOutcome(1, rest=f"trainwright: {error}\n")
     gc.freeze()
-    gc.enable()
-    return run(job)
+    line = f"{outcome.reason}; the job was ended."
+    if outcome.reason and job.report is not None:
+        Path(job.report).write_text(line, encoding="utf-8")
+    print(f"trainwright: {line}\n" * bool(outcome.reason) + outcome.rest, end="", file=sys.stderr, flush=True)
+    return outcome.code
+
+
+def _run_machine(job: Job) -> JobOutcome:
+    """Run a job of one machine to its end."""
+    supervisor = Supervisor(job)
+    supervisor.handle_signals()
+    listener = listen_at(LOOPBACK, job.nodes.port)
+    port = int(listener.getsockname()[1])
+    open_store = cache(lambda: serve_store(listener, LOOPBACK))
+    for start in range(job.max_restarts + 1):
+        outcome = supervisor.run(Place(LOOPBACK, port, (job.num_processes,), ("",), start=start), open_store)
+        if not outcome.reason or supervisor.signal:
+            break
+        if start < job.max_restarts:
+            then = f"restarting all ranks, restart {start + 1} of {job.max_restarts}"
+            print(f"trainwright: {outcome.reason}; {then}.\n{outcome.rest}", end="", file=sys.stderr, flush=True)
+    return outcome
 
 
 def grace_seconds(variables: Mapping[str, str]) -> int:
@@ -121,18 +135,6 @@ def grace_seconds(variables: Mapping[str, str]) -> int:
             f"longest time of a step and a save, or unset it for {GRACE_SECONDS}."
         )
     return int(given)
-
-
-def _prepare_signals() -> None:
-    """Exit quietly on a signal until elastic installs its handlers. Ignored signals stay ignored (nohup)."""
-    handled = [name for name in HANDLED_SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
-    for name in handled:
-        signal.signal(signal.Signals[name], _leave_on_signal)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled)
-
-
-def _leave_on_signal(number: int, _: FrameType | None) -> None:
-    os._exit(128 + number)
 
 
 def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
@@ -148,9 +150,7 @@ def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         # Without it every rank's torch starts one thread per core.
         os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // job.num_processes))
-    for name in ("TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT"):
-        os.environ.pop(name, None)  # they would open a file and a port
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

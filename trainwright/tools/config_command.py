@@ -17,16 +17,7 @@ from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser, check_config
-from trainwright.launch.config import (
-    KEYS,
-    Config,
-    Entry,
-    checked_variable,
-    config_path,
-    find_config,
-    printable,
-)
-from trainwright.launch.setting_sources import NameCheck
+from trainwright.launch.config import KEYS, Config, NameCheck, check_variables, config_path, find_config, printable
 from trainwright.strategies import CHOICES
 from trainwright.tools.choices import best_precision, why_missing
 
@@ -91,8 +82,8 @@ def describe_config(config_file: str | None, check_names: NameCheck) -> str:
         return f"{path} does not exist, so launch uses its defaults; trainwright config writes it."
     check_config(config, check_names, with_environment=True)
     lines = [f"{path} ({source})"]
-    lines += [f"  {name}: {entry.text}" for name, entry in config.values.items()]
-    lines += [f"  env {name}: {printable(shown(name, entry.text))}" for name, entry in config.variables.items()]
+    lines += [f"  {name}: {text}" for name, text in config.values.items()]
+    lines += [f"  env {name}: {printable(shown(name, text))}" for name, text in config.variables.items()]
     return "\n".join(lines if len(lines) > 1 else [*lines, "  holds no values"])
 
 
@@ -155,8 +146,7 @@ class Questions:
         values = {key: str(value) for key, value in self.answers.items()} | {name: text}
         if values.get("num_nodes", "1") != "1":  # which later questions ask for
             values = {"node_rank": "0", "main_address": LOOPBACK, **values}
-        entries = {key: Entry(value, "") for key, value in values.items()}
-        settings = check_config(Config(values=entries), self.check_names)
+        settings = check_config(Config(values=values), self.check_names)
         if name == "strategy" and (reason := why_missing(text)):
             raise ValueError(reason)
         return str(settings[name].value) if name == "precision" else text
@@ -164,11 +154,11 @@ class Questions:
     def _check_variables(self, text: str) -> None:
         seen = set()
         for pair in shlex.split(text):
-            variable, equals, value = pair.partition("=")
+            variable, equals, _ = pair.partition("=")
             if not equals or variable in seen:
                 raise ValueError(f"{pair}: expected NAME=VALUE pairs with distinct names.")
             seen.add(variable)
-            checked_variable(variable, Entry(value, ""))
+        check_variables(seen)
 
 
 def _print_problem(error: ValueError) -> None:

@@ -10,14 +10,20 @@ from typing import Any
 import torch
 
 import trainwright as tw
-from trainwright.devices import abilities, hardware
+from trainwright.devices import abilities, cuda, hardware
 from trainwright.devices.hardware import describe_devices, package_versions
-from trainwright.distributed.masking import HIDDEN
+from trainwright.distributed.masking import HIDDEN, shown
 from trainwright.engine.memory_estimate import available_memory, size_text
 from trainwright.launch.cli import Parser, check_config
-from trainwright.launch.config import Config, config_path, find_config, of_jobs
-from trainwright.launch.setting_sources import NameCheck
+from trainwright.launch.config import Config, NameCheck, config_path, find_config, set_variables_of
 from trainwright.tools.choices import LISTED_STRATEGIES, why_missing
+
+OF_JOBS = (
+    *("TRAINWRIGHT_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "GLOO_", "OMP_", "MKL_", "DS_", "DEEPSPEED_"),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "OMPI_COMM_WORLD_"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "PMI_"),
+)
+"""How the names of a job's variables begin."""
 
 
 def env_command(arguments: Sequence[str], check_names: NameCheck) -> int:
@@ -49,9 +55,15 @@ def report(check_names: NameCheck) -> dict[str, Any]:
             "threads of torch": torch.get_num_threads(),
         },
         "strategies": {name: why_missing(name) or "installed" for name in LISTED_STRATEGIES},
-        "variables": of_jobs(),
+        "variables": _of_jobs(set_variables_of(Config())),
         "config": _config(check_names),
     }
+
+
+def _of_jobs(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that concern launchers, torch and devices, with secrets hidden."""
+    beginnings = (*OF_JOBS, *(f"{name}_" for name in cuda.VARIABLES))
+    return {name: shown(name, text) for name, text in sorted(variables.items()) if name.startswith(beginnings)}
 
 
 def _config(check_names: NameCheck) -> dict[str, Any]:
@@ -68,9 +80,8 @@ def _config(check_names: NameCheck) -> dict[str, Any]:
 
 
 def _values(config: Config) -> dict[str, str]:
-    shown = of_jobs({name: entry.text for name, entry in config.variables.items()})
-    variables = {f"env {name}": shown.get(name, HIDDEN) for name in config.variables}
-    return {name: entry.text for name, entry in config.values.items()} | variables
+    visible = _of_jobs(config.variables)
+    return config.values | {f"env {name}": visible.get(name, HIDDEN) for name in config.variables}
 
 
 def _lines(facts: Mapping[str, Any], indent: str = "") -> list[str]:

@@ -16,10 +16,10 @@ from trainwright import estimate_memory
 from trainwright.engine.memory_estimate import MOST_USED, available_memory, size_text
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser
-from trainwright.launch.columns import fill, lay_out, terminal_width
 from trainwright.precision import NAMES, canonical_name, resolve_precision
 from trainwright.strategies.memory_plan import FULLY_SHARDED, DeviceBytes
 from trainwright.tools.choices import LISTED_STRATEGIES, choose
+from trainwright.tools.columns import fill, lay_out, terminal_width
 from trainwright.tools.module_source import make_module
 
 ALL_PRECISIONS = [name for name in NAMES if not name.startswith("64")]
@@ -172,9 +172,9 @@ def _table(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Itera
         # The total includes the parts, so a narrow terminal drops the parts first, and empty ones before the others.
         parts = sorted((6, 5, 3, 4, 2), key=lambda at: any(row[at] != "-" for row in cells))
         yield f"\n{', '.join(names)}"
-        is_narrow = width is not None and len(lay_out([HEADS, *cells], None, indent=2)[1]) > width
+        is_narrow = width is not None and len(lay_out([HEADS, *cells], None)[1]) > width
         heads = SHORT_HEADS if is_narrow else HEADS
-        yield from lay_out([heads, *cells], width, indent=2, right=range(1, 8), dropped=parts)
+        yield from lay_out([heads, *cells], width, right=range(1, 8), dropped=parts)
         best = min(fitting, key=lambda entry: entry[0], default=None)
         yield "  nothing here fits" if best is None else f"  fewest devices that fit: {best[0]}, with {best[1]}"
 

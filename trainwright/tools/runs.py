@@ -24,13 +24,13 @@ from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import did_you_mean
 from trainwright.history import History
 from trainwright.launch.cli import Parser
-from trainwright.launch.columns import lay_out, terminal_width
 from trainwright.launch.config import printable
 from trainwright.loggers.files import CHECKPOINTS
 from trainwright.loggers.run_files import read_history
 from trainwright.loggers.run_record import RunRecord, RunState, find_record
 from trainwright.metric_direction import direction_of
 from trainwright.paths import absolute
+from trainwright.tools.columns import lay_out, terminal_width
 from trainwright.tools.run_folders import find_runs
 
 NO_VALUE = "-"
@@ -324,7 +324,7 @@ def _table(runs: Sequence[ListedRun], directory: str, sort: str | None, width: i
     """Return the lines of the list. A narrow terminal gets fewer details, then fewer columns."""
     for detail in range(MOST_DETAIL, -1, -1):
         rows = [HEADS, *(_cells(run, directory, sort, detail) for run in runs)]
-        lines = lay_out(rows, width, shortened=(0, 5), dropped=() if detail else (6, 2, 5))
+        lines = lay_out(rows, width, dropped=() if detail else (6, 2, 5))
         if width is None or max(map(len, lines)) <= width:
             break
     return lines

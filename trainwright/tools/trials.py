@@ -77,7 +77,7 @@ def trials_command(arguments: Sequence[str], _: Any) -> int:
             )
     except ValueError as error:
         parser.error(str(error))
-    on_cpu = options.cpu or ("cpu" in config.values and config.values["cpu"].text.lower() == "true")
+    on_cpu = options.cpu or config.values.get("cpu", "").lower() == "true"
     with tempfile.TemporaryDirectory(prefix="trainwright-test-") as folder:
         try:
             return Trials(folder, variables, on_cpu, int(options.timeout)).run(strategies)

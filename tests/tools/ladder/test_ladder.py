@@ -192,7 +192,6 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
             ["--out", "train.py/results", "train.py"],
             "--out train.py/results cannot be made: Not a directory; pass another folder with --out.",
         ),
-        (["full"], "'full' is a folder without a __main__.py"),
         (["--bogus", "train.py"], "'--bogus' is not an option of trainwright ladder. Put options"),
         (["--step", "3", "train.py"], "'--step' is not an option of trainwright ladder. Did you mean '--steps'?"),
     ],

@@ -18,8 +18,8 @@ from typing import Any
 
 from trainwright.checkpoint.filesystem import NEW_PATHS
 from trainwright.distributed.environment import RUNG_VARIABLE
-from trainwright.launch.columns import terminal_width
 from trainwright.launch.processes import GRACE_VARIABLE, launcher_command
+from trainwright.tools.columns import terminal_width
 from trainwright.tools.ladder.attempt import Attempt, RungRecord
 from trainwright.tools.ladder.run_output import lines_of, printed_metrics, reason_of
 from trainwright.tools.ladder.rung import Rung

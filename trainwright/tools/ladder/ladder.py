@@ -14,13 +14,12 @@ from typing import Any
 
 from trainwright.devices.hardware import describe_devices, resolve_device_type
 from trainwright.distributed.environment import Environment, rung_file
-from trainwright.launch.cli import Parser, check_script, split_command
-from trainwright.launch.columns import fill, terminal_width
-from trainwright.launch.config import find_config, set_variables_of
-from trainwright.launch.setting_sources import Sources
+from trainwright.launch.cli import Parser, check_script, parse_command
+from trainwright.launch.config import Sources, find_config, flag_of, set_variables_of
 from trainwright.metric_direction import Direction
 from trainwright.strategies import STRATEGIES, VARIANTS
 from trainwright.tools.choices import choose, why_missing
+from trainwright.tools.columns import fill, terminal_width
 from trainwright.tools.ladder.advice import choice_lines, notes, sentence
 from trainwright.tools.ladder.attempt import Attempt, Result
 from trainwright.tools.ladder.climb import LOG_NAME, SEED, Climb
@@ -34,15 +33,14 @@ INTERRUPTED = 130
 
 def ladder_command(arguments: Sequence[str], _: Any) -> int:
     """Run `trainwright ladder`, and return 0, or 1 if the unchanged script fails."""
-    parser, actions = _parser()
-    flags, command = split_command(parser, actions, arguments)
-    options = parser.parse_args(flags)
+    parser = _parser()
+    options, command = parse_command(parser, arguments)
     script_end = 2 if command[:1] == ["-m"] else 1
     misplaced: list[str] = []
     if command[script_end : script_end + 1] == ["--"]:
         del command[script_end]
     else:
-        misplaced = _misplaced(actions, command[script_end:])
+        misplaced = _misplaced(options, command[script_end:])
     try:
         ladder = _ladder(options, command)
     except (ValueError, RuntimeError, OSError) as error:
@@ -56,13 +54,13 @@ def ladder_command(arguments: Sequence[str], _: Any) -> int:
         return ladder.run()
 
 
-def _misplaced(actions: Sequence[argparse.Action], arguments: Sequence[str]) -> list[str]:
+def _misplaced(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
     """Return the arguments of the script that are options of the ladder."""
-    ours = {flag for action in actions for flag in action.option_strings if flag.startswith("--")} - {"--help"}
+    ours = {flag_of(name) for name in vars(options)}
     return [flag for word in arguments if (flag := word.partition("=")[0]) in ours]
 
 
-def _parser() -> tuple[Parser, list[argparse.Action]]:
+def _parser() -> Parser:
     parser = Parser(
         prog="trainwright ladder",
         usage="trainwright ladder [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS OF THE SCRIPT]",
@@ -73,24 +71,22 @@ def _parser() -> tuple[Parser, list[argparse.Action]]:
         add_help=False,
     )
     add = parser.add_argument
-    actions = [
-        add("--rungs", metavar="NAME,NAME", help="of unchanged (always the first), precisions, compile and strategies "
-            "(default: all that suit this machine)"),
-        add("--devices", metavar="N", default="auto", help="devices of the strategies: a number, -1 for all, or auto (the "
-            "default): all of the accelerator, or two processes on the CPU"),
-        add("--cpu", action=argparse.BooleanOptionalAction, help="compute on the CPU even if there is a GPU"),
-        add("--steps", metavar="N", help="end every training after N optimizer steps"),
-        add("--seeds", metavar="K", help=f"run every rung with the seeds 1 to K, which also replace {SEED} in the arguments"),
-        add("--timeout", metavar="SECONDS", help="end a run after that time, and go to the next rung"),
-        add("--out", metavar="DIR", help="a new folder for logs and results (default: ladder/NAME-1 and so on)"),
-        add("--metric", metavar="NAME", help="the metric to compare (default: one of the test, or of the validation)"),
-        add("--higher", action="store_true", help="a higher metric is better, if its name does not show it"),
-        add("--lower", action="store_true", help="a lower metric is better"),
-        add("--config-file", metavar="PATH", help="use the variables and cpu of this config, as launch does"),
-        add("-m", "--module", metavar="MODULE", help="run a module, as python -m does, instead of a script"),
-        add("-h", "--help", action="help", help="show this help message and exit"),
-    ]  # fmt: skip
-    return parser, actions
+    # fmt: off
+    add("--rungs", metavar="NAME,NAME", help="of unchanged (always the first), precisions, compile and strategies "
+        "(default: all that suit this machine)")
+    add("--devices", metavar="N", default="auto", help="devices of the strategies: a number, -1 for all, or auto (the "
+        "default): all of the accelerator, or two processes on the CPU")
+    add("--cpu", action=argparse.BooleanOptionalAction, help="compute on the CPU even if there is a GPU")
+    add("--steps", metavar="N", help="end every training after N optimizer steps")
+    add("--seeds", metavar="K", help=f"run every rung with the seeds 1 to K, which also replace {SEED} in the arguments")
+    add("--timeout", metavar="SECONDS", help="end a run after that time, and go to the next rung")
+    add("--out", metavar="DIR", help="a new folder for logs and results (default: ladder/NAME-1 and so on)")
+    add("--metric", metavar="NAME", help="the metric to compare (default: one of the test, or of the validation)")
+    add("--higher", action="store_true", help="a higher metric is better, if its name does not show it")
+    add("--lower", action="store_true", help="a lower metric is better")
+    add("--config-file", metavar="PATH", help="use the variables and cpu of this config, as launch does")
+    # fmt: on
+    return parser
 
 
 def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.engine.memory_estimate import size_text
-from trainwright.launch.columns import lay_out
 from trainwright.loggers.files import write_file
 from trainwright.plots import Bar, Section, bars_image, bars_of, document, sections_of
+from trainwright.tools.columns import lay_out
 from trainwright.tools.ladder.attempt import Attempt, Figure, Result
 from trainwright.tools.ladder.comparison import Comparison
 
@@ -28,7 +28,7 @@ CSV_HEADS = (
 def terminal_table(comparison: Comparison, width: int | None) -> list[str]:
     """Return the lines of the table, without the columns that do not fit."""
     rows = [heads(comparison), *(cells(comparison, result) for result in comparison.results)]
-    return lay_out(rows, width, indent=2, right=range(2, len(rows[0])), dropped=(2, 1, 7, 3))
+    return lay_out(rows, width, right=range(2, len(rows[0])), dropped=(2, 1, 7, 3))
 
 
 def heads(comparison: Comparison) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.__main__ import check_names
-from trainwright.launch.columns import lay_out, shorten
+from trainwright.tools.columns import lay_out
 from trainwright.tools.estimate import estimate_command
 from trainwright.tools.runs import runs_command
 
@@ -39,27 +39,24 @@ def test_estimates_fit(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(line.endswith("too large") for line in lines)
 
 
-def test_lists_of_runs_fit(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_of_runs_drop_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run = LONG / "version_17"
     run.mkdir(parents=True)
     (run / "metrics.csv").write_text("step,val_loss,val_acc\n3,0.53125,0.25\n")
     assert runs_command([".", "--sort", "val_loss"], check_names) == 0
-    assert f"\n{run}  unknown " in capsys.readouterr().out, "a pipe gets the whole path"
+    assert "written" in capsys.readouterr().out, "a pipe gets the whole table"
+    monkeypatch.setenv("COLUMNS", "145")
     monkeypatch.setattr(sys, "stdout", said := Terminal())
     assert runs_command(["."], check_names) == 0
     lines = said.getvalue().splitlines()
-    assert max(map(len, lines[:2])) <= width
-    assert lines[1].startswith("a_fo")
-    assert "version_17  unknown" in lines[1]
-    assert "val_loss 0.53125" in lines[1]
+    assert max(map(len, lines[:2])) <= 145
+    assert lines[0].split() == ["run", "state", "step", "best"]
+    assert lines[1].startswith(f"  {run}  unknown  3     val_loss 0.53125")
 
 
-def test_columns_are_shortened_before_others_are_left_out() -> None:
-    rows = [("run", "path", "age"), ("a", "b" * 30 + "/c.yaml", "3 s")]
-    assert lay_out(rows, None)[1] == f"a    {'b' * 30}/c.yaml  3 s"
-    assert lay_out(rows, 30, shortened=[1], dropped=[2]) == [
-        "run  path                  age",
-        "a    bbbb...bbbbbb/c.yaml  3 s",
-    ]
-    assert lay_out(rows, 25, shortened=[1], dropped=[2])[1] == "a    bbbb...bbbbbb/c.yaml"
-    assert shorten("abcdefghij", 9) == "a...fghij"
+def test_columns_that_do_not_fit_are_dropped_in_order() -> None:
+    rows = [("run", "path", "age"), ("a", "b" * 10, "3 s")]
+    assert lay_out(rows, None, right=[2]) == ["  run  path        age", "  a    bbbbbbbbbb  3 s"]
+    assert lay_out(rows, 22, dropped=[2, 1]) == lay_out(rows, None)
+    assert lay_out(rows, 21, dropped=[2, 1]) == ["  run  path", "  a    bbbbbbbbbb"]
+    assert lay_out(rows, 5, dropped=[2, 1]) == ["  run", "  a"]
