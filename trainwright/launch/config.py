@@ -180,6 +180,11 @@ def resolve(
     # Not at the top: it imports torch, which looks for GPUs as the config's variables say.
     from trainwright.devices import abilities, hardware
 
+    counts = [setting_of(name, flags, variables, config).value for name in ("num_nodes", "nodes")]
+    if counts == [1, None]:  # variables of several machines say nothing of this job
+        variables = {
+            name: text for name, text in variables.items() if name not in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+        }
     settings = {name: setting_of(name, flags, variables, config) for name in KEYS if name != "env"}
     cpu, devices = settings["cpu"], settings["devices"]
     num_gpus = 0 if cpu.value == "true" else hardware.count()
