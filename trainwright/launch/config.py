@@ -173,6 +173,15 @@ def setting_of(name: str, flags: argparse.Namespace, variables: Mapping[str, str
     return setting._replace(value=int(text)) if entry.form in (FROM_0, FROM_1) else setting
 
 
+def _settings(flags: argparse.Namespace, variables: Mapping[str, str], config: Config) -> dict[str, LaunchSetting]:
+    counts = [setting_of(name, flags, variables, config).value for name in ("num_nodes", "nodes")]
+    of_nodes = (
+        ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if counts == [1, None] else ()
+    )  # they say nothing of this job
+    variables = {name: text for name, text in variables.items() if name not in of_nodes}
+    return {name: setting_of(name, flags, variables, config) for name in KEYS if name != "env"}
+
+
 def resolve(
     flags: argparse.Namespace, variables: Mapping[str, str], config: Config, check_names: NameCheck
 ) -> tuple[dict[str, LaunchSetting], Nodes]:
@@ -180,12 +189,7 @@ def resolve(
     # Not at the top: it imports torch, which looks for GPUs as the config's variables say.
     from trainwright.devices import abilities, hardware
 
-    counts = [setting_of(name, flags, variables, config).value for name in ("num_nodes", "nodes")]
-    if counts == [1, None]:  # variables of several machines say nothing of this job
-        variables = {
-            name: text for name, text in variables.items() if name not in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-        }
-    settings = {name: setting_of(name, flags, variables, config) for name in KEYS if name != "env"}
+    settings = _settings(flags, variables, config)
     cpu, devices = settings["cpu"], settings["devices"]
     num_gpus = 0 if cpu.value == "true" else hardware.count()
     kind = (hardware.built_for() if num_gpus else None) or "cpu"
