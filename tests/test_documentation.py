@@ -212,7 +212,7 @@ def test_trainwright_launch_accepts_what_is_shown(
     if script not in arguments:  # an option without a command
         arguments = [*arguments, "60", script]
     Path("cluster.yaml").write_text(CONFIGS[0].text)
-    assert cli.main(["launch", *arguments], command_line.check_names) == 0
+    assert cli.launch_command(arguments, command_line.check_names) == 0
     said = capsys.readouterr().out
     assert script in (said if {"--dry-run", "--emit"} & set(arguments) else started[0][0].command)
 

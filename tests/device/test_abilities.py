@@ -154,9 +154,9 @@ assert len(list(torch.utils.data.DataLoader(Draws(), num_workers=1))) == 2
 APART = """
 # A command that leaves the number open starts what a Trainer would: one process, since several could not work together.
 from trainwright.launch import cli
-from trainwright.launch.config import Config, Sources, resolve
+from trainwright.launch.config import Config, resolve
 options, _ = cli.launch_parser().parse_known_args([])
-assert resolve(Sources(options, {}, Config()), lambda *_: None)["devices"].value == 1
+assert resolve(options, {}, Config(), lambda *_: None)[0]["devices"].value == 1
 assert tw.Trainer(**settings).num_devices == 1
 """
 

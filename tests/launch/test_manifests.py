@@ -14,7 +14,7 @@ import yaml
 from started import ROOT, Started, python
 
 from trainwright.__main__ import check_names
-from trainwright.launch.cli import main
+from trainwright.launch.cli import launch_command
 
 SCHEMAS = yaml.safe_load(Path(__file__).with_name("kubernetes_schemas.yaml").read_text())
 TYPES = {"string": str, "integer": int, "boolean": bool, "object": dict}
@@ -65,7 +65,7 @@ def expand(word: str, variables: dict[str, str]) -> str:
 
 def emitted(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     Path("train.py").write_text(SCRIPT)
-    assert main(["launch", *arguments], check_names) == 0
+    assert launch_command([*arguments], check_names) == 0
     return capsys.readouterr().out
 
 
@@ -88,7 +88,7 @@ def test_the_manifests_follow_the_published_schemas(capsys: pytest.CaptureFixtur
 def test_the_page_shows_the_printed_manifests(capsys: pytest.CaptureFixture[str]) -> None:
     block = r"^```\ntrainwright (launch --emit .*)\n```\n\n```\n(.*?)```$"
     (shown,) = re.findall(block, (ROOT / "docs/kubernetes.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert main(shown[0].split(), check_names) == 0
+    assert launch_command(shown[0].split()[1:], check_names) == 0
     assert capsys.readouterr().out == shown[1]
 
 

@@ -257,7 +257,7 @@ def test_an_interrupted_wait_ends_the_child(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import time, torch, sys
+import pickle, time, torch, sys
 import trainwright as tw
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -281,6 +281,7 @@ def scaled(value):
 
 def loop(start):
     accelerator = tw.Accelerator(devices=2, cpu=True)
+    assert type(pickle.loads(pickle.dumps(Net()))) is Net  # loader workers return such objects
     total = accelerator.reduce(torch.tensor(start + accelerator.process_index))
     return {"total": total, "rank": accelerator.process_index}
 

@@ -78,7 +78,7 @@ def test_a_strategy_that_is_missing_is_no_failure(
         (["--strategies", "dpd"], "--strategies dpd: choose from single_device, ddp,"),
         (["--strategies", "ddp,fdsp"], "Did you mean 'fsdp'?"),
         (["--timeout", "soon"], "--timeout soon: expected an integer of at least 1, in seconds."),
-        (["--config-file", "none.yaml"], "none.yaml: the config cannot be read"),
+        (["--config-file", "none.yaml"], "none.yaml: [Errno 2] No such file"),
     ],
 )
 def test_trials_reject_wrong_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

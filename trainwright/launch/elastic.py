@@ -17,8 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -40,12 +40,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainwright.distributed.failures import FailureLog
 from trainwright.distributed.job_store import STORE_PREFIX, Store, join_store, post, serve_store, stores
 from trainwright.distributed.network import is_listening, is_own_address, is_own_name, listen_at, resolve
-from trainwright.distributed.signals import STOP_SIGNALS
 from trainwright.errors import LaunchError
-from trainwright.launch.node_supervisor import JOINED, NODE_LOST, NodeFolder
+from trainwright.launch.node_supervisor import JOINED, NODE_LOST, START_VARIABLE, NodeFolder
 from trainwright.launch.nodes import Job, JobOutcome, Place
 from trainwright.launch.reception import SILENCE_SECONDS, Reception, RendezvousState, say
-from trainwright.launch.supervisor import ENTRY
+from trainwright.launch.supervisor import ENDING_SIGNALS, ENTRY, catch_signals
 
 NAME = "trainwright"
 NOTICE_SECONDS = 5.0  # after which a launcher prints whom it is waiting for
@@ -77,7 +76,7 @@ def run_node(job: Job) -> JobOutcome:
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings
         logger.propagate = False
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as folder:
-        return NodeLauncher(job, Path(folder)).run(folder)
+        return NodeLauncher(job, folder).run()
 
 
 class NodeLauncher(RendezvousHandler):
@@ -93,17 +92,15 @@ class NodeLauncher(RendezvousHandler):
         LaunchError: the port is taken, the address is not the main node's, or the main node rejects this one.
     """
 
-    def __init__(self, job: Job, folder: Path) -> None:
-        self._job, self._nodes, self._folder = job, job.nodes, NodeFolder(folder)
+    def __init__(self, job: Job, folder: str) -> None:
+        self._job, self._nodes, self._folder, self._path = job, job.nodes, NodeFolder(folder), folder
         self._signal = self._interrupts = self._restarts = self._arrival = 0
         self._is_over = threading.Event()
         self._answered_at = time.monotonic()
         self._place: Place | None = None
         self._arrivals: list[int] = []
         """The arrival numbers of the nodes of the current start."""
-        for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
+        catch_signals(self._on_signal, *ENDING_SIGNALS)
         self._base, self._is_main = self._open_store()
         self._store = stores().PrefixStore("launchers", self._base)
         self._reception = Reception(self._nodes, self._describe()) if self._is_main else None
@@ -127,7 +124,7 @@ class NodeLauncher(RendezvousHandler):
             **KEEP_ALIVE,
         )
 
-    def run(self, folder: str) -> JobOutcome:
+    def run(self) -> JobOutcome:
         """Run this node's ranks until the job, or this node's part in it, is over."""
         rendezvous_handler_registry.register(NAME, lambda _: self)
         config = LaunchConfig(
@@ -144,7 +141,7 @@ class NodeLauncher(RendezvousHandler):
         )
         outcome, text = JobOutcome(1), ""
         try:
-            elastic_launch(config, sys.executable)(ENTRY, "node", folder, str(os.getpid()), *sys.path)
+            elastic_launch(config, sys.executable)(ENTRY, "node", *sys.path)
             outcome = self._folder.take_outcome() or outcome
         except NodeEnded as end:
             outcome = end.outcome
@@ -184,7 +181,9 @@ class NodeLauncher(RendezvousHandler):
         self._place = place = self._find_place(info)
         self._say_start(last, place)
         is_range = self._nodes.rank is None and self._restarts < self._job.max_restarts
-        self._folder.write_start(self._job, place, self._nodes.least if is_range else 0)
+        start: dict[str, Any] = {"job": {**asdict(self._job), "nodes": {}}, "place": place._asdict()}
+        start |= {"least": self._nodes.least if is_range else 0, "folder": self._path, "launcher": os.getpid()}
+        os.environ[START_VARIABLE] = json.dumps(start)
         return RendezvousInfo(info.store, place.node, info.world_size, RendezvousStoreInfo(place.address, place.port))
 
     def _find_place(self, info: RendezvousInfo) -> Place:
@@ -333,7 +332,7 @@ class NodeLauncher(RendezvousHandler):
             self._end_process(128 + number, "second Ctrl-C; the ranks were killed.")
         elif not self._signal:
             self._signal = number
-            if not self._folder.send(signal.SIGUSR2, number):
+            if not self._folder.send(signal.SIGUSR2 if number == signal.SIGTERM else number):
                 self._end_process(128 + number)
 
     def _end_process(self, code: int, text: str = "") -> None:

@@ -25,13 +25,13 @@ def start_launcher(arguments: list[str]) -> None:
     sys.exit(main(arguments))
 
 
-def start_node(folder: str, launcher_pid: int, paths: list[str]) -> None:
-    """Run the ranks of this machine, one of several, as the launcher has described them in a folder."""
+def start_node(paths: list[str]) -> None:
+    """Run the ranks of this machine, one of several, as the launcher has described them in a variable."""
     find_package()
     sys.path.extend(path for path in paths if path not in sys.path)
     from trainwright.launch.node_supervisor import main
 
-    sys.exit(main(folder, launcher_pid))
+    sys.exit(main())
 
 
 def attach(launcher_pid: int, command: list[str]) -> None:
@@ -85,6 +85,6 @@ if __name__ == "__main__":
     elif role == "launcher":
         start_launcher(rest)
     elif role == "node":
-        start_node(rest[0], int(rest[1]), rest[2:])
+        start_node(rest)
     else:
         work_in(rest[0])

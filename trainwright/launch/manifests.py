@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainwright.distributed.network import DEFAULT_PORT
-from trainwright.launch.config import Config, NameCheck, Sources, flag_of
-from trainwright.launch.processes import GRACE_SECONDS
+from trainwright.launch.config import FROM_1, Config, NameCheck, flag_of, setting_of
 
 NEEDED = {
     "slurm": {"devices": "4", "time": "04:00:00"},
@@ -28,41 +27,38 @@ OPTIONAL = {
     "slurm": ("num_nodes", "cpu", "cpus", "grace_seconds", "logs", "job_id"),
     "kubernetes": ("num_nodes", "cpu", "cpus", *PASSED_ON),
 }
-NAME_FORM = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", "lowercase letters, digits and -, as in my-run"
+TIME = r"(\d+-)?\d+(:\d\d){0,2}", "minutes, HH:MM:SS or DAYS-HH:MM:SS"
+NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", "lowercase letters, digits and -, as in my-run"
 FORMS = {
-    ("slurm", "time"): (r"(\d+-)?\d+(:\d\d){0,2}", "minutes, HH:MM:SS or DAYS-HH:MM:SS"),
-    ("kubernetes", "volume"): NAME_FORM,
-    ("kubernetes", "job_id"): NAME_FORM,
+    "slurm": {"devices": FROM_1, "cpus": FROM_1, "time": TIME},
+    "kubernetes": {"devices": FROM_1, "cpus": FROM_1, "volume": NAME, "job_id": NAME},
 }
-"""The values that SLURM and Kubernetes accept."""
 RESTARTS = 20
 """The restarts for each pod. The first ones may be needed until the name of the first pod is known to the others."""
-SECONDS_TO_END = 30
-"""How long after the grace period Kubernetes kills a pod."""
 
 
 def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameCheck) -> str:
     """Return the file of --emit for a script with its arguments (ValueError if a flag is missing or wrong)."""
-    _check_flags(options)
-    sources = Sources(options, {}, Config())
-    devices = sources.number("devices", least=1).value
-    nodes = sources.number("num_nodes", 1, least=1).value
-    cpus = sources.number("cpus", 4, least=1).value  # three are for the loader's workers
-    grace = sources.number("grace_seconds", GRACE_SECONDS).value
+    needed = NEEDED[options.emit]
+    allowed = (*needed, *OPTIONAL[options.emit])
+    for name, value in vars(options).items():
+        flag, (pattern, words) = flag_of(name), FORMS[options.emit].get(name, ("", ""))
+        if value and name not in (*allowed, "emit"):
+            flags = ", ".join(map(flag_of, allowed))
+            raise ValueError(f"{flag} was given with --emit {options.emit}, which takes {flags}. Leave it out.")
+        if not value and name in needed:
+            raise ValueError(f"--emit {options.emit} needs {flag}. Add it, for example {flag} {needed[name]}.")
+        if value and pattern and not re.fullmatch(pattern, value):
+            raise ValueError(f"{flag} {value}: expected {words}.")
+    nodes, grace = (setting_of(name, options, {}, Config()).value for name in ("num_nodes", "grace_seconds"))
+    devices, cpus = int(options.devices), int(options.cpus or 4)  # three are for the loader's workers
     check_names(options.strategy, options.precision, devices * nodes)
-    name = options.job_id or "train"
     if options.emit == "kubernetes":
-        resources = {"requests": {"cpu": devices * cpus}, "limits": {} if options.cpu else {"nvidia.com/gpu": devices}}
-        return _kubernetes(options, command, name, nodes, resources, grace + SECONDS_TO_END)
-    folder = (
-        f"# SLURM does not create the folder of the output: mkdir -p {shlex.quote(options.logs)}\n"
-        if options.logs
-        else ""
-    )
+        return _kubernetes(options, command, nodes, devices * cpus, grace)
     gpus = "" if options.cpu else f"#SBATCH --gpus-per-node={devices}\n"
     return f"""#!/bin/bash
-# Submit this file with sbatch, from the folder in which the script is to run.
-{folder}#SBATCH --job-name={name}
+# Submit this file with sbatch, from the folder in which the script is to run. Create the folder of --output first.
+#SBATCH --job-name={options.job_id or "train"}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={devices}
 {gpus}#SBATCH --cpus-per-task={cpus}
@@ -76,27 +72,11 @@ srun --cpus-per-task={cpus} {shlex.join([sys.executable, *command])}
 """
 
 
-def _check_flags(options: argparse.Namespace) -> None:
-    needed = NEEDED[options.emit]
-    allowed = (*needed, *OPTIONAL[options.emit])
-    for name, value in vars(options).items():
-        flag = flag_of(name)
-        if value and name not in (*allowed, "emit"):
-            flags = ", ".join(map(flag_of, allowed))
-            raise ValueError(f"{flag} was given with --emit {options.emit}, which takes {flags}. Leave it out.")
-        if not value and name in needed:
-            raise ValueError(f"--emit {options.emit} needs {flag}. Add it, for example {flag} {needed[name]}.")
-        pattern, words = FORMS.get((options.emit, name), ("", ""))
-        if value and pattern and not re.fullmatch(pattern, value):
-            raise ValueError(f"{flag} {value!r} is not accepted by --emit {options.emit}. Pass {words}.")
-
-
-def _kubernetes(
-    options: argparse.Namespace, command: Sequence[str], name: str, nodes: int, resources: dict[str, Any], seconds: int
-) -> str:
+def _kubernetes(options: argparse.Namespace, command: Sequence[str], nodes: int, cpus: int, grace: int) -> str:
     import yaml
 
-    flags = ["--devices", options.devices, *(["--cpu"] if options.cpu else [])]
+    name, devices = options.job_id or "train", options.devices
+    flags = ["--devices", devices, *(["--cpu"] if options.cpu else [])]
     flags += [word for flag in PASSED_ON if (value := getattr(options, flag)) for word in (flag_of(flag), value)]
 
     def pod(rank: str, address: str, port: str) -> dict[str, Any]:
@@ -108,23 +88,25 @@ def _kubernetes(
             "image": options.image,
             "command": ["trainwright", "launch", *(where if nodes > 1 else []), *words],
             "env": [{"name": "RUNS", "value": "/runs"}],
-            "resources": resources,
+            "resources": {"requests": {"cpu": cpus}, "limits": {} if options.cpu else {"nvidia.com/gpu": int(devices)}},
             "volumeMounts": [{"name": "runs", "mountPath": "/runs"}, {"name": "shm", "mountPath": "/dev/shm"}],
         }
         volumes = [
             {"name": "runs", "persistentVolumeClaim": {"claimName": options.volume}},
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
         ]
-        return {"terminationGracePeriodSeconds": seconds, "containers": [container], "volumes": volumes}
+        # Kubernetes kills a pod 30 seconds after the end of the grace period.
+        return {"terminationGracePeriodSeconds": grace + 30, "containers": [container], "volumes": volumes}
+
+    def role(replicas: int) -> dict[str, Any]:
+        template = {"spec": pod("$(RANK)", "$(MASTER_ADDR)", "$(MASTER_PORT)")}
+        return {"replicas": replicas, "restartPolicy": "OnFailure", "template": template}
 
     def manifest(version: str, kind: str, **spec: Any) -> dict[str, Any]:
         return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
-    role = {"restartPolicy": "OnFailure", "template": {"spec": pod("$(RANK)", "$(MASTER_ADDR)", "$(MASTER_PORT)")}}
-    roles = {"Master": {"replicas": 1, **role}}
-    if nodes > 1:
-        roles["Worker"] = {"replicas": nodes - 1, **role}
     restarts = {"backoffLimit": RESTARTS * nodes}
+    roles = {"Master": role(1)} | ({"Worker": role(nodes - 1)} if nodes > 1 else {})
     indexed_pod = pod("$(JOB_COMPLETION_INDEX)", f"{name}-node-0-0.{name}", str(DEFAULT_PORT))
     job: dict[str, Any] = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes, **restarts}
     job["template"] = {"spec": {"restartPolicy": "OnFailure", **indexed_pod}}

@@ -8,15 +8,16 @@ import shutil
 import signal
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
 from trainwright.distributed.job_store import Store, join_store, post, stores
 from trainwright.launch.nodes import Job, JobOutcome, Place
-from trainwright.launch.supervisor import Supervisor
+from trainwright.launch.supervisor import ENDING_SIGNALS, Supervisor, catch_signals
 
+START_VARIABLE = "TRAINWRIGHT_START"
+"""The variable in which the launcher describes a start to its supervisor, as JSON."""
 JOIN_SECONDS = 20.0  # for the ranks to save and exit because a node has come; elastic kills them after 30
 JOINING = -1
 """The cause of a stop for a node that has come. Other causes are the signals that launchers received, and 0."""
@@ -25,18 +26,10 @@ NODE_LOST = "its node was lost: the launcher there has ended or cannot be reache
 
 
 class NodeFolder:
-    """The folder in which a launcher and the supervisors of its starts exchange files."""
+    """The folder in which supervisors leave the ends of their starts for the launcher."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write_start(self, job: Job, place: Place, least: int) -> None:
-        start = {"job": {**asdict(job), "nodes": {}}, "place": place._asdict(), "least": least}
-        (self._path / "start").write_text(json.dumps(start))
-
-    def read_start(self) -> tuple[Job, Place, int]:
-        start = json.loads((self._path / "start").read_text())
-        return Job(**start["job"]), Place(**start["place"]), start["least"]
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
 
     def write_outcome(self, outcome: JobOutcome) -> None:
         (self._path / "part").write_text(json.dumps(outcome))
@@ -56,17 +49,13 @@ class NodeFolder:
     def write_pid(self) -> None:
         (self._path / "pid").write_text(str(os.getpid()))
 
-    def send(self, number: int, about: int = 0) -> bool:
-        """Send a signal to the supervisor, about a signal of the launcher. Return whether there is a supervisor."""
-        (self._path / "signal").write_text(str(about))
+    def send(self, number: int) -> bool:
+        """Send a signal to the supervisor, and return whether there is one."""
         try:
             os.kill(int((self._path / "pid").read_text()), number)
         except (OSError, ValueError):
             return False
         return True
-
-    def read_signal(self) -> int:
-        return int((self._path / "signal").read_text())
 
     def remove(self) -> None:
         shutil.rmtree(self._path, ignore_errors=True)
@@ -75,7 +64,7 @@ class NodeFolder:
 class NodeSupervisor(Supervisor):
     """Runs the ranks of one start on one machine of several.
 
-    Elastic, in the launcher, restarts the ranks by SIGTERM. The launcher passes its own signals on by SIGUSR2 and a file.
+    Elastic, in the launcher, restarts the ranks by SIGTERM. The launcher passes its signals on: its SIGTERM as SIGUSR2.
     """
 
     def __init__(self, job: Job, folder: NodeFolder, least: int, launcher: int) -> None:
@@ -88,7 +77,7 @@ class NodeSupervisor(Supervisor):
 
     def handle_signals(self) -> None:
         signal.signal(signal.SIGTERM, self._on_elastic)
-        signal.signal(signal.SIGUSR2, self._on_launcher)
+        catch_signals(self._on_launcher, signal.SIGUSR2, *ENDING_SIGNALS[1:])
         self._folder.write_pid()
 
     def _on_elastic(self, number: int, _: FrameType | None) -> None:
@@ -97,8 +86,8 @@ class NodeSupervisor(Supervisor):
         self.on_signal(number)
         self._deadline = min(self._deadline, time.monotonic() + JOIN_SECONDS)
 
-    def _on_launcher(self, *_: object) -> None:
-        self._cause = self._folder.read_signal()
+    def _on_launcher(self, number: int, _: FrameType | None) -> None:
+        self._cause = signal.SIGTERM if number == signal.SIGUSR2 else number
         self._why = f"{signal.Signals(self._cause).name} stopped its launcher"
         self.on_signal(self._cause)
 
@@ -164,10 +153,9 @@ class NodeSupervisor(Supervisor):
         return JobOutcome(code, text)
 
 
-def main(folder: str, launcher: int) -> int:
-    """Run the ranks of one start, which the launcher has described in a folder. Return elastic's exit code."""
-    exchange = NodeFolder(Path(folder))
-    job, place, least = exchange.read_start()
-    supervisor = NodeSupervisor(job, exchange, least, launcher)
+def main() -> int:
+    """Run the ranks of the start that the launcher has described, and return elastic's exit code."""
+    start = json.loads(os.environ.pop(START_VARIABLE))
+    supervisor = NodeSupervisor(Job(**start["job"]), NodeFolder(start["folder"]), start["least"], start["launcher"])
     supervisor.handle_signals()
-    return supervisor.run_start(place)
+    return supervisor.run_start(Place(**start["place"]))

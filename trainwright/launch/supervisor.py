@@ -30,6 +30,7 @@ PRINT_SECONDS = 1.0  # for the rest of a rank's output, because a process that o
 MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
 TIDY_SECONDS = 5.0  # between SIGTERM and SIGKILL to the loader workers of a rank that has ended
 CONSEQUENCES = (PEER_FAILED_EXIT_CODE, STOPPED_EXIT_CODE)
+ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 ENTRY = str(Path(__file__).with_name("entry.py"))
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "; on Linux this is often the out-of-memory killer",
@@ -55,10 +56,7 @@ class Supervisor:
         self._printers: list[threading.Thread] = []
 
     def handle_signals(self) -> None:
-        """Install the signal handlers. Ignored signals stay ignored (nohup)."""
-        for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.on_signal)
+        catch_signals(self.on_signal, *ENDING_SIGNALS)
 
     def on_signal(self, number: int, _: FrameType | None = None) -> None:
         self._interrupts += number == signal.SIGINT
@@ -238,6 +236,13 @@ class Supervisor:
     def _send(self, number: int) -> None:
         for process in self._running():
             process.send_signal(number)  # not to its process group: the rank ends its loader workers
+
+
+def catch_signals(handler: Callable[[int, FrameType | None], object], *numbers: int) -> None:
+    """Install a signal handler. Ignored signals stay ignored (nohup)."""
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def end_groups(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:

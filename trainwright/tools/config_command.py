@@ -122,7 +122,7 @@ class Questions:
     def _ask(self, name: str, default: str, remark: str = "", *, is_needed: bool = True) -> None:
         """Ask for a key until the answer is accepted. If launch needs the key, an empty answer means its default."""
         while name not in self.answers:
-            answer = input(f"{KEYS[name]}{remark}\n{name} [{default or 'none'}]: ").strip()
+            answer = input(f"{KEYS[name].about}{remark}\n{name} [{default or 'none'}]: ").strip()
             if not answer and not is_needed:
                 return
             try:
@@ -132,7 +132,7 @@ class Questions:
 
     def _ask_variables(self) -> None:
         while "env" not in self.answers:
-            answer = input(f"{KEYS['env']}, as NAME=VALUE, separated by blanks\nenv [none]: ")
+            answer = input(f"{KEYS['env'].about}, as NAME=VALUE, separated by blanks\nenv [none]: ")
             try:
                 self._check_variables(answer)
                 self.answers["env"] = dict(pair.split("=", 1) for pair in shlex.split(answer))
@@ -171,13 +171,13 @@ def as_yaml(answers: Mapping[str, str | dict[str, str]]) -> str:
         "# The settings of `trainwright launch` that neither a flag nor the environment sets.",
         f"# Written by trainwright {tw.__version__} on a machine with {describe_devices()}.",
     ]
-    for key, about in KEYS.items():
-        value = answers.get(key)
-        lines += ["", f"# {about}"]
+    for name, entry in KEYS.items():
+        value = answers.get(name)
+        lines += ["", f"# {entry.about}"]
         if isinstance(value, dict):
-            lines += ["env:", *(f"  {name}: {_scalar(text)}" for name, text in value.items())]
+            lines += ["env:", *(f"  {variable}: {_scalar(text)}" for variable, text in value.items())]
         else:
-            lines.append(f"# {key}:" if value is None else f"{key}: {_scalar(value)}")
+            lines.append(f"# {name}:" if value is None else f"{name}: {_scalar(value)}")
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,7 @@ from trainwright.devices.hardware import describe_devices, package_versions
 from trainwright.distributed.masking import HIDDEN, shown
 from trainwright.engine.memory_estimate import available_memory, size_text
 from trainwright.launch.cli import Parser, check_config
-from trainwright.launch.config import Config, NameCheck, config_path, find_config, set_variables_of
+from trainwright.launch.config import Config, NameCheck, config_path, find_config
 from trainwright.tools.choices import LISTED_STRATEGIES, why_missing
 
 OF_JOBS = (
@@ -55,7 +55,7 @@ def report(check_names: NameCheck) -> dict[str, Any]:
             "threads of torch": torch.get_num_threads(),
         },
         "strategies": {name: why_missing(name) or "installed" for name in LISTED_STRATEGIES},
-        "variables": _of_jobs(set_variables_of(Config())),
+        "variables": _of_jobs(Config().set_variables()),
         "config": _config(check_names),
     }
 

@@ -25,7 +25,7 @@ from trainwright.devices import hardware
 from trainwright.devices.hardware import describe_devices
 from trainwright.distributed.environment import Environment
 from trainwright.launch.cli import Parser
-from trainwright.launch.config import find_config, set_variables_of
+from trainwright.launch.config import find_config
 from trainwright.strategies import SPAWNING, STRATEGIES, VARIANTS
 from trainwright.strategies.memory_plan import ALONE
 from trainwright.tools.choices import LISTED_STRATEGIES, choose, why_missing
@@ -69,7 +69,7 @@ def trials_command(arguments: Sequence[str], _: Any) -> int:
         if not options.timeout.isdigit() or int(options.timeout) < 1:
             raise ValueError(f"--timeout {options.timeout}: expected an integer of at least 1, in seconds.")
         config = find_config(options.config_file)
-        variables = set_variables_of(config)
+        variables = config.set_variables()
         if (job := Environment.detect(variables)).launched_by != "single":
             raise ValueError(
                 f"the environment describes rank {job.rank} of a job of {job.world_size} process(es), started by "

@@ -15,7 +15,7 @@ from typing import Any
 from trainwright.devices.hardware import describe_devices, resolve_device_type
 from trainwright.distributed.environment import Environment, rung_file
 from trainwright.launch.cli import Parser, check_script, parse_command
-from trainwright.launch.config import Sources, find_config, flag_of, set_variables_of
+from trainwright.launch.config import find_config, flag_of, setting_of
 from trainwright.metric_direction import Direction
 from trainwright.strategies import STRATEGIES, VARIANTS
 from trainwright.tools.choices import choose, why_missing
@@ -68,7 +68,6 @@ def _parser() -> Parser:
         "compiled, and under every strategy. The script itself does not change: a rung's settings replace its arguments. "
         "At the end a table compares speed, memory and the test metric, and names the rung to choose.",
         allow_abbrev=False,
-        add_help=False,
     )
     add = parser.add_argument
     # fmt: off
@@ -97,13 +96,13 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
     steps, seeds = _whole(options.steps, "--steps"), _whole(options.seeds, "--seeds")
     timeout = _whole(options.timeout, "--timeout")
     config = find_config(options.config_file)
-    variables = set_variables_of(config)
+    variables = config.set_variables()
     if (job := Environment.detect(variables)).launched_by != "single" or rung_file() is not None:
         raise ValueError(
             f"this process is rank {job.rank} of a job of {job.world_size} process(es), or runs under a ladder itself. A "
             "ladder starts other jobs, so run it in a shell outside of that job."
         )
-    on_cpu = Sources(options, variables, config).on_cpu()
+    on_cpu = setting_of("cpu", argparse.Namespace(cpu=options.cpu), {}, config).value == "true"
     kind = resolve_device_type("cpu" if on_cpu else "auto")
     num_devices = choose_devices(options.devices, kind)
     names = choose(options.rungs, known_rungs(), usual_rungs(kind, num_devices), "--rungs")
