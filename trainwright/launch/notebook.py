@@ -24,7 +24,7 @@ from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.failures import flush_streams
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.errors import LaunchError, RunStopped, WorkerFailed
-from trainwright.launch.packing import pack, unpack, write
+from trainwright.launch.packing import pack, read_result, unpack, write_result
 from trainwright.launch.processes import launcher_command
 from trainwright.launch.supervisor import ENTRY
 
@@ -54,7 +54,7 @@ def run_in_workers(
     code = run_launcher(launcher_command(num_processes, command, report=str(folder / REPORT)))
     if code != 0 or not (folder / RESULT).exists():
         raise _failure(folder, code, asked)
-    return unpack(folder / RESULT)
+    return read_result(folder / RESULT)
 
 
 def _failure(folder: Path, code: int, asked: str) -> BaseException:
@@ -89,7 +89,7 @@ def work(folder: str) -> None:
             (path / WORK).unlink(missing_ok=True)  # may be large, and would stay if this process were killed
         result = named.pop("the function")(path, **named)
         if rank == "0":
-            write(path / RESULT, result)
+            write_result(path / RESULT, result)
     except Exception:
         (path / f"error-{rank}").write_text(traceback.format_exc(), encoding="utf-8")
         raise

@@ -35,8 +35,17 @@ def write(path: str | Path, value: Any) -> None:
 
 
 def unpack(path: Path) -> Any:
-    """Read a file of another process of this user, onto the CPU."""
+    """Read the file of `pack`, onto the CPU. It is trusted: another process of this user wrote it."""
     return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def write_result(path: Path, result: Any) -> None:
+    torch.save(result, path)
+
+
+def read_result(path: Path) -> Any:
+    """Read plain data and tensors, onto the CPU. Other objects are rejected."""
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _find_culprit(where: str, value: Any, depth: int = 5) -> tuple[str, str] | None:
