@@ -172,7 +172,7 @@ def test_sigterm_ends_a_wait_at_once(jobs: Any) -> None:
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = free_port()
     waiting = {
-        "waiting for the main node, and those": jobs(launch(port, *numbered(1, 3), quick=quick)),
+        "waiting for the main node, which waits for others": jobs(launch(port, *numbered(1, 3), quick=quick)),
         "waiting for node(s) ": jobs(launch(port, *numbered(0, 3), quick=quick)),
         "waiting for the main node at 127.0.0.1 port": jobs(launch(free_port(), *numbered(1), quick=quick)),
         "waiting for the launcher of node 0 at": jobs(launch(store.port, *numbered(1), quick=quick)),

@@ -65,7 +65,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
 
 
 def check_script(command: Sequence[str]) -> None:
-    """Refuse a command without a script or a module, or whose script does not exist (ValueError)."""
+    """Reject a command without a script or a module, or whose script does not exist (ValueError)."""
     if not command:
         raise ValueError("no script was given. Pass one, or -m and a module, after the options.")
     if command[0] != "-m" and not os.path.exists(command[0]):

@@ -65,7 +65,7 @@ OTHER_WORDS = {
 }
 """Accelerate's names of settings, and ours."""
 NameCheck = Callable[[str | None, str | None, int], str | None]
-"""Refuses an unknown strategy or precision, given the number of processes, and returns the Trainer's name of the precision."""
+"""Rejects an unknown strategy or precision, given the number of processes, and returns the Trainer's name of the precision."""
 
 
 class LaunchSetting(NamedTuple):

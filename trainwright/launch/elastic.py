@@ -93,7 +93,7 @@ class NodeLauncher(RendezvousHandler):
     """
 
     def __init__(self, job: Job, folder: str) -> None:
-        self._job, self._nodes, self._folder, self._path = job, job.nodes, NodeFolder(folder), folder
+        self._job, self._nodes, self._folder = job, job.nodes, NodeFolder(folder)
         self._signal = self._interrupts = self._restarts = self._arrival = 0
         self._is_over = threading.Event()
         self._answered_at = time.monotonic()
@@ -167,7 +167,7 @@ class NodeLauncher(RendezvousHandler):
             self._wait_for_start()
         elif last is None:
             last = JobOutcome(1, SUPERVISOR_KILLED)
-            self._post_failure(self._place, self._place.node, SUPERVISOR_KILLED)
+            self._post_failure(self._base, self._place, self._place.node, SUPERVISOR_KILLED)
         try:
             info = self._elastic.next_rendezvous()
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:
@@ -182,7 +182,11 @@ class NodeLauncher(RendezvousHandler):
         self._say_start(last, place)
         is_range = self._nodes.rank is None and self._restarts < self._job.max_restarts
         start: dict[str, Any] = {"job": {**asdict(self._job), "nodes": {}}, "place": place._asdict()}
-        start |= {"least": self._nodes.least if is_range else 0, "folder": self._path, "launcher": os.getpid()}
+        start |= {
+            "least": self._nodes.least if is_range else 0,
+            "folder": str(self._folder.path),
+            "launcher": os.getpid(),
+        }
         os.environ[START_VARIABLE] = json.dumps(start)
         return RendezvousInfo(info.store, place.node, info.world_size, RendezvousStoreInfo(place.address, place.port))
 
@@ -220,11 +224,10 @@ class NodeLauncher(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return how many nodes wait for a start. Elastic restarts the ranks for them, unless the ranks end anyway."""
         assert self._place is not None
-        finished = stores().PrefixStore(f"nodes/{self._place.start}", self._base)
-        is_ending = self._failures(self._place, self._base).count() > 0 or finished.check(
-            [f"finished/{self._place.node}"]
-        )
-        return 0 if is_ending else int(self._elastic.num_nodes_waiting())
+        has_finished = self._base.check([f"nodes/{self._place.start}/finished/{self._place.node}"])
+        if has_finished or self._failures(self._place, self._base).count() > 0:
+            return 0
+        return int(self._elastic.num_nodes_waiting())
 
     def shutdown(self) -> bool:
         """Close the rendezvous, unless only this node leaves. Elastic calls it when its agent ends."""
@@ -240,9 +243,8 @@ class NodeLauncher(RendezvousHandler):
         number = self._resolve()
         is_main = nodes.rank == 0
         if nodes.rank is None and is_own_address(nodes.address):
-            is_main = not is_listening(
-                nodes.address, nodes.port
-            )  # otherwise another launcher on this machine is the main one
+            # Otherwise another launcher on this machine is the main one.
+            is_main = not is_listening(nodes.address, nodes.port)
         if not is_main:
             where = f"the main node at {nodes.address} port {nodes.port}"
             self._wait(lambda _: is_listening(nodes.address, nodes.port), lambda: where)
@@ -292,11 +294,8 @@ class NodeLauncher(RendezvousHandler):
             limit = self._nodes.wait_seconds
             self._wait(lambda waited: reception.is_complete(is_over=waited >= limit), reception.describe_missing)
             post(self._store, "news", "")
-        self._wait(
-            lambda _: self._store.check(["news"]),
-            lambda: "the main node, and those that it waits for",
-            limit=float("inf"),
-        )
+        waited_for = "the main node, which waits for others"
+        self._wait(lambda _: self._store.check(["news"]), lambda: waited_for, limit=float("inf"))
         if news := self._store.get("news").decode():
             raise LaunchError(f"the main node has ended the job: {news}")
 
@@ -371,7 +370,7 @@ class NodeLauncher(RendezvousHandler):
                     self._reception.admit(store)
                     lost = [node for node, arrival in enumerate(self._arrivals) if self._reception.is_lost(arrival)]
                     if lost and self._place is not None:
-                        self._post_failure(self._place, lost[0], NODE_LOST, base)
+                        self._post_failure(base, self._place, lost[0], NODE_LOST)
                 self._answered_at = time.monotonic()
             except RuntimeError:
                 self._lose_main()
@@ -386,8 +385,8 @@ class NodeLauncher(RendezvousHandler):
         if not self._is_over.wait(CLOSE_SECONDS):
             self._end_process(1, MAIN_IS_GONE)
 
-    def _post_failure(self, place: Place, node: int, text: str, base: Store | None = None) -> None:
-        failures = self._failures(place, self._base if base is None else base)
+    def _post_failure(self, base: Store, place: Place, node: int, text: str) -> None:
+        failures = self._failures(place, base)
         if failures.count() == 0:
             failures.post(place.first_rank(node), text)
             failures.mark_printed()

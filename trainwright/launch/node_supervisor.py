@@ -29,36 +29,36 @@ class NodeFolder:
     """The folder in which supervisors leave the ends of their starts for the launcher."""
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path)
+        self.path = Path(path)
 
     def write_outcome(self, outcome: JobOutcome) -> None:
-        (self._path / "part").write_text(json.dumps(outcome))
-        os.rename(self._path / "part", self._path / "outcome")
+        (self.path / "part").write_text(json.dumps(outcome))
+        os.rename(self.path / "part", self.path / "outcome")
 
     def read_outcome(self) -> JobOutcome | None:
-        path = self._path / "outcome"
+        path = self.path / "outcome"
         return JobOutcome(*json.loads(path.read_text())) if path.exists() else None
 
     def take_outcome(self) -> JobOutcome | None:
         """Return the end of the last start, or None if the supervisor left none, and forget the supervisor."""
         outcome = self.read_outcome()
         for name in ("outcome", "pid"):
-            (self._path / name).unlink(missing_ok=True)
+            (self.path / name).unlink(missing_ok=True)
         return outcome
 
     def write_pid(self) -> None:
-        (self._path / "pid").write_text(str(os.getpid()))
+        (self.path / "pid").write_text(str(os.getpid()))
 
     def send(self, number: int) -> bool:
         """Send a signal to the supervisor, and return whether there is one."""
         try:
-            os.kill(int((self._path / "pid").read_text()), number)
+            os.kill(int((self.path / "pid").read_text()), number)
         except (OSError, ValueError):
             return False
         return True
 
     def remove(self) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 class NodeSupervisor(Supervisor):

@@ -90,7 +90,7 @@ class Job:
 def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
     """Return the nodes that NODE_RANK, MASTER_ADDR and MASTER_PORT describe (ValueError if one is missing or wrong)."""
     if not isinstance(num_nodes, int) or num_nodes < 2:
-        return Nodes(num_nodes)  # refuses other values
+        return Nodes(num_nodes)  # rejects other values
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not variables.get(name)]
     if missing:
         raise ValueError(
