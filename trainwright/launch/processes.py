@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -20,13 +19,11 @@ from trainwright.distributed.job_store import serve_store
 from trainwright.distributed.network import LOOPBACK, listen_at, loopback_interface
 from trainwright.errors import LaunchError
 from trainwright.launch.command import own_command
-from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, Job, JobOutcome, Nodes, Place, nodes_of
+from trainwright.launch.config import Config, nodes_of, setting_of, settings_of
+from trainwright.launch.nodes import Job, JobOutcome, Nodes, Place
 from trainwright.launch.supervisor import ENTRY, Supervisor
 
-__all__ = ["GRACE_VARIABLE", "launcher_command"]
-
-GRACE_VARIABLE, GRACE_SECONDS = "TRAINWRIGHT_GRACE_SECONDS", 120
-"""How long the ranks have to save and exit after a signal: the variable that sets it, and the default."""
+__all__ = ["launcher_command"]
 
 
 def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script") -> NoReturn:
@@ -41,10 +38,8 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
     """
     from trainwright.distributed.failures import flush_streams  # not at the launcher's start, because it imports torch
 
-    if num_processes < 2 and num_nodes == 1:
-        raise ValueError(f"num_processes={num_processes}; 2 or more are accepted. One process needs no launcher.")
-    nodes = nodes_of(num_nodes, os.environ)
-    grace_seconds(os.environ)
+    of_script = Config("this script", values={"num_nodes": str(num_nodes)})
+    nodes = nodes_of(settings_of({}, os.environ, of_script))
     command, directory = own_command(reason)
     # execv skips Python's exit handlers, so loader workers would stay and buffered output would be lost.
     for child in multiprocessing.active_children():
@@ -75,10 +70,8 @@ def main(arguments: list[str]) -> int:
     if (path := fields.pop("path", None)) not in (None, *sys.path):
         sys.path.append(path)
     nodes = Nodes(**fields.pop("nodes", {}))
-    logs, job_id = os.environ.get(LOGS_VARIABLE), os.environ.get(JOB_ID_VARIABLE)
-    return supervise(
-        Job(command, nodes=nodes, **fields, grace_seconds=grace_seconds(os.environ), logs=logs, job_id=job_id), {}
-    )
+    of_job = {name: setting_of(name, {}, os.environ, Config()).value for name in ("grace_seconds", "logs", "job_id")}
+    return supervise(Job(command, nodes=nodes, **fields, **of_job), {})
 
 
 def supervise(job: Job, defaults: dict[str, str | None]) -> int:
@@ -124,17 +117,6 @@ def _run_machine(job: Job) -> JobOutcome:
             then = f"restarting all ranks, restart {start + 1} of {job.max_restarts}"
             print(f"trainwright: {outcome.reason}; {then}.\n{outcome.rest}", end="", file=sys.stderr, flush=True)
     return outcome
-
-
-def grace_seconds(variables: Mapping[str, str]) -> int:
-    """Return how long the ranks have to exit after a signal (ValueError if the variable is wrong)."""
-    given = variables.get(GRACE_VARIABLE) or str(GRACE_SECONDS)
-    if not (given.isascii() and given.isdigit()):
-        raise ValueError(
-            f"the environment has {GRACE_VARIABLE}={given!r}. Expected an integer of at least 0, in seconds. Set it to the "
-            f"longest time of a step and a save, or unset it for {GRACE_SECONDS}."
-        )
-    return int(given)
 
 
 def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
