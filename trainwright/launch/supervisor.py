@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog, FailureReport
 from trainwright.distributed.job_store import STORE_PREFIX, Store, stores
@@ -54,9 +55,8 @@ class Supervisor:
         self._deadline = float("inf")
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._printers: list[threading.Thread] = []
-
-    def handle_signals(self) -> None:
-        catch_signals(self.on_signal, *ENDING_SIGNALS)
+        if job.logs is not None:
+            os.makedirs(job.logs, exist_ok=True)
 
     def on_signal(self, number: int, _: FrameType | None = None) -> None:
         self._interrupts += number == signal.SIGINT
@@ -86,9 +86,10 @@ class Supervisor:
 
     def _start(self, place: Place, local_rank: int) -> None:
         rank = place.first_rank(place.node) + local_rank
+        targets: list[TextIO | None] = [sys.stdout, sys.stderr]
         # In a terminal rank 0 writes directly, for its progress bars. Elsewhere lines of ranks must not mix.
-        is_direct = rank == 0 and self._job.logs is None
-        targets = [None if is_direct and stream.isatty() else stream for stream in (sys.stdout, sys.stderr)]
+        if rank == 0 and self._job.logs is None:
+            targets = [None if isinstance(own, TextIOWrapper) and own.isatty() else own for own in targets]
         variables = place.variables(local_rank, self._job)
         if targets[0] is not None:  # a pipe would buffer lines, and lose them in a crash
             variables.setdefault("PYTHONUNBUFFERED", "1")
@@ -99,11 +100,12 @@ class Supervisor:
             stderr=None if targets[1] is None else subprocess.PIPE,
             start_new_session=True,
         )
-        log = None if self._job.logs is None else Path(self._job.logs, f"rank{rank}.log").open("ab", buffering=0)  # noqa: SIM115
+        log = os.devnull if self._job.logs is None else os.path.join(self._job.logs, f"rank{rank}.log")
         prefix = f"[rank{rank}] ".encode() if rank else b""
         for pipe, target in zip((process.stdout, process.stderr), targets, strict=True):
-            if pipe is not None:
-                printer = threading.Thread(target=_print_lines, args=(pipe, prefix, target, log), daemon=True)
+            if pipe is not None and target is not None:
+                file = open(log, "ab", buffering=0)  # noqa: SIM115 - the thread closes it
+                printer = threading.Thread(target=_print_lines, args=(pipe, prefix, target, file), daemon=True)
                 printer.start()
                 self._printers.append(printer)
 
@@ -238,11 +240,10 @@ class Supervisor:
             process.send_signal(number)  # not to its process group: the rank ends its loader workers
 
 
-def catch_signals(handler: Callable[[int, FrameType | None], object], *numbers: int) -> None:
-    """Install a signal handler. Ignored signals stay ignored (nohup)."""
-    for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
+def catch_signals(handler: Callable[[int, FrameType | None], object], *numbers: int) -> dict[int, Any]:
+    """Install a signal handler, and return the previous ones. Ignored signals stay ignored (nohup)."""
+    caught = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    return {number: signal.signal(number, handler) for number in caught}
 
 
 def end_groups(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
@@ -267,15 +268,18 @@ def _reaches(process: subprocess.Popen[bytes], number: int) -> bool:
     return True
 
 
-def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: IO[bytes] | None) -> None:
+def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: IO[bytes]) -> None:
     """Print the lines of a rank until it has ended."""
-    for line in iter(lambda: pipe.readline(MAX_LINE_BYTES), b""):
-        # A progress bar redraws its line after a carriage return: only the last state is printed.
-        shown = line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n"
-        with contextlib.suppress(OSError, ValueError):  # keep reading the pipe even if our output is closed
-            target.buffer.write(prefix + shown)
-            target.buffer.flush()
-        if log is not None:
+    with pipe, log:
+        for line in iter(lambda: pipe.readline(MAX_LINE_BYTES), b""):
+            # A progress bar redraws its line after a carriage return: only the last state is printed.
+            shown = line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n"
+            with contextlib.suppress(OSError, ValueError):  # keep reading the pipe even if our output is closed
+                if isinstance(target, TextIOWrapper):  # its encoding may differ from the rank's
+                    target.buffer.write(prefix + shown)
+                else:  # a notebook's
+                    target.write((prefix + shown).decode(errors="replace"))
+                target.flush()
             with contextlib.suppress(OSError):
                 log.write(shown)
 
