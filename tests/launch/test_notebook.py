@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader
 
 import trainwright as tw
 from trainwright.errors import WorkerFailed
-from trainwright.launch.notebook import run_launcher
 
 
 class Net(tw.Module):
@@ -207,7 +206,6 @@ def test_a_failing_rank_is_an_error_here(ran: Ran, capsys: pytest.CaptureFixture
     assert 'raise ValueError("no such batch")\nValueError: no such batch' in str(caught.value)  # the line of the step
     printed = capsys.readouterr().err
     assert "[rank1] ValueError: no such batch" in printed
-    assert printed.index("Traceback") < printed.index("trainwright: rank 1 of 2")
     assert module.net[0].weight.equal(Net().net[0].weight)
 
 
@@ -235,25 +233,6 @@ def test_a_hand_written_loop_needs_the_function(monkeypatch: pytest.MonkeyPatch)
     assert tw.notebook_launcher(pow, (2, 5), num_processes=1) == 32
     monkeypatch.setattr("multiprocessing.parent_process", lambda: "another process")
     assert tw.notebook_launcher(pow, (2, 5), num_processes=1) == 32
-
-
-def test_an_interrupted_wait_ends_the_child(tmp_path: Path) -> None:
-    stream = sys.stdout
-
-    class Interrupting:
-        def write(self, text: str) -> None:
-            stream.write(text)
-            raise KeyboardInterrupt
-
-        def flush(self) -> None:
-            pass
-
-    program = "import os, pathlib as p, time; p.Path('pid').write_text(str(os.getpid())); print(1, flush=True); time.sleep(99)"
-    with pytest.MonkeyPatch().context() as patch:
-        patch.setattr(sys, "stdout", Interrupting())
-        with pytest.raises(KeyboardInterrupt):
-            run_launcher([sys.executable, "-c", program])
-    wait_until(lambda: not psutil.pid_exists(int(Path("pid").read_text())), GONE_SECONDS)
 
 
 PROGRAM = """
@@ -414,7 +393,7 @@ def test_a_terminal_is_interrupted_and_killed(started: Program) -> None:
         terminal.type("trainer = tw.Trainer(devices=2, accelerator='cpu', max_epochs=99, **QUIET)\n")
         terminal.type("trainer.fit(Net(0.2), loader)\n")
         terminal.wait_for("at work")
-        assert len(started.processes()) >= 4  # this one, the launcher, two workers
+        assert len(started.processes()) >= 3  # this one, two workers
         terminal.type("\x03")  # Ctrl-C
         terminal.wait_for("KeyboardInterrupt")
         terminal.wait_for(">>> ")

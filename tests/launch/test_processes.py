@@ -64,7 +64,6 @@ if mode == "succeed":
         "directory": os.getcwd(),
         "threads": os.environ["OMP_NUM_THREADS"],
         "listening": list({c.laddr.ip for p in (me, launcher) for c in p.net_connections() if c.status == "LISTEN"}),
-        "job": json.loads(os.environ["TRAINWRIGHT_JOB"]),
         "launcher": launcher.pid,
     }))
     if environment.rank == 1:
@@ -166,7 +165,6 @@ def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
             "directory": str(tmp_path),  # where the user started it, not where the script changed to
             "threads": "3",
             "listening": ["127.0.0.1"],
-            "job": {"version": 1, "launcher_pid": job.process.pid, "num_processes": 2, "loopback": True},
             "launcher": job.process.pid,
         }
     job.check_nothing_left()

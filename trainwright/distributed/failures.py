@@ -50,10 +50,12 @@ class FailureLog:
         self._store = store
 
     def post(self, rank: int, summary: str, trace: str = "", code: int = 0, is_secondary: bool = False) -> int:
-        """Post a failure and return its number in the order, from 1."""
+        """Post a failure and return its number in the order, from 1. A `code` says that a launcher posts it."""
         number = self._store.add("failure/count", 1)
         report = FailureReport(rank, summary, trace, code, is_secondary)
         post(self._store, f"failure/{number}", json.dumps(asdict(report)))
+        if code:
+            self.mark_printed()  # otherwise the ranks would wait for a traceback
         return number
 
     def post_error(self, rank: int, error: BaseException) -> int:

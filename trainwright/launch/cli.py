@@ -48,7 +48,10 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         check_script(command)
         value = {name: setting.value for name, setting in settings.items()}
         of_job = {name: value[name] for name in ("max_restarts", "logs", "grace_seconds", "job_id")}
-        job = Job([sys.executable, *command], value["devices"], nodes, **of_job)
+        defaults = {name: value[name] for name in ("strategy", "precision", "gradient_accumulation_steps")}
+        defaults["strategy"] = None if value["strategy"] == "auto" else value["strategy"]
+        defaults["accelerator"] = "cpu" if value["cpu"] == "true" else None
+        job = Job([sys.executable, *command], value["devices"], nodes, **of_job, defaults=defaults)
     except (ValueError, TypeError, ImportError, OSError) as error:
         parser.error(str(error))
     script = command[1] if command[0] == "-m" else command[0]
@@ -57,10 +60,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     if options.dry_run:
         print(f"would run {shlex.join(job.command)}")
         return 0
-    passed_on = {name: value[name] for name in ("strategy", "precision", "gradient_accumulation_steps")}
-    passed_on["strategy"] = None if value["strategy"] == "auto" else value["strategy"]
-    passed_on["accelerator"] = "cpu" if value["cpu"] == "true" else None
-    return supervise(job, passed_on)
+    return supervise(job)
 
 
 def check_script(command: Sequence[str]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from trainwright.devices import num_cores
+from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import masked
 from trainwright.distributed.network import LOOPBACK
 
@@ -60,12 +64,12 @@ class Job:
     """How many times all ranks are restarted after a failure."""
     logs: str | None = None
     """The folder for the output of the ranks, one file per rank."""
-    report: str | None = None
-    """A file to which the launcher writes the line about the rank that failed first."""
     grace_seconds: float = 120
     """How long the ranks have to save and exit after a signal."""
     job_id: str | None = None
     """A name that tells this job from others at the same address, or None for one that its command gives."""
+    defaults: Mapping[str, str | None] = field(default_factory=dict)
+    """Settings that the script may leave open, by the names of `Environment`."""
 
     @property
     def name(self) -> str:
@@ -114,7 +118,10 @@ class Place(NamedTuple):
             "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
             "TORCHELASTIC_RUN_ID": job.job_id or f"trainwright-{self.port}",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            JOB_VARIABLE: json.dumps(dict(job.defaults)),
         }
+        # Without it the torch of every rank starts one thread per core.
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // job.num_processes)))
         variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         for name in ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
             variables.pop(name, None)  # of the launcher
