@@ -13,7 +13,6 @@ from trainwright.__main__ import check_names
 from trainwright.launch import cli
 from trainwright.launch.cli import launch_command
 from trainwright.launch.config import KEYS, config_path
-from trainwright.launch.processes import GRACE_VARIABLE
 
 CONFIG = """\
 devices: 2   # of this machine
@@ -82,7 +81,7 @@ def test_a_config_fills_what_flags_leave_open(started: list[Any], capsys: pytest
 def test_flags_override_the_environment_which_overrides_the_config(
     started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(GRACE_VARIABLE, "8")
+    monkeypatch.setenv("TRAINWRIGHT_GRACE_SECONDS", "8")
     monkeypatch.setenv("TRAINWRIGHT_LOGS", "kept")
     monkeypatch.setenv("TRAINWRIGHT_JOB_ID", "overridden")
     monkeypatch.setenv("FIRST", "mine")
@@ -102,7 +101,7 @@ def test_flags_override_the_environment_which_overrides_the_config(
         "devices 3 --devices",
         "precision 32-true --precision",
         "gradient_accumulation_steps 1 --gradient-accumulation-steps",
-        f"grace_seconds 8 {GRACE_VARIABLE}",
+        "grace_seconds 8 TRAINWRIGHT_GRACE_SECONDS",
     }
 
 

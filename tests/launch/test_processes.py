@@ -252,5 +252,5 @@ def test_torchrun_is_joined_and_shows_the_first_error(tmp_path: Path, jobs: list
 def test_a_test_runner_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"Trainer\(devices=2\) needs several processes.*test runner \(pytest\)"):
         launch(2, reason="Trainer(devices=2)")
-    with pytest.raises(ValueError, match=r"num_processes=1; 2 or more"):
-        launch(1)
+    with pytest.raises(ValueError, match=r"this script: num_nodes: 2.5: expected an integer of at least 1"):
+        launch(1, num_nodes=2.5)  # type: ignore[arg-type]

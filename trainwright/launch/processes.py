@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -18,13 +17,11 @@ from trainwright.distributed.job_store import serve_store
 from trainwright.distributed.network import LOOPBACK, listen_at
 from trainwright.errors import LaunchError
 from trainwright.launch.command import own_command
-from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, Job, JobOutcome, Nodes, Place, nodes_of
+from trainwright.launch.config import Config, nodes_of, setting_of, settings_of
+from trainwright.launch.nodes import Job, JobOutcome, Nodes, Place
 from trainwright.launch.supervisor import ENDING_SIGNALS, ENTRY, Supervisor, catch_signals
 
-__all__ = ["GRACE_VARIABLE", "launcher_command"]
-
-GRACE_VARIABLE, GRACE_SECONDS = "TRAINWRIGHT_GRACE_SECONDS", 120
-"""How long the ranks have to save and exit after a signal: the variable that sets it, and the default."""
+__all__ = ["launcher_command"]
 
 
 def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script") -> NoReturn:
@@ -39,10 +36,8 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
     """
     from trainwright.distributed.failures import flush_streams  # not at the launcher's start, because it imports torch
 
-    if num_processes < 2 and num_nodes == 1:
-        raise ValueError(f"num_processes={num_processes}; 2 or more are accepted. One process needs no launcher.")
-    nodes = nodes_of(num_nodes, os.environ)
-    grace_seconds(os.environ)
+    of_script = Config("this script", values={"num_nodes": str(num_nodes)})
+    nodes = nodes_of(settings_of({}, os.environ, of_script))
     command, directory = own_command(reason)
     # execv skips Python's exit handlers, so loader workers would stay and buffered output would be lost.
     for child in multiprocessing.active_children():
@@ -74,8 +69,7 @@ def main(arguments: list[str]) -> int:
 
 def job_settings() -> dict[str, Any]:
     """Return the settings of a `Job` that the environment gives (ValueError if one is wrong)."""
-    logs, job_id = os.environ.get(LOGS_VARIABLE), os.environ.get(JOB_ID_VARIABLE)
-    return {"grace_seconds": grace_seconds(os.environ), "logs": logs, "job_id": job_id}
+    return {name: setting_of(name, {}, os.environ, Config()).value for name in ("grace_seconds", "logs", "job_id")}
 
 
 def supervise(job: Job) -> int:
@@ -116,17 +110,6 @@ def run_machine(job: Job, supervisor: Supervisor) -> JobOutcome:
             then = f"restarting all ranks, restart {start + 1} of {job.max_restarts}"
             print(f"trainwright: {outcome.reason}; {then}.\n{outcome.rest}", end="", file=sys.stderr, flush=True)
     return outcome
-
-
-def grace_seconds(variables: Mapping[str, str]) -> int:
-    """Return how long the ranks have to exit after a signal (ValueError if the variable is wrong)."""
-    given = variables.get(GRACE_VARIABLE) or str(GRACE_SECONDS)
-    if not (given.isascii() and given.isdigit()):
-        raise ValueError(
-            f"the environment has {GRACE_VARIABLE}={given!r}. Expected an integer of at least 0, in seconds. Set it to the "
-            f"longest time of a step and a save, or unset it for {GRACE_SECONDS}."
-        )
-    return int(given)
 
 
 if __name__ == "__main__":
