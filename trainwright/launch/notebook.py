@@ -1,11 +1,12 @@
 """Worker calls of a process whose command cannot be run again: a notebook, a REPL, a test runner.
 
-The workers are fresh interpreters, because a fork could not use a device that is in use here.
+The workers are fresh interpreters, because a fork could not use a device that is in use here. cloudpickle copies their work.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import linecache
 import os
@@ -13,19 +14,26 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
+
+import cloudpickle
+import torch
 
 from trainwright.distributed.failures import flush_streams
 from trainwright.distributed.signals import STOP_SIGNALS
 from trainwright.errors import RunStopped, WorkerFailed
 from trainwright.launch.nodes import Job, JobOutcome
-from trainwright.launch.packing import pack, read_result, unpack, write_result
 from trainwright.launch.processes import job_settings, run_machine
 from trainwright.launch.supervisor import ENTRY, Supervisor, catch_signals
 
 WORK, RESULT = "work", "result"
+ADVICE = (
+    "cloudpickle has to copy it, so no open files, locks, connections or generators. Make it where it is used (in setup(), in "
+    "a hook, at the first __getitem__), or leave it out in __getstate__; a plain script needs no copy."
+)
 
 
 def run_in_workers(
@@ -57,7 +65,7 @@ def run_in_workers(
         raise RunStopped(outcome.code)
     if not (folder / RESULT).exists():
         raise WorkerFailed(f"{asked}: a worker exited before its work was done. Do not call sys.exit() in it.")
-    return read_result(folder / RESULT)
+    return torch.load(folder / RESULT, map_location="cpu", weights_only=True)
 
 
 def _run_here(job: Job) -> JobOutcome:
@@ -82,7 +90,7 @@ def work(folder: str) -> None:
     """Do the work in a worker, and write rank 0's result."""
     path, rank = Path(folder), os.environ["RANK"]
     try:
-        named = unpack(path / WORK)
+        named = torch.load(path / WORK, map_location="cpu", weights_only=False)  # written by the caller
         linecache.cache.update(named.pop("the cells"))
         for kind in gc.get_objects():  # loader workers pickle instances of the caller's classes by name
             if issubclass(type(kind), type) and kind.__module__ == "__main__" and "." not in kind.__qualname__:
@@ -92,7 +100,47 @@ def work(folder: str) -> None:
             (path / WORK).unlink(missing_ok=True)  # may be large, and would stay if this process were killed
         result = named.pop("the function")(path, **named)
         if rank == "0":
-            write_result(path / RESULT, result)
+            torch.save(result, path / RESULT)
     except Exception:
         (path / f"error-{rank}").write_text(traceback.format_exc(), encoding="utf-8")
         raise
+
+
+def pack(path: Path, work: dict[str, Any], asked: str) -> None:
+    """Write work to a file (TypeError with the place of a part that cannot be copied)."""
+    try:
+        _write(path, work)
+    except Exception as error:
+        if (culprit := _find_culprit(work)) is None:  # the disk may be full
+            raise
+        raise TypeError(f"{asked} runs in new processes, and {culprit}. {ADVICE}") from error
+
+
+def _write(path: str | Path, value: Any) -> None:
+    torch.save(value, path, pickle_module=cloudpickle, pickle_protocol=5)
+
+
+def _find_culprit(named: Mapping[str, Any], depth: int = 5) -> str | None:
+    """Return the path to a part that cannot be copied, and the reason, or None if all can."""
+    for name, value in named.items():
+        try:
+            _write(os.devnull, value)
+        except Exception as error:  # whatever an object's __reduce__ or __getstate__ raises
+            inner = {name + place: part for place, part in _parts(value).items()} if depth else {}
+            text = f"{name} ({type(value).__name__}) cannot be copied to them: {str(error).rstrip('.')}"
+            return _find_culprit(inner, depth - 1) or text
+    return None
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """Return the parts of an object by their places in it."""
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": part for key, part in value.items()}
+    if isinstance(value, FunctionType):
+        closure = inspect.getclosurevars(value)
+        return {f", its variable {name!r}": part for name, part in {**closure.nonlocals, **closure.globals}.items()}
+    attributes = dict(getattr(value, "__dict__", {}))
+    attributes |= attributes.pop("_modules", {})
+    return {f".{name}": part for name, part in attributes.items()}

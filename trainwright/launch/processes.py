@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     fields = json.loads(settings)
     if (path := fields.pop("path", None)) not in (None, *sys.path):
         sys.path.append(path)
-    nodes = Nodes(**fields.pop("nodes"))
+    nodes = Nodes(**fields.pop("nodes", {}))
     return supervise(Job(command, nodes=nodes, **fields, **job_settings()))
 
 
