@@ -29,10 +29,6 @@ PRINT_SECONDS = 1.0  # for the rest of a rank's output, because a process that o
 MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
 ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 ENTRY = str(Path(__file__).with_name("entry.py"))
-_HINTS: dict[int, str] = {
-    signal.SIGKILL: "; on Linux this is often the out-of-memory killer",
-    signal.SIGABRT: "; torch's gloo ends so where ranks exchange other tensors, such as those of a branch that only some take",
-}
 
 
 class Supervisor:
@@ -198,7 +194,7 @@ class Supervisor:
         ] or ([] if known else codes)
         silent = [rank for rank in counted if codes[rank] and rank not in known]
         for rank in sorted(silent, key=lambda rank: (codes[rank] != -signal.SIGKILL, rank)):
-            self.failures.post(rank, _describe_exit(codes[rank]), code=codes[rank])
+            self.failures.post_exit(rank, codes[rank])
 
     def _exit_codes(self) -> dict[int, int]:
         """Return the exit codes of the ended ranks (negative: killed by a signal)."""
@@ -250,11 +246,3 @@ def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: IO[bytes])
                 target.flush()
             with contextlib.suppress(OSError):
                 log.write(shown)
-
-
-def _describe_exit(code: int) -> str:
-    """Return how a process ended, in words."""
-    if code > 0:
-        return f"exit code {code}"
-    names = {number.value: number.name for number in signal.Signals}
-    return f"killed by {names.get(-code, f'signal {-code}')}{_HINTS.get(-code, '')}"
