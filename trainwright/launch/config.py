@@ -169,9 +169,9 @@ def setting_of(name: str, flags: Mapping[str, Any], variables: Mapping[str, str]
 
 
 def settings_of(flags: Mapping[str, Any], variables: Mapping[str, str], config: Config) -> dict[str, LaunchSetting]:
-    """Return all settings (ValueError if the form of one is wrong)."""
+    """Return all settings, None for those that the number of machines excludes (ValueError if the form of one is wrong)."""
     num_nodes, span = (setting_of(name, flags, variables, config).value for name in ("num_nodes", "nodes"))
-    # The environment and the config may describe a job of another number of machines.
+    # The environment and the config may describe another job. A flag that is excluded is an error of `nodes_of`.
     ignored = ("num_nodes", "node_rank") if span else OF_SEVERAL if num_nodes == 1 else ()
     unused = [name for name in ignored if flags.get(name) is None]
     read = {name: setting_of(name, flags, variables, config) for name in KEYS if name not in ("env", *unused)}
