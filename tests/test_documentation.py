@@ -27,7 +27,7 @@ import trainwright as tw
 from trainwright import __main__ as command_line
 from trainwright.cli import TrainwrightCLI
 from trainwright.launch import cli
-from trainwright.launch.config import KEYS, find_config
+from trainwright.launch.config import KEYS, find_config, resolve
 from trainwright.tools.ladder.ladder import Ladder
 from trainwright.tools.trials import Trials
 
@@ -221,7 +221,7 @@ def test_trainwright_launch_accepts_what_is_shown(
 def test_launch_accepts_the_configs_that_are_shown(block: Block) -> None:
     Path("shown.yaml").write_text(block.text)
     config = find_config("shown.yaml")
-    cli.check_config(config, command_line.check_names)
+    resolve({}, config, command_line.check_names, {})
     assert set(config.values) | {"env"} >= set(KEYS) - {"nodes"}  # in place of num_nodes and node_rank
 
 

@@ -153,10 +153,8 @@ assert len(list(torch.utils.data.DataLoader(Draws(), num_workers=1))) == 2
 
 APART = """
 # A command that leaves the number open starts what a Trainer would: one process, since several could not work together.
-from trainwright.launch import cli
 from trainwright.launch.config import Config, resolve
-options, _ = cli.launch_parser().parse_known_args([])
-assert resolve(options, {}, Config(), lambda *_: None)[0]["devices"].value == 1
+assert resolve({}, Config(), lambda *_: None, {})[0]["devices"].value == 1
 assert tw.Trainer(**settings).num_devices == 1
 """
 

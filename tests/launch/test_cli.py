@@ -146,8 +146,8 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
         (["--module=train"], "argument -m/--module: ignored explicit argument 'train'"),
         (["--strategy", "dpd", "x.py"], "strategy='dpd' is unknown; choose from auto"),
         (["--precision", "float16", "x.py"], "precision='float16' is unknown; choose from"),
-        (["--num-nodes", "2", "x.py"], "--num-nodes 2 needs this machine's number. Pass --node-rank"),
-        (["--num-nodes", "2", "--node-rank", "0", "x.py"], "needs a main address. Pass --main-address"),
+        (["--num-nodes", "2", "x.py"], "num_nodes=2 needs node_rank (this machine's number, from 0). Set NODE_RANK"),
+        (["--num-nodes", "2", "--node-rank", "0", "x.py"], "num_nodes=2 needs main_address (name or"),
         (
             ["--num-nodes", "2", "--node-rank", "-1", "--main-address", "a", "x.py"],
             "--node-rank -1: expected an integer of at least 0.",
@@ -157,19 +157,18 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
             ["--num-nodes", "2", "--node-rank", "2", "--main-address", "a", __file__],
             "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1",
         ),
-        (["--main-address", "a", "x.py"], "--main-address is for several machines. Add --num-nodes or --nodes"),
+        (["--main-address", "a", "x.py"], "--main-address and --rendezvous-seconds are for several machines"),
         (["--main-port", "70000", __file__], "main_port=70000 is not a port"),
         (
             ["--rendezvous-seconds", "9", "x.py"],
-            "--rendezvous-seconds is for several machines. Add --num-nodes or --nodes",
+            "are for several machines. Add --num-nodes or --nodes, or remove them.",
         ),
-        (["--nodes", "1:4", "--node-rank", "0", "x.py"], "--node-rank was given with --nodes 1:4, which replaces"),
-        (["--nodes", "1:4", "--num-nodes", "4", "x.py"], "--num-nodes was given with --nodes 1:4"),
-        (["--nodes", "4:2", "x.py"], "--nodes 4:2: expected MIN:MAX, two integers of at least 1"),
+        (["--nodes", "1:4", "--node-rank", "0", "x.py"], "nodes=1:4 replaces --num-nodes and --node-rank. Remove"),
+        (["--nodes", "1:4", "--num-nodes", "4", "x.py"], "nodes=1:4 replaces --num-nodes and --node-rank"),
+        (["--nodes", "4:2", "x.py"], "nodes=4:2: expected MIN:MAX, two integers of at least 1"),
         (["--nodes", "1:", "x.py"], "--nodes 1:: expected MIN:MAX"),
-        (["--nodes", "1:4", "x.py"], "--nodes 1:4 needs a main address. Pass --main-address"),
+        (["--nodes", "1:4", "x.py"], "nodes=1:4 needs main_address (name or address of machine 0). Set"),
         (["--nodes", "1:4", "--main-address", "a", "--main-port", "0", __file__], "main_port=0 is not a port"),
-        (["--logs", f"{__file__}/below", __file__], "Not a directory"),
         (["--emit", "pbs", __file__], "argument --emit: invalid choice: 'pbs'"),
         (
             ["--emit", "slurm", "--time", "1", __file__],
@@ -207,7 +206,7 @@ def test_devices_that_are_not_there_are_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit):
         launch_command(["--devices", "4", __file__], check_names)
-    assert "--devices 4: torch sees 2 GPU(s) here. Pass at most that many, or add --cpu." in capsys.readouterr().err
+    assert "devices=4: torch sees 2 GPU(s) here. Pass at most that many, or add --cpu." in capsys.readouterr().err
 
 
 def test_a_worker_cannot_launch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

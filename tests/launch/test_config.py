@@ -13,7 +13,6 @@ from trainwright.__main__ import check_names
 from trainwright.launch import cli
 from trainwright.launch.cli import launch_command
 from trainwright.launch.config import KEYS, config_path
-from trainwright.launch.processes import GRACE_VARIABLE
 
 CONFIG = """\
 devices: 2   # of this machine
@@ -32,14 +31,14 @@ env:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The jobs that launch would have started, and their arguments."""
+    """The jobs that launch would have started."""
     for name in ("RANK", *(entry.variable for entry in KEYS.values())):
         monkeypatch.delenv(name, raising=False)
     for name in ("FIRST", "SECOND", "MY_TOKEN"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     started: list[Any] = []
-    monkeypatch.setattr(cli, "supervise", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(cli, "supervise", lambda job: started.append(job) or 0)
     Path("train.py").touch()
     return started
 
@@ -55,9 +54,9 @@ def rows(text: str) -> set[str]:
 
 def test_a_config_fills_what_flags_leave_open(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(CONFIG) == 0
-    job, passed_on = started[0]
+    (job,) = started
     assert (job.num_processes, job.grace_seconds, job.nodes.count) == (2, 7, 1)
-    assert passed_on == {
+    assert job.defaults == {
         "strategy": "fsdp",
         "precision": "16-mixed",
         "gradient_accumulation_steps": 4,
@@ -82,16 +81,16 @@ def test_a_config_fills_what_flags_leave_open(started: list[Any], capsys: pytest
 def test_flags_override_the_environment_which_overrides_the_config(
     started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(GRACE_VARIABLE, "8")
+    monkeypatch.setenv("TRAINWRIGHT_GRACE_SECONDS", "8")
     monkeypatch.setenv("TRAINWRIGHT_LOGS", "kept")
     monkeypatch.setenv("TRAINWRIGHT_JOB_ID", "overridden")
     monkeypatch.setenv("FIRST", "mine")
     flags = ["--devices", "3", "--precision=32", "--strategy", "fsdp", "--gradient-accumulation-steps", "1", "--no-cpu"]
     assert launch(CONFIG + "job_id: overridden\n", *flags, "--job-id", "mine") == 0
-    job, passed_on = started[0]
+    (job,) = started
     assert (job.num_processes, job.grace_seconds, os.environ["FIRST"]) == (3, 8, "mine")
     assert (job.logs, job.job_id) == ("kept", "mine")
-    assert passed_on == {
+    assert job.defaults == {
         "strategy": "fsdp",
         "precision": "32-true",
         "gradient_accumulation_steps": 1,
@@ -102,7 +101,7 @@ def test_flags_override_the_environment_which_overrides_the_config(
         "devices 3 --devices",
         "precision 32-true --precision",
         "gradient_accumulation_steps 1 --gradient-accumulation-steps",
-        f"grace_seconds 8 {GRACE_VARIABLE}",
+        "grace_seconds 8 TRAINWRIGHT_GRACE_SECONDS",
     }
 
 
@@ -110,14 +109,14 @@ def test_flags_override_the_environment_which_overrides_the_config(
 def test_the_accelerators_names_of_precisions_are_accepted(word: str, name: str, started: list[Any]) -> None:
     assert launch(f"precision: {word}\n") == 0
     assert launch("", "--precision", word) == 0
-    assert [passed_on["precision"] for _, passed_on in started] == [name, name]
+    assert [job.defaults["precision"] for job in started] == [name, name]
 
 
 def test_a_flag_makes_one_node_of_a_config_of_several(started: list[Any]) -> None:
     several = "num_nodes: 2\nnode_rank: 1\nmain_address: 10.0.0.1\nmain_port: 1234\n"
     assert launch(several) == 0
     assert launch(several, "--num-nodes", "1") == 0
-    nodes = [job.nodes for job, _ in started]
+    nodes = [job.nodes for job in started]
     assert [(each.count, each.rank, each.address, each.port) for each in nodes] == [
         (2, 1, "10.0.0.1", 1234),
         (1, 0, "127.0.0.1", 0),
@@ -146,7 +145,7 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
     (tmp_path / "trainwright").mkdir()
     (tmp_path / "trainwright/config.yaml").write_text("devices: 3")
     assert launch_command(["train.py"], check_names) == 0
-    assert [job.num_processes for job, _ in started] == [1, 3]
+    assert [job.num_processes for job in started] == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from started import GONE_SECONDS, Started, python
 
 from trainwright.checkpoint.discovery import find_checkpoints
 from trainwright.checkpoint.reader import open_checkpoint
-from trainwright.launch.processes import GRACE_VARIABLE, grace_seconds
+from trainwright.launch.config import Config, setting_of
 
 pytestmark = pytest.mark.launch
 JOB = str(Path(__file__).with_name("stopped_job.py"))
@@ -180,8 +180,8 @@ def test_a_rank_that_cannot_answer_is_killed_after_the_grace_seconds(tmp_path: P
 
 @pytest.mark.parametrize("text", ["-1", "soon"])
 def test_a_wrong_number_of_grace_seconds_is_rejected(text: str) -> None:
-    with pytest.raises(ValueError, match=f"GRACE_SECONDS='{text}'. Expected an integer of at least 0, in seconds."):
-        grace_seconds({GRACE_VARIABLE: text})
+    with pytest.raises(ValueError, match=f"TRAINWRIGHT_GRACE_SECONDS {text}: expected an integer of at least 0."):
+        setting_of("grace_seconds", {}, {"TRAINWRIGHT_GRACE_SECONDS": text}, Config())
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from started import Started, python
 from trainwright.distributed import job_store
 from trainwright.errors import LaunchError
 from trainwright.launch import reception
-from trainwright.launch.nodes import Job, Nodes, nodes_of
+from trainwright.launch.config import Config, nodes_of, settings_of
+from trainwright.launch.nodes import Job, Nodes
 
 SCRIPT = """
 import os, time
@@ -236,7 +237,6 @@ def test_launchers_with_other_numbers_are_rejected() -> None:
 @pytest.mark.parametrize(
     ("nodes", "text"),
     [
-        ((0,), "num_nodes=0 is not an integer of at least 1"),
         ((2, 2, "a", 29500), "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1"),
         ((2, 0, "a", 0), "main_port=0 is not a port"),
         ((1, 0, "a", 70000), "main_port=70000 is not a port. Pass one from 1 to 65535"),
@@ -249,11 +249,15 @@ def test_wrong_nodes_are_rejected(nodes: Any, text: str) -> None:
 
 def test_a_script_reads_its_node_from_the_environment() -> None:
     variables = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
-    assert nodes_of(1, variables) == Nodes()
-    assert nodes_of(2, variables) == Nodes(2, 1, "10.0.0.1", 29500)
-    assert nodes_of(2, variables | {"MASTER_PORT": "31000"}).port == 31000
-    with pytest.raises(ValueError, match=r"num_nodes=2 was given, but the environment has no NODE_RANK. Set NODE_RANK"):
-        nodes_of(2, {"MASTER_ADDR": "a"})
+
+    def nodes(num_nodes: int, variables: dict[str, str]) -> Nodes:
+        return nodes_of(settings_of({}, variables, Config(values={"num_nodes": str(num_nodes)})))
+
+    assert nodes(1, variables) == Nodes()
+    assert nodes(2, variables) == Nodes(2, 1, "10.0.0.1", 29500, 2)
+    assert nodes(2, variables | {"MASTER_PORT": "31000"}).port == 31000
+    with pytest.raises(ValueError, match=r"num_nodes=2 needs node_rank .* Set NODE_RANK on every machine, or start"):
+        nodes(2, {"MASTER_ADDR": "a"})
 
 
 def test_a_job_is_named_after_the_command_that_all_nodes_share() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from interpreters import run_command
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainwright.launch.packing import pack, unpack
+from trainwright.launch.notebook import pack
 
-LOCK = threading.Lock()
 LARGE = numpy.ones((2, 1 << 18))
 
 
@@ -28,14 +28,10 @@ class Images(Dataset[Any]):
         return self.parts
 
 
-class Loading:
-    """Leaves one of its locks out of its state."""
-
+class Locked(nn.Module):
     def __init__(self) -> None:
-        self.file, self.guard = LOCK, LOCK
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"guard": self.guard}
+        super().__init__()
+        self.guard = threading.Lock()
 
 
 def closing_over(held: Any) -> Callable[[], Any]:
@@ -53,7 +49,7 @@ def numbers() -> Any:
         (lambda path: Images(numbers()), r"data\.parts\['held'\] \(generator\) cannot be copied .*generator"),
         (lambda path: [1, Images(threading.Lock())], r"data\[1\]\.parts\['held'\] \(lock\)"),
         (lambda path: closing_over(threading.Lock()), r"data, its variable 'held' \(lock\)"),
-        (lambda path: Loading(), r"data\.guard \(lock\)"),
+        (lambda path: nn.ModuleDict({"a": Locked()}), r"data\.a\.guard \(lock\)"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -65,10 +61,8 @@ def test_what_cannot_be_copied_is_named(make: Callable[[Path], Any], place: str,
 
 
 CHILD = """
-import sys
-from pathlib import Path
-from trainwright.launch.packing import unpack
-work = unpack(Path(sys.argv[1]))
+import sys, torch
+work = torch.load(sys.argv[1], weights_only=False)
 layer, images = work["layer"], work["images"]
 assert type(layer).__name__ == "Tied" and layer.a.weight is layer.b.weight, layer
 assert images(3) == 6
@@ -91,6 +85,6 @@ def test_classes_of_a_notebook_are_copied(tmp_path: Path) -> None:
     layer.__class__ = type("Tied", (nn.Module,), {"__module__": "__main__"})
     work = {"layer": layer, "images": names["images"], "array": LARGE, "view": layer.a.weight.detach()[1]}
     pack(tmp_path / "work", work, "this test")
-    assert unpack(tmp_path / "work")["layer"].a.weight.equal(layer.a.weight)
+    assert torch.load(tmp_path / "work", weights_only=False)["layer"].a.weight.equal(layer.a.weight)
     done = run_command([sys.executable, "-c", CHILD, tmp_path / "work"])
     assert (done.stdout, done.stderr) == ("(2, 262144) 524288.0 1\n", "")

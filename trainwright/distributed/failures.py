@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -29,6 +30,10 @@ LONGEST = 600
 """The limit on the characters of an error's message."""
 LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
 """Reports of gloo, NCCL and the store, in lower case, when the other end of a connection has gone."""
+SIGNAL_HINTS: dict[int, str] = {
+    signal.SIGKILL: "; on Linux this is often the out-of-memory killer",
+    signal.SIGABRT: "; torch's gloo ends so where ranks exchange other tensors, such as those of a branch that only some take",
+}
 
 
 @dataclass(frozen=True)
@@ -50,15 +55,23 @@ class FailureLog:
         self._store = store
 
     def post(self, rank: int, summary: str, trace: str = "", code: int = 0, is_secondary: bool = False) -> int:
-        """Post a failure and return its number in the order, from 1."""
+        """Post a failure and return its number in the order, from 1. A `code` says that a launcher posts it."""
         number = self._store.add("failure/count", 1)
         report = FailureReport(rank, summary, trace, code, is_secondary)
         post(self._store, f"failure/{number}", json.dumps(asdict(report)))
+        if code:
+            self.mark_printed()  # otherwise the ranks would wait for a traceback
         return number
 
     def post_error(self, rank: int, error: BaseException) -> int:
         trace = "".join(traceback.format_exception(error))
         return self.post(rank, summarize(error), trace, is_secondary=is_secondary_failure(error))
+
+    def post_exit(self, rank: int, code: int) -> int:
+        """Post the end of a rank that has left no report (a negative code: killed by a signal)."""
+        names = {number.value: number.name for number in signal.Signals}
+        killed = f"killed by {names.get(-code, f'signal {-code}')}{SIGNAL_HINTS.get(-code, '')}"
+        return self.post(rank, killed if code < 0 else f"exit code {code}", code=code)
 
     def mark_printed(self) -> None:
         """Record that the first failing rank has printed its traceback."""

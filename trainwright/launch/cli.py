@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from trainwright.errors import did_you_mean
-from trainwright.launch.config import KEYS, OTHER_WORDS, Config, LaunchSetting, NameCheck, find_config, flag_of, resolve
-from trainwright.launch.manifests import NEEDED, emit
+from trainwright.launch.config import KEYS, OTHER_WORDS, NameCheck, find_config, flag_of, resolve
+from trainwright.launch.manifests import FLAGS, emit
 from trainwright.launch.nodes import Job
 from trainwright.launch.processes import supervise
 
-__all__ = ["Parser", "check_config", "check_script", "parse_command"]
+__all__ = ["Parser", "check_script", "parse_command"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,13 +43,15 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         if "LOCAL_RANK" in os.environ:  # a pod of a PyTorchJob has RANK only
             raise ValueError("this process is itself a rank of a job. Run the script directly, or unset LOCAL_RANK.")
         config = find_config(options.config_file)
-        settings, nodes = resolve(options, config.set_variables(), config, check_names)
+        config.set_variables()
+        settings, nodes = resolve(vars(options), config, check_names)
         check_script(command)
         value = {name: setting.value for name, setting in settings.items()}
         of_job = {name: value[name] for name in ("max_restarts", "logs", "grace_seconds", "job_id")}
-        job = Job([sys.executable, *command], value["devices"], nodes, **of_job)
-        if job.logs is not None and not options.dry_run:
-            os.makedirs(job.logs, exist_ok=True)
+        defaults = {name: value[name] for name in ("strategy", "precision", "gradient_accumulation_steps")}
+        defaults["strategy"] = None if value["strategy"] == "auto" else value["strategy"]
+        defaults["accelerator"] = "cpu" if value["cpu"] == "true" else None
+        job = Job([sys.executable, *command], value["devices"], nodes, **of_job, defaults=defaults)
     except (ValueError, TypeError, ImportError, OSError) as error:
         parser.error(str(error))
     script = command[1] if command[0] == "-m" else command[0]
@@ -58,10 +60,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     if options.dry_run:
         print(f"would run {shlex.join(job.command)}")
         return 0
-    passed_on = {name: value[name] for name in ("strategy", "precision", "gradient_accumulation_steps")}
-    passed_on["strategy"] = None if value["strategy"] == "auto" else value["strategy"]
-    passed_on["accelerator"] = "cpu" if value["cpu"] == "true" else None
-    return supervise(job, passed_on)
+    return supervise(job)
 
 
 def check_script(command: Sequence[str]) -> None:
@@ -87,7 +86,7 @@ def launch_parser() -> Parser:
             add(flag_of(name), metavar=name.rpartition("_")[2].upper(), help=entry.about)
     add("--config-file", metavar="PATH", help="a YAML file for what flags leave open (or the variable TRAINWRIGHT_CONFIG; "
         "default: ~/.config/trainwright/config.yaml, if it is there; trainwright config writes it)")  # fmt: skip
-    add("--emit", choices=NEEDED, help="print an sbatch file, or manifests for Kubernetes, and run nothing")
+    add("--emit", choices=FLAGS, help="print an sbatch file, or manifests for Kubernetes, and run nothing")
     add("--image", help="with --emit kubernetes: the container's image, which has the script")
     add("--volume", metavar="CLAIM", help="with --emit kubernetes: the PersistentVolumeClaim to mount at /runs")
     add("--time", metavar="LIMIT", help="with --emit slurm: the time limit of the job, such as 04:00:00")
@@ -113,8 +112,3 @@ def parse_command(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Na
     if is_module and not command:
         parser.error("-m needs the name of a module after it.")
     return options, ["-m", *command] if is_module else command
-
-
-def check_config(config: Config, check_names: NameCheck, *, with_environment: bool = False) -> dict[str, LaunchSetting]:
-    """Return the settings of a config without flags, or with the environment's (ValueError if one is wrong)."""
-    return resolve(argparse.Namespace(), os.environ if with_environment else {}, config, check_names)[0]

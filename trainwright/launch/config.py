@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -14,11 +13,10 @@ from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT
 from trainwright.errors import did_you_mean
-from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, WAIT_SECONDS, Nodes
-from trainwright.launch.processes import GRACE_SECONDS, GRACE_VARIABLE
+from trainwright.launch.nodes import Job, Nodes
 
-__all__ = ["KEYS", "Config", "NameCheck", "check_variables", "config_path", "find_config", "flag_of", "printable"]
-__all__ += ["setting_of"]
+__all__ = ["KEYS", "Config", "NameCheck", "check_env", "config_path", "find_config", "flag_of", "printable"]
+__all__ += ["resolve", "setting_of"]
 
 
 class Entry(NamedTuple):
@@ -49,31 +47,28 @@ KEYS = {
     "node_rank": Entry("this machine's number, from 0", None, "NODE_RANK", FROM_0),
     "main_address": Entry("name or address of machine 0", None, "MASTER_ADDR"),
     "main_port": Entry("port of machine 0 (a single machine chooses a free one)", DEFAULT_PORT, "MASTER_PORT", FROM_0),
-    "rendezvous_seconds": Entry("how long the machines wait for each other", WAIT_SECONDS, form=FROM_0),
+    "rendezvous_seconds": Entry("how long the machines wait for each other", Nodes.wait_seconds, form=FROM_0),
     "max_restarts": Entry("how many times all ranks restart, after a failed rank or a lost machine", 0, form=FROM_0),
-    "grace_seconds": Entry("time for the ranks to save and exit after a signal", GRACE_SECONDS, GRACE_VARIABLE, FROM_0),
-    "logs": Entry("a folder for the output of each rank, in rank0.log and so on", None, LOGS_VARIABLE),
-    "job_id": Entry("a name that tells this job from others, the same on every machine", None, JOB_ID_VARIABLE),
+    "grace_seconds": Entry(
+        "time for the ranks to save and exit after a signal", Job.grace_seconds, "TRAINWRIGHT_GRACE_SECONDS", FROM_0
+    ),
+    "logs": Entry("a folder for the output of each rank, in rank0.log and so on", None, "TRAINWRIGHT_LOGS"),
+    "job_id": Entry("a name that tells this job from others, the same on every machine", None, "TRAINWRIGHT_JOB_ID"),
     "env": Entry("environment variables of the processes; those that are set already stay"),
 }
 """The keys of a config."""
-OTHER_WORDS = {
-    "num_processes": "devices",
-    "num_machines": "num_nodes",
-    "main_process_port": "main_port",
-    "mixed_precision": "precision",
-}
-"""Accelerate's names of settings, and ours."""
+OF_SEVERAL = ("node_rank", "main_address", "main_port", "rendezvous_seconds")
+OTHER_WORDS = {"num_processes": "devices"}
+"""Accelerate's names of settings that resemble others of ours, and ours."""
 NameCheck = Callable[[str | None, str | None, int], str | None]
 """Rejects an unknown strategy or precision, given the number of processes, and returns the Trainer's name of the precision."""
 
 
 class LaunchSetting(NamedTuple):
-    """A value, its source (a flag, a variable, the config's path, or "default"), and how errors call both."""
+    """A value, and its source: a flag, a variable, the config's path, or "default"."""
 
     value: Any
     source: str = "default"
-    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class Config:
         """Return lines with the config, the settings and the config's variables that hold, and their sources."""
         path = self.path or "none"
         rows = [("config", path, self.source)]
-        rows += [(name, str(value), source) for name, (value, source, _) in settings.items() if value is not None]
+        rows += [(name, str(value), source) for name, (value, source) in settings.items() if value is not None]
         new = [(name, text) for name, text in self.variables.items() if os.environ.get(name) == text]
         rows += [(f"env {name}", printable(shown(name, text)), path) for name, text in new]
         names, values = (max(len(row[at]) for row in rows) for at in (0, 1))
@@ -131,13 +126,13 @@ def find_config(given: str | None) -> Config:
         for key, value in {**values, **variables}.items():
             if not isinstance(value, str):
                 raise ValueError(f"{key} is {value}. Expected a single value.")
-        check_variables(variables)
+        check_env(variables)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     return Config(path, source, {key: text for key, text in values.items() if text not in ("", "~", "null")}, variables)
 
 
-def check_variables(names: Iterable[str]) -> None:
+def check_env(names: Iterable[str]) -> None:
     """Raise ValueError if a config may not set one of these variables."""
     ours = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", JOB_VARIABLE, "TRAINWRIGHT_CONFIG"}
     for name in names:
@@ -155,52 +150,75 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def setting_of(name: str, flags: argparse.Namespace, variables: Mapping[str, str], config: Config) -> LaunchSetting:
+def setting_of(name: str, flags: Mapping[str, Any], variables: Mapping[str, str], config: Config) -> LaunchSetting:
     """Return the flag, the variable or the config's entry, or else the default (ValueError if its form is wrong)."""
-    entry, flag, path = KEYS[name], getattr(flags, name, None), config.path or ""
+    entry, flag = KEYS[name], flags.get(name)
     if flag is not None:
         text = str(flag).lower() if isinstance(flag, bool) else flag  # --cpu and --no-cpu
-        setting = LaunchSetting(text, flag_of(name), f"{flag_of(name)} {text}")
-    elif text := variables.get(entry.variable):
-        setting = LaunchSetting(text, entry.variable, f"{entry.variable}={text}")
-    elif text := config.values.get(name):
-        setting = LaunchSetting(text, path, f"{path}: {name}: {text}")
+        source = label = flag_of(name)
+    elif text := variables.get(entry.variable, ""):
+        source = label = entry.variable
+    elif text := config.values.get(name, ""):
+        source, label = config.path or "", f"{config.path or ''}: {name}:"
     else:
         return LaunchSetting(entry.default)
     pattern, words = entry.form
     if not re.fullmatch(pattern, text, re.DOTALL):
-        raise ValueError(f"{setting.label}: expected {words}.")
-    return setting._replace(value=int(text)) if entry.form in (FROM_0, FROM_1) else setting
+        raise ValueError(f"{label} {text}: expected {words}.")
+    return LaunchSetting(int(text) if entry.form in (FROM_0, FROM_1) else text, source)
 
 
-def _settings(flags: argparse.Namespace, variables: Mapping[str, str], config: Config) -> dict[str, LaunchSetting]:
-    counts = [setting_of(name, flags, variables, config).value for name in ("num_nodes", "nodes")]
-    of_nodes = (
-        ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if counts == [1, None] else ()
-    )  # they say nothing of this job
-    variables = {name: text for name, text in variables.items() if name not in of_nodes}
-    return {name: setting_of(name, flags, variables, config) for name in KEYS if name != "env"}
+def settings_of(flags: Mapping[str, Any], variables: Mapping[str, str], config: Config) -> dict[str, LaunchSetting]:
+    """Return all settings, None for those that the number of machines excludes (ValueError if the form of one is wrong)."""
+    num_nodes, span = (setting_of(name, flags, variables, config).value for name in ("num_nodes", "nodes"))
+    # The environment and the config may describe another job. A flag that is excluded is an error of `nodes_of`.
+    ignored = ("num_nodes", "node_rank") if span else OF_SEVERAL if num_nodes == 1 else ()
+    unused = [name for name in ignored if flags.get(name) is None]
+    read = {name: setting_of(name, flags, variables, config) for name in KEYS if name not in ("env", *unused)}
+    return {name: read.get(name, LaunchSetting(None)) for name in KEYS if name != "env"}
+
+
+def nodes_of(settings: Mapping[str, LaunchSetting]) -> Nodes:
+    """Return the machines of a job (ValueError if a setting is missing, or two contradict)."""
+    count, span, rank, address, port, wait = (settings[name].value for name in ("num_nodes", "nodes", *OF_SEVERAL))
+    if span is None and count == 1:
+        if address is not None or wait is not None:
+            raise ValueError(
+                "--main-address and --rendezvous-seconds are for several machines. Add --num-nodes or --nodes, or remove them."
+            )
+        return Nodes(rank=rank or 0, port=port or 0)
+    job = f"nodes={span}" if span else f"num_nodes={count}"
+    least, most = (int(str(span or count).split(":")[at]) for at in (0, -1))
+    if least > most:
+        raise ValueError(f"{job}: expected {RANGE[1]}.")
+    if span and (count, rank) != (None, None):
+        raise ValueError(f"{job} replaces --num-nodes and --node-rank. Remove one of them.")
+    for name in ("main_address",) if span else ("node_rank", "main_address"):
+        if settings[name].value is None:
+            entry = KEYS[name]
+            raise ValueError(
+                f"{job} needs {name} ({entry.meaning}). Set {entry.variable} on every machine, or start the script with "
+                f"trainwright launch {flag_of(name)}, torchrun or srun."
+            )
+    return Nodes(most, rank, address, port, least, wait)
 
 
 def resolve(
-    flags: argparse.Namespace, variables: Mapping[str, str], config: Config, check_names: NameCheck
+    flags: Mapping[str, Any], config: Config, check_names: NameCheck, variables: Mapping[str, str] = os.environ
 ) -> tuple[dict[str, LaunchSetting], Nodes]:
     """Return the settings and the machines of a job (ValueError if a setting is wrong, or two contradict)."""
     # Not at the top: it imports torch, which looks for GPUs as the config's variables say.
     from trainwright.devices import abilities, hardware
 
-    settings = _settings(flags, variables, config)
-    cpu, devices = settings["cpu"], settings["devices"]
+    settings = settings_of(flags, variables, config)
+    cpu, devices, strategy, precision = (settings[name] for name in ("cpu", "devices", "strategy", "precision"))
     num_gpus = 0 if cpu.value == "true" else hardware.count()
     kind = (hardware.built_for() if num_gpus else None) or "cpu"
-    if devices.value == "auto":
-        number = abilities.num_together(kind) or 1
-    else:
-        number = num_gpus or num_cores() if devices.value == "-1" else int(devices.value)
+    numbers = {"auto": abilities.num_together(kind) or 1, "-1": num_gpus or num_cores()}
+    number = numbers.get(devices.value) or int(devices.value)
     if num_gpus and number > num_gpus:
-        raise ValueError(f"{devices.label}: torch sees {num_gpus} GPU(s) here. Pass at most that many, or add --cpu.")
-    nodes = _nodes(settings)
-    strategy, precision = settings["strategy"], settings["precision"]
+        raise ValueError(f"devices={number}: torch sees {num_gpus} GPU(s) here. Pass at most that many, or add --cpu.")
+    nodes = nodes_of(settings)
     try:
         name = check_names(strategy.value, precision.value, number * nodes.count)
     except ValueError as error:
@@ -208,33 +226,3 @@ def resolve(
         raise ValueError(f"{wrong.source}: {error}") from error
     settings |= {"devices": devices._replace(value=number), "precision": precision._replace(value=name)}
     return {**settings, "accelerator": cpu._replace(value=kind)}, nodes
-
-
-def _nodes(settings: dict[str, LaunchSetting]) -> Nodes:
-    """Return the machines (ValueError if a setting is missing, or two contradict), and empty the unused settings."""
-    count, span, address = settings["num_nodes"], settings["nodes"], settings["main_address"]
-    if span.value is None and count.value == 1:  # the environment and the config may describe a job of several
-        for name in ("node_rank", "main_port", "main_address", "rendezvous_seconds"):
-            if settings[name].source != flag_of(name):
-                settings[name] = LaunchSetting(None)
-            elif name in ("main_address", "rendezvous_seconds"):
-                raise ValueError(f"{flag_of(name)} is for several machines. Add --num-nodes or --nodes, or remove it.")
-        return Nodes(rank=settings["node_rank"].value or 0, port=settings["main_port"].value or 0)
-    least = most = count.value
-    if span.value is not None:
-        for name in ("num_nodes", "node_rank"):
-            if settings[name].source == flag_of(name):
-                raise ValueError(f"{flag_of(name)} was given with {span.label}, which replaces it. Remove one of them.")
-            settings[name] = LaunchSetting(None)
-        least, most = (int(span.value.split(":")[at]) for at in (0, -1))
-        if least > most:
-            raise ValueError(f"{span.label}: expected {RANGE[1]}.")
-    elif settings["node_rank"].value is None:
-        raise ValueError(f"{count.label} needs this machine's number. Pass --node-rank, from 0, or set NODE_RANK.")
-    if address.value is None:
-        raise ValueError(
-            f"{span.label or count.label} needs a main address. Pass --main-address, the name or address of machine 0, or "
-            "set MASTER_ADDR, the same on every machine."
-        )
-    rank, port, wait = (settings[name].value for name in ("node_rank", "main_port", "rendezvous_seconds"))
-    return Nodes(most, rank, address.value, port, least, wait)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -34,6 +35,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -43,7 +45,7 @@ from trainwright.distributed.network import is_listening, is_own_address, is_own
 from trainwright.errors import LaunchError
 from trainwright.launch.node_supervisor import JOINED, NODE_LOST, START_VARIABLE, NodeFolder
 from trainwright.launch.nodes import Job, JobOutcome, Place
-from trainwright.launch.reception import SILENCE_SECONDS, Reception, RendezvousState, say
+from trainwright.launch.reception import SILENCE_SECONDS, Reception, say
 from trainwright.launch.supervisor import ENDING_SIGNALS, ENTRY, catch_signals
 
 NAME = "trainwright"
@@ -94,20 +96,20 @@ class NodeLauncher(RendezvousHandler):
 
     def __init__(self, job: Job, folder: str) -> None:
         self._job, self._nodes, self._folder = job, job.nodes, NodeFolder(folder)
-        self._signal = self._interrupts = self._restarts = self._arrival = 0
+        self._signal = self._restarts = self._arrival = 0
         self._is_over = threading.Event()
         self._answered_at = time.monotonic()
         self._place: Place | None = None
         self._arrivals: list[int] = []
         """The arrival numbers of the nodes of the current start."""
         catch_signals(self._on_signal, *ENDING_SIGNALS)
-        self._base, self._is_main = self._open_store()
+        self._base, is_main = self._open_store()
         self._store = stores().PrefixStore("launchers", self._base)
-        self._reception = Reception(self._nodes, self._describe()) if self._is_main else None
-        self._arrival = 0 if self._is_main else int(self._store.add("arrivals", 1))
+        self._reception = Reception(self._nodes, self._describe()) if is_main else None
+        self._arrival = 0 if is_main else int(self._store.add("arrivals", 1))
         for target, arguments in ((self._watch, (self._base.clone(),)), (self._watch_answers, ())):
             threading.Thread(target=target, args=arguments, daemon=True).start()
-        if not self._is_main:
+        if not is_main:
             self._arrive()
         # Otherwise elastic opens another store, on all interfaces, which a node that joins later waits for in vain.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -116,7 +118,7 @@ class NodeLauncher(RendezvousHandler):
         self._elastic = DynamicRendezvousHandler.from_backend(
             NAME,
             store,
-            RendezvousState(store, NAME),
+            C10dRendezvousBackend(store, NAME),
             self._nodes.least,
             self._nodes.count,
             socket.gethostname(),
@@ -142,11 +144,11 @@ class NodeLauncher(RendezvousHandler):
         outcome, text = JobOutcome(1), ""
         try:
             elastic_launch(config, sys.executable)(ENTRY, "node", *sys.path)
-            outcome = self._folder.take_outcome() or outcome
+            outcome = self._last_outcome() or outcome
         except NodeEnded as end:
             outcome = end.outcome
         except ChildFailedError:
-            outcome = self._folder.take_outcome() or JobOutcome(1, SUPERVISOR_KILLED)
+            outcome = self._last_outcome() or JobOutcome(1, SUPERVISOR_KILLED)
         except LaunchError as error:
             text = str(error)
             raise
@@ -160,7 +162,7 @@ class NodeLauncher(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the nodes of the next start and describe it to this node's supervisor."""
-        last = self._folder.take_outcome()
+        last = self._last_outcome()
         if self._signal or (last is not None and not (last.reason and last.may_restart)):
             raise NodeEnded(last or JobOutcome(128 + self._signal))
         if self._place is None:
@@ -231,9 +233,9 @@ class NodeLauncher(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Close the rendezvous, unless only this node leaves. Elastic calls it when its agent ends."""
-        last = self._folder.read_outcome()
+        last = self._last_outcome()
         has_failed = last is not None and bool(last.reason) and last.may_restart
-        return bool(self._elastic.shutdown()) if self._is_main or has_failed else True
+        return bool(self._elastic.shutdown()) if self._reception is not None or has_failed else True
 
     # This node, before and between the starts.
 
@@ -310,6 +312,9 @@ class NodeLauncher(RendezvousHandler):
         elif self._nodes.rank is None:
             say(f"this is node {place.node} of {len(place.hosts)}.")
 
+    def _last_outcome(self) -> JobOutcome | None:
+        return None if self._place is None else self._folder.read_outcome(self._place.start)
+
     def _failures(self, place: Place, base: Store) -> FailureLog:
         return FailureLog(stores().PrefixStore(f"{STORE_PREFIX}/{place.start}", base))
 
@@ -323,14 +328,9 @@ class NodeLauncher(RendezvousHandler):
         return JobOutcome(code, rest=f"trainwright: the job has ended without this node{see}.\n")
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """Pass the first signal on to the supervisor. End at once if there is none, and at the second Ctrl-C."""
-        if self._is_over.is_set():
-            return
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1:
-            self._end_process(128 + number, "second Ctrl-C; the ranks were killed.")
-        elif not self._signal:
-            self._signal = number
+        """Pass a signal on to the supervisor, or end at once if there is none."""
+        if not self._is_over.is_set():
+            self._signal = self._signal or number
             if not self._folder.send(signal.SIGUSR2 if number == signal.SIGTERM else number):
                 self._end_process(128 + number)
 
@@ -339,7 +339,7 @@ class NodeLauncher(RendezvousHandler):
         self._folder.send(signal.SIGKILL)  # the ranks end with it
         if text:
             say(text)
-        self._folder.remove()
+        shutil.rmtree(self._folder.path, ignore_errors=True)
         os._exit(code)
 
     def _wait(self, find: Callable[[float], bool], describe: Callable[[], str], *, limit: float | None = None) -> None:
@@ -388,8 +388,7 @@ class NodeLauncher(RendezvousHandler):
     def _post_failure(self, base: Store, place: Place, node: int, text: str) -> None:
         failures = self._failures(place, base)
         if failures.count() == 0:
-            failures.post(place.first_rank(node), text)
-            failures.mark_printed()
+            failures.post(place.first_rank(node), text, code=1)
 
     def _leave(self, code: int, text: str = "") -> None:
         """Leave the job. The main node, which serves the store, waits until all others have left."""

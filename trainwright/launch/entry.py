@@ -17,23 +17,6 @@ def find_package() -> None:
     sys.path.append(os.path.dirname(os.path.dirname(here)))
 
 
-def start_launcher(arguments: list[str]) -> None:
-    """Run the launcher."""
-    find_package()
-    from trainwright.launch.processes import main
-
-    sys.exit(main(arguments))
-
-
-def start_node(paths: list[str]) -> None:
-    """Run the ranks of this machine, one of several, as the launcher has described them in a variable."""
-    find_package()
-    sys.path.extend(path for path in paths if path not in sys.path)
-    from trainwright.launch.node_supervisor import main
-
-    sys.exit(main())
-
-
 def attach(launcher_pid: int, command: list[str]) -> None:
     """Ask the kernel to kill this process when its launcher ends, then replace it by the command."""
     if sys.platform == "linux":
@@ -66,25 +49,29 @@ def watch(launcher_pid: int) -> None:
     os._exit(0)
 
 
-def work_in(folder: str) -> None:
-    """Do the work that notebook.py put into a folder, with the search path and arguments of the calling process."""
-    import json
-
-    with open(f"{folder}/search_path.json", encoding="utf-8") as file:
-        paths = json.load(file)
-    sys.path[:], sys.argv[:] = paths["path"], paths["argv"]
-    from trainwright.launch.notebook import work
-
-    work(folder)
-
-
 if __name__ == "__main__":
     role, *rest = sys.argv[1:]
     if role == "attached":
         attach(int(rest[0]), rest[1:])
+    elif role == "worker":
+        import json
+
+        # The caller may be reading its program from there.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        # The search path and the arguments are the caller's.
+        with open(f"{rest[0]}/search_path.json", encoding="utf-8") as file:
+            sys.path[:], sys.argv[:] = json.load(file)
+        from trainwright.launch.notebook import work
+
+        work(rest[0])
     elif role == "launcher":
-        start_launcher(rest)
-    elif role == "node":
-        start_node(rest)
+        find_package()
+        from trainwright.launch.processes import main
+
+        sys.exit(main(rest))
     else:
-        work_in(rest[0])
+        find_package()
+        sys.path.extend(path for path in rest if path not in sys.path)
+        from trainwright.launch import node_supervisor
+
+        sys.exit(node_supervisor.main())

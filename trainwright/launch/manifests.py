@@ -16,41 +16,35 @@ from typing import Any
 from trainwright.distributed.network import DEFAULT_PORT
 from trainwright.launch.config import FROM_1, Config, NameCheck, flag_of, setting_of
 
-NEEDED = {
-    "slurm": {"devices": "4", "time": "04:00:00"},
-    "kubernetes": {"devices": "4", "image": "registry.example.com/train:1", "volume": "runs"},
-}
-"""The flags that each file needs, with examples."""
 PASSED_ON = ("strategy", "precision", "gradient_accumulation_steps", "max_restarts", "grace_seconds", "logs", "job_id")
 """Flags that the command in a pod takes too."""
-OPTIONAL = {
-    "slurm": ("num_nodes", "cpu", "cpus", "grace_seconds", "logs", "job_id"),
-    "kubernetes": ("num_nodes", "cpu", "cpus", *PASSED_ON),
+FLAGS = {
+    "slurm": ("devices", "time", "num_nodes", "cpu", "cpus", "grace_seconds", "logs", "job_id"),
+    "kubernetes": ("devices", "image", "volume", "num_nodes", "cpu", "cpus", *PASSED_ON),
 }
+"""The flags that each file takes."""
+EXAMPLES = {"devices": "4", "time": "04:00:00", "image": "registry.example.com/train:1", "volume": "runs"}
+"""The flags without a default, with examples."""
 TIME = r"(\d+-)?\d+(:\d\d){0,2}", "minutes, HH:MM:SS or DAYS-HH:MM:SS"
 NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", "lowercase letters, digits and -, as in my-run"
-FORMS = {
-    "slurm": {"devices": FROM_1, "cpus": FROM_1, "time": TIME},
-    "kubernetes": {"devices": FROM_1, "cpus": FROM_1, "volume": NAME, "job_id": NAME},
-}
+FORMS = {"devices": FROM_1, "cpus": FROM_1, "time": TIME, "volume": NAME}
 RESTARTS = 20
 """The restarts for each pod. The first ones may be needed until the name of the first pod is known to the others."""
 
 
 def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameCheck) -> str:
     """Return the file of --emit for a script with its arguments (ValueError if a flag is missing or wrong)."""
-    needed = NEEDED[options.emit]
-    allowed = (*needed, *OPTIONAL[options.emit])
-    for name, value in vars(options).items():
-        flag, (pattern, words) = flag_of(name), FORMS[options.emit].get(name, ("", ""))
+    allowed, given = FLAGS[options.emit], vars(options)
+    for name, value in given.items():
+        flag, (pattern, words) = flag_of(name), FORMS.get(name, ("", ""))
         if value and name not in (*allowed, "emit"):
             flags = ", ".join(map(flag_of, allowed))
             raise ValueError(f"{flag} was given with --emit {options.emit}, which takes {flags}. Leave it out.")
-        if not value and name in needed:
-            raise ValueError(f"--emit {options.emit} needs {flag}. Add it, for example {flag} {needed[name]}.")
+        if not value and name in allowed and name in EXAMPLES:
+            raise ValueError(f"--emit {options.emit} needs {flag}. Add it, for example {flag} {EXAMPLES[name]}.")
         if value and pattern and not re.fullmatch(pattern, value):
             raise ValueError(f"{flag} {value}: expected {words}.")
-    nodes, grace = (setting_of(name, options, {}, Config()).value for name in ("num_nodes", "grace_seconds"))
+    nodes, grace = (setting_of(name, given, {}, Config()).value for name in ("num_nodes", "grace_seconds"))
     devices, cpus = int(options.devices), int(options.cpus or 4)  # three are for the loader's workers
     check_names(options.strategy, options.precision, devices * nodes)
     if options.emit == "kubernetes":

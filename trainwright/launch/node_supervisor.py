@@ -26,28 +26,18 @@ NODE_LOST = "its node was lost: the launcher there has ended or cannot be reache
 
 
 class NodeFolder:
-    """The folder in which supervisors leave the ends of their starts for the launcher."""
+    """The files of a node's supervisors for its launcher: the outcome of each start, and the pid of the latest one."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
 
-    def write_outcome(self, outcome: JobOutcome) -> None:
+    def write_outcome(self, start: int, outcome: JobOutcome) -> None:
         (self.path / "part").write_text(json.dumps(outcome))
-        os.rename(self.path / "part", self.path / "outcome")
+        os.rename(self.path / "part", self.path / f"outcome{start}")
 
-    def read_outcome(self) -> JobOutcome | None:
-        path = self.path / "outcome"
+    def read_outcome(self, start: int) -> JobOutcome | None:
+        path = self.path / f"outcome{start}"
         return JobOutcome(*json.loads(path.read_text())) if path.exists() else None
-
-    def take_outcome(self) -> JobOutcome | None:
-        """Return the end of the last start, or None if the supervisor left none, and forget the supervisor."""
-        outcome = self.read_outcome()
-        for name in ("outcome", "pid"):
-            (self.path / name).unlink(missing_ok=True)
-        return outcome
-
-    def write_pid(self) -> None:
-        (self.path / "pid").write_text(str(os.getpid()))
 
     def send(self, number: int) -> bool:
         """Send a signal to the supervisor, and return whether there is one."""
@@ -56,9 +46,6 @@ class NodeFolder:
         except (OSError, ValueError):
             return False
         return True
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 class NodeSupervisor(Supervisor):
@@ -78,7 +65,7 @@ class NodeSupervisor(Supervisor):
     def handle_signals(self) -> None:
         signal.signal(signal.SIGTERM, self._on_elastic)
         catch_signals(self._on_launcher, signal.SIGUSR2, *ENDING_SIGNALS[1:])
-        self._folder.write_pid()
+        (self._folder.path / "pid").write_text(str(os.getpid()))
 
     def _on_elastic(self, number: int, _: FrameType | None) -> None:
         self._cause = self._cause or JOINING
@@ -105,24 +92,25 @@ class NodeSupervisor(Supervisor):
         except RuntimeError:  # of a request to the store: the main node has gone, as the launcher sees too
             return 1
         finally:
+            (self._folder.path / "pid").unlink(missing_ok=True)
             if os.getppid() != self._launcher:  # so the files have no reader
-                self._folder.remove()
+                shutil.rmtree(self._folder.path, ignore_errors=True)
         if self._cause == JOINING and not self._is_agreed:
             outcome = outcome if outcome.reason else JobOutcome(outcome.code, JOINED)
         elif self._cause and not self._is_agreed:
             outcome = outcome._replace(may_restart=False)
         with suppress(FileNotFoundError):  # the launcher has ended
-            self._folder.write_outcome(outcome)
+            self._folder.write_outcome(place.start, outcome)
         return 0 if self._is_agreed and outcome.may_restart and not outcome.reason else 1
 
-    def look_around(self, place: Place) -> JobOutcome | None:
+    def look_around(self) -> JobOutcome | None:
         if os.getppid() == self._launcher:
             return None
         self._why = NODE_LOST
         return self.abandon(JobOutcome(1))
 
     def abandon(self, outcome: JobOutcome) -> JobOutcome:
-        self.post(self._first_rank, self._why)  # so that the other nodes end their ranks too
+        self.failures.post(self._first_rank, self._why, code=1)  # so that the other nodes end their ranks too
         return super().abandon(outcome)
 
     def finish(self, place: Place, code: int) -> JobOutcome | None:
@@ -132,7 +120,7 @@ class NodeSupervisor(Supervisor):
             post(self._store, f"finished/{place.node}", str(self._cause))
         names = [f"finished/{node}" for node in range(len(place.hosts))]
         if not self._store.check(names):
-            return self.look_around(place)
+            return self.look_around()
         self._is_agreed = True
         causes = [int(self._store.get(name)) for name in names]
         stopped = [node for node, cause in enumerate(causes) if cause > 0]

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainwright.distributed.clusters import main_port, read_number
+from trainwright.devices import num_cores
+from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import masked
-from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
-
-WAIT_SECONDS = 300
-"""How long the nodes wait for each other, unless another time is given."""
-LOGS_VARIABLE = "TRAINWRIGHT_LOGS"
-"""The variable that names the folder of `Job.logs`."""
-JOB_ID_VARIABLE = "TRAINWRIGHT_JOB_ID"
-"""The variable that gives `Job.job_id`."""
+from trainwright.distributed.network import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -38,14 +33,10 @@ class Nodes:
     port: int = 0
     fewest: int | None = None
     """With how many the job starts if no more come, or None for `count`."""
-    wait_seconds: float = WAIT_SECONDS
+    wait_seconds: float = 300
     """How long the nodes wait for the fewest."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(
-                f"num_nodes={self.count!r} is not an integer of at least 1. Pass the number of machines of the job."
-            )
         if self.rank is not None and not 0 <= self.rank < self.count:
             raise ValueError(
                 f"node_rank={self.rank} is out of range for num_nodes={self.count}; nodes are numbered from 0 to "
@@ -73,33 +64,18 @@ class Job:
     """How many times all ranks are restarted after a failure."""
     logs: str | None = None
     """The folder for the output of the ranks, one file per rank."""
-    report: str | None = None
-    """A file to which the launcher writes the line about the rank that failed first."""
-    grace_seconds: float = 120.0
+    grace_seconds: float = 120
     """How long the ranks have to save and exit after a signal."""
     job_id: str | None = None
     """A name that tells this job from others at the same address, or None for one that its command gives."""
+    defaults: Mapping[str, str | None] = field(default_factory=dict)
+    """Settings that the script may leave open, by the names of `Environment`."""
 
     @property
     def name(self) -> str:
         """The id of the job, or its command without the folders of the script and of Hydra, which differ between nodes."""
         parts = [part for part in self.command[1:] if not part.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
         return self.job_id or masked([os.path.basename(part) if part.endswith(".py") else part for part in parts]).text
-
-
-def nodes_of(num_nodes: int, variables: Mapping[str, str]) -> Nodes:
-    """Return the nodes that NODE_RANK, MASTER_ADDR and MASTER_PORT describe (ValueError if one is missing or wrong)."""
-    if not isinstance(num_nodes, int) or num_nodes < 2:
-        return Nodes(num_nodes)  # rejects other values
-    missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not variables.get(name)]
-    if missing:
-        raise ValueError(
-            f"num_nodes={num_nodes} was given, but the environment has no {' and no '.join(missing)}. Set NODE_RANK (this "
-            "node's number, from 0), MASTER_ADDR and MASTER_PORT (the main node's) and start the script on each node, or start "
-            "it there with trainwright launch, torchrun or srun."
-        )
-    rank = read_number(variables, "NODE_RANK", "trainwright launch")
-    return Nodes(num_nodes, rank, variables["MASTER_ADDR"], main_port(variables, DEFAULT_PORT))
 
 
 class Place(NamedTuple):
@@ -142,7 +118,10 @@ class Place(NamedTuple):
             "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
             "TORCHELASTIC_RUN_ID": job.job_id or f"trainwright-{self.port}",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            JOB_VARIABLE: json.dumps(dict(job.defaults)),
         }
+        # Without it the torch of every rank starts one thread per core.
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // job.num_processes)))
         variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         for name in ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
             variables.pop(name, None)  # of the launcher

@@ -1,34 +1,39 @@
 """Worker calls of a process whose command cannot be run again: a notebook, a REPL, a test runner.
 
-The workers are fresh interpreters, because a fork could not use a device that is in use here.
+The workers are fresh interpreters, because a fork could not use a device that is in use here. cloudpickle copies their work.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import linecache
 import os
-import select
 import signal
-import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FunctionType
 from typing import Any
 
-from trainwright.distributed.environment import JOB_VARIABLE
-from trainwright.distributed.failures import flush_streams
-from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
-from trainwright.errors import LaunchError, RunStopped, WorkerFailed
-from trainwright.launch.packing import pack, read_result, unpack, write_result
-from trainwright.launch.processes import launcher_command
-from trainwright.launch.supervisor import ENTRY
+import cloudpickle
+import torch
 
-WORK, RESULT, REPORT = "work", "result", "report"
+from trainwright.distributed.failures import flush_streams
+from trainwright.distributed.signals import STOP_SIGNALS
+from trainwright.errors import RunStopped, WorkerFailed
+from trainwright.launch.nodes import Job, JobOutcome
+from trainwright.launch.processes import job_settings, run_machine
+from trainwright.launch.supervisor import ENTRY, Supervisor, catch_signals
+
+WORK, RESULT = "work", "result"
+ADVICE = (
+    "cloudpickle has to copy it, so no open files, locks, connections or generators. Make it where it is used (in setup(), in "
+    "a hook, at the first __getitem__), or leave it out in __getstate__; a plain script needs no copy."
+)
 
 
 def run_in_workers(
@@ -47,96 +52,95 @@ def run_in_workers(
     """
     # Only this process has the source of a notebook's cells, which comes from no file and so has no time of a change.
     cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
-    pack(folder / WORK, {**named, "the function": function, "the cells": cells, "defaults": defaults or {}}, asked)
-    search_path = {"path": sys.path, "argv": sys.argv}
-    (folder / "search_path.json").write_text(json.dumps(search_path, default=str), encoding="utf-8")
+    pack(folder / WORK, {**named, "the function": function, "the cells": cells}, asked)
+    (folder / "search_path.json").write_text(json.dumps([sys.path, sys.argv], default=str), encoding="utf-8")
     command = [sys.executable, ENTRY, "worker", str(folder)]
-    code = run_launcher(launcher_command(num_processes, command, report=str(folder / REPORT)))
-    if code != 0 or not (folder / RESULT).exists():
-        raise _failure(folder, code, asked)
-    return read_result(folder / RESULT)
-
-
-def _failure(folder: Path, code: int, asked: str) -> BaseException:
-    """Return the error of a job without a result."""
-    report = folder / REPORT
-    if code == 0:
-        return WorkerFailed(f"{asked}: a worker exited before its work was done. Do not call sys.exit() in it.")
-    if report.exists():  # a failed rank counts more than a signal that came after it
-        text = report.read_text(encoding="utf-8")
-        rank = text.split()[1]  # rank 1 of 2 failed first
+    outcome = _run_here(Job(command, num_processes, **job_settings(), defaults=defaults or {}))
+    if outcome.reason:
+        rank = outcome.reason.split()[1]  # rank 1 of 2 failed first
         error = folder / f"error-{rank}"
         trace = error.read_text(encoding="utf-8") if error.exists() else "Its output is above."
-        return WorkerFailed(f"{asked}: {text}\n\nOn rank {rank}:\n{trace}")
-    if code >= STOPPED_EXIT_CODE:  # or 128 + the signal's number
-        return RunStopped(code)
-    return LaunchError(f"{asked}: the launcher of its workers ended with exit code {code}. Its output is above.")
+        raise WorkerFailed(f"{asked}: {outcome.reason}; the job was ended.\n\nOn rank {rank}:\n{trace}")
+    if outcome.code != 0:
+        raise RunStopped(outcome.code)
+    if not (folder / RESULT).exists():
+        raise WorkerFailed(f"{asked}: a worker exited before its work was done. Do not call sys.exit() in it.")
+    return torch.load(folder / RESULT, map_location="cpu", weights_only=True)
+
+
+def _run_here(job: Job) -> JobOutcome:
+    """Run a job from this process (KeyboardInterrupt after a Ctrl-C)."""
+    flush_streams()
+    supervisor = Supervisor(job)
+    is_main = threading.current_thread() is threading.main_thread()  # only it may install handlers
+    previous = catch_signals(supervisor.on_signal, *STOP_SIGNALS) if is_main else {}
+    try:
+        # NOTE: the kernel kills the ranks when the *thread* that started them ends. That is this one, which waits for them.
+        outcome = run_machine(job, supervisor)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    print(outcome.rest, end="", file=sys.stderr, flush=True)
+    if supervisor.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    return outcome
 
 
 def work(folder: str) -> None:
     """Do the work in a worker, and write rank 0's result."""
     path, rank = Path(folder), os.environ["RANK"]
     try:
-        named = unpack(path / WORK)
+        named = torch.load(path / WORK, map_location="cpu", weights_only=False)  # written by the caller
         linecache.cache.update(named.pop("the cells"))
-        job = json.loads(os.environ[JOB_VARIABLE]) | named.pop("defaults")
-        os.environ[JOB_VARIABLE] = json.dumps(job)
         for kind in gc.get_objects():  # loader workers pickle instances of the caller's classes by name
             if issubclass(type(kind), type) and kind.__module__ == "__main__" and "." not in kind.__qualname__:
                 setattr(sys.modules["__main__"], kind.__name__, kind)
         (path / f"taken-{rank}").touch()
-        if len(list(path.glob("taken-*"))) == job["num_processes"]:
+        if len(list(path.glob("taken-*"))) == int(os.environ["WORLD_SIZE"]):
             (path / WORK).unlink(missing_ok=True)  # may be large, and would stay if this process were killed
         result = named.pop("the function")(path, **named)
         if rank == "0":
-            write_result(path / RESULT, result)
+            torch.save(result, path / RESULT)
     except Exception:
         (path / f"error-{rank}").write_text(traceback.format_exc(), encoding="utf-8")
         raise
 
 
-def run_launcher(command: list[str]) -> int:
-    """Run the launcher as a child, pass signals on, and return its exit code (KeyboardInterrupt if it ends after a Ctrl-C)."""
-    passed: list[int] = []
+def pack(path: Path, work: dict[str, Any], asked: str) -> None:
+    """Write work to a file (TypeError with the place of a part that cannot be copied)."""
+    try:
+        _write(path, work)
+    except Exception as error:
+        if (culprit := _find_culprit(work)) is None:  # the disk may be full
+            raise
+        raise TypeError(f"{asked} runs in new processes, and {culprit}. {ADVICE}") from error
 
-    def pass_on(number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT and number in passed:  # the second Ctrl-C
-            raise KeyboardInterrupt
-        passed.append(number)
-        process.send_signal(number)
 
-    flush_streams()
-    # NOTE: the kernel kills the child when the *thread* that started it ends. That is this one, which waits for it.
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", ENTRY, "attached", str(os.getpid()), *command],
-        bufsize=0,  # no line stays where select does not see it
-        stdin=subprocess.DEVNULL,  # this process may be reading its program from there
-        # A notebook or a test has replaced the streams.
-        stdout=None if sys.stdout is sys.__stdout__ else subprocess.PIPE,
-        stderr=None if sys.stderr is sys.__stderr__ else subprocess.PIPE,
-        start_new_session=True,  # so that a Ctrl-C in the terminal reaches this process only, which passes it on
-    ) as process:
-        is_main = threading.current_thread() is threading.main_thread()  # only it may install handlers
-        handled = [number for number in STOP_SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN]
-        previous = {number: signal.signal(number, pass_on) for number in handled}
+def _write(path: str | Path, value: Any) -> None:
+    torch.save(value, path, pickle_module=cloudpickle, pickle_protocol=5)
+
+
+def _find_culprit(named: Mapping[str, Any], depth: int = 5) -> str | None:
+    """Return the path to a part that cannot be copied, and the reason, or None if all can."""
+    for name, value in named.items():
         try:
-            _print_lines(process)
-            process.wait()
-        finally:
-            process.kill()  # if it still runs; the kernel ends its workers with it
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-    if signal.SIGINT in passed:
-        raise KeyboardInterrupt
-    return process.returncode
+            _write(os.devnull, value)
+        except Exception as error:  # whatever an object's __reduce__ or __getstate__ raises
+            inner = {name + place: part for place, part in _parts(value).items()} if depth else {}
+            text = f"{name} ({type(value).__name__}) cannot be copied to them: {str(error).rstrip('.')}"
+            return _find_culprit(inner, depth - 1) or text
+    return None
 
 
-def _print_lines(process: subprocess.Popen[bytes]) -> None:
-    """Print the launcher's lines to the replaced streams."""
-    streams = {pipe: stream for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)) if pipe}
-    while streams:
-        for pipe in select.select(list(streams), [], [])[0]:
-            if line := pipe.readline():
-                print(line.decode(errors="replace"), end="", file=streams[pipe], flush=True)
-            else:
-                del streams[pipe]
+def _parts(value: Any) -> dict[str, Any]:
+    """Return the parts of an object by their places in it."""
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": part for key, part in value.items()}
+    if isinstance(value, FunctionType):
+        closure = inspect.getclosurevars(value)
+        return {f", its variable {name!r}": part for name, part in {**closure.nonlocals, **closure.globals}.items()}
+    attributes = dict(getattr(value, "__dict__", {}))
+    attributes |= attributes.pop("_modules", {})
+    return {f".{name}": part for name, part in attributes.items()}

@@ -8,25 +8,20 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from trainwright.devices import num_cores
-from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.job_store import serve_store
-from trainwright.distributed.network import LOOPBACK, listen_at, loopback_interface
+from trainwright.distributed.network import LOOPBACK, listen_at
 from trainwright.errors import LaunchError
 from trainwright.launch.command import own_command
-from trainwright.launch.nodes import JOB_ID_VARIABLE, LOGS_VARIABLE, Job, JobOutcome, Nodes, Place, nodes_of
-from trainwright.launch.supervisor import ENTRY, Supervisor
+from trainwright.launch.config import Config, nodes_of, setting_of, settings_of
+from trainwright.launch.nodes import Job, JobOutcome, Nodes, Place
+from trainwright.launch.supervisor import ENDING_SIGNALS, ENTRY, Supervisor, catch_signals
 
-__all__ = ["GRACE_VARIABLE", "launcher_command"]
-
-GRACE_VARIABLE, GRACE_SECONDS = "TRAINWRIGHT_GRACE_SECONDS", 120
-"""How long the ranks have to save and exit after a signal: the variable that sets it, and the default."""
+__all__ = ["launcher_command"]
 
 
 def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script") -> NoReturn:
@@ -41,10 +36,8 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
     """
     from trainwright.distributed.failures import flush_streams  # not at the launcher's start, because it imports torch
 
-    if num_processes < 2 and num_nodes == 1:
-        raise ValueError(f"num_processes={num_processes}; 2 or more are accepted. One process needs no launcher.")
-    nodes = nodes_of(num_nodes, os.environ)
-    grace_seconds(os.environ)
+    of_script = Config("this script", values={"num_nodes": str(num_nodes)})
+    nodes = nodes_of(settings_of({}, os.environ, of_script))
     command, directory = own_command(reason)
     # execv skips Python's exit handlers, so loader workers would stay and buffered output would be lost.
     for child in multiprocessing.active_children():
@@ -55,13 +48,9 @@ def launch(num_processes: int, *, num_nodes: int = 1, reason: str = "this script
     os.execv(sys.executable, launcher_command(num_processes, command, nodes))
 
 
-def launcher_command(
-    num_processes: int, command: list[str], nodes: Nodes | None = None, report: str | None = None
-) -> list[str]:
-    """Return the command line of a launcher, as `main` reads it. `report` is the `Job`'s."""
-    settings: dict[str, object] = {"num_processes": num_processes, "report": report}
-    if nodes is not None:
-        settings["nodes"] = asdict(nodes)
+def launcher_command(num_processes: int, command: list[str], nodes: Nodes | None = None) -> list[str]:
+    """Return the command line of a launcher, as `main` reads it."""
+    settings: dict[str, object] = {"num_processes": num_processes, "nodes": asdict(nodes or Nodes())}
     # The script may have found torch on a search path that it changed itself.
     if torch_file := getattr(sys.modules.get("torch"), "__file__", None):
         settings["path"] = str(Path(torch_file).parent.parent)
@@ -75,26 +64,27 @@ def main(arguments: list[str]) -> int:
     if (path := fields.pop("path", None)) not in (None, *sys.path):
         sys.path.append(path)
     nodes = Nodes(**fields.pop("nodes", {}))
-    logs, job_id = os.environ.get(LOGS_VARIABLE), os.environ.get(JOB_ID_VARIABLE)
-    return supervise(
-        Job(command, nodes=nodes, **fields, grace_seconds=grace_seconds(os.environ), logs=logs, job_id=job_id), {}
-    )
+    return supervise(Job(command, nodes=nodes, **fields, **job_settings()))
 
 
-def supervise(job: Job, defaults: dict[str, str | None]) -> int:
-    """Run a job's workers on this node and return its exit code. `defaults` are settings that the script may leave open."""
+def job_settings() -> dict[str, Any]:
+    """Return the settings of a `Job` that the environment gives (ValueError if one is wrong)."""
+    return {name: setting_of(name, {}, os.environ, Config()).value for name in ("grace_seconds", "logs", "job_id")}
+
+
+def supervise(job: Job) -> int:
+    """Run a job's workers on this node and return its exit code."""
     warnings.simplefilter("ignore")  # the job's output is the workers'
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # a service may have none
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    _prepare_environment(job, defaults)
     # Looking for garbage among torch's objects takes 0.1 s while it is imported, and 0.2 s when the launcher ends.
     gc.disable()
     try:
-        if job.logs is not None:
-            os.makedirs(job.logs, exist_ok=True)
         if job.nodes.count == 1:
-            outcome = _run_machine(job)
+            supervisor = Supervisor(job)
+            catch_signals(supervisor.on_signal, *ENDING_SIGNALS)
+            outcome = run_machine(job, supervisor)
         else:
             from trainwright.launch.elastic import run_node
 
@@ -102,17 +92,13 @@ def supervise(job: Job, defaults: dict[str, str | None]) -> int:
     except (LaunchError, OSError) as error:
         outcome = JobOutcome(1, rest=f"trainwright: {error}\n")
     gc.freeze()
-    line = f"{outcome.reason}; the job was ended."
-    if outcome.reason and job.report is not None:
-        Path(job.report).write_text(line, encoding="utf-8")
-    print(f"trainwright: {line}\n" * bool(outcome.reason) + outcome.rest, end="", file=sys.stderr, flush=True)
+    line = f"trainwright: {outcome.reason}; the job was ended.\n" if outcome.reason else ""
+    print(line + outcome.rest, end="", file=sys.stderr, flush=True)
     return outcome.code
 
 
-def _run_machine(job: Job) -> JobOutcome:
+def run_machine(job: Job, supervisor: Supervisor) -> JobOutcome:
     """Run a job of one machine to its end."""
-    supervisor = Supervisor(job)
-    supervisor.handle_signals()
     listener = listen_at(LOOPBACK, job.nodes.port)
     port = int(listener.getsockname()[1])
     open_store = cache(lambda: serve_store(listener, LOOPBACK))
@@ -124,32 +110,6 @@ def _run_machine(job: Job) -> JobOutcome:
             then = f"restarting all ranks, restart {start + 1} of {job.max_restarts}"
             print(f"trainwright: {outcome.reason}; {then}.\n{outcome.rest}", end="", file=sys.stderr, flush=True)
     return outcome
-
-
-def grace_seconds(variables: Mapping[str, str]) -> int:
-    """Return how long the ranks have to exit after a signal (ValueError if the variable is wrong)."""
-    given = variables.get(GRACE_VARIABLE) or str(GRACE_SECONDS)
-    if not (given.isascii() and given.isdigit()):
-        raise ValueError(
-            f"the environment has {GRACE_VARIABLE}={given!r}. Expected an integer of at least 0, in seconds. Set it to the "
-            f"longest time of a step and a save, or unset it for {GRACE_SECONDS}."
-        )
-    return int(given)
-
-
-def _prepare_environment(job: Job, defaults: dict[str, str | None]) -> None:
-    """Set the variables of all workers of this node. Elastic adds the variables of single ranks."""
-    is_alone = job.nodes.count == 1
-    settings = {"version": 1, "launcher_pid": os.getpid(), "num_processes": job.num_processes, "loopback": is_alone}
-    given = {name: value for name, value in defaults.items() if value is not None}
-    os.environ[JOB_VARIABLE] = json.dumps({**settings, **given})
-    loopback = loopback_interface()
-    if loopback is not None and is_alone:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    if "OMP_NUM_THREADS" not in os.environ:
-        # Without it every rank's torch starts one thread per core.
-        os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // job.num_processes))
 
 
 if __name__ == "__main__":

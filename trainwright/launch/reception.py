@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import sys
 import time
 from contextlib import suppress
 from typing import Any
 
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, Token
-
 from trainwright.distributed.job_store import Store, post
-from trainwright.errors import LaunchError
 from trainwright.launch.nodes import Nodes
 
 MORE_SECONDS = 30.0  # that a job with enough nodes waits for more, from the latest arrival, before its first start
@@ -117,35 +111,6 @@ class Reception:
         here = {member["node_rank"] for member in living}
         missing = ", ".join(str(rank) for rank in range(self._nodes.count) if rank not in here)
         return f"node(s) {missing} of {self._nodes.count}"
-
-
-class RendezvousState(C10dRendezvousBackend):
-    """Elastic's state in the store, which is a pickle. A pickle with other contents than elastic's is rejected unread."""
-
-    def get_state(self) -> tuple[bytes, Token] | None:
-        answer = super().get_state()
-        self._check(answer)
-        return answer
-
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        answer = super().set_state(state, token)
-        self._check(answer)
-        return answer
-
-    def _check(self, answer: tuple[Any, ...] | None) -> None:
-        if answer is not None:
-            _StateUnpickler(io.BytesIO(answer[0])).load()
-
-
-class _StateUnpickler(pickle.Unpickler):
-    """Loads only classes of elastic's rendezvous, sets and times."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("datetime", DynamicRendezvousHandler.__module__) or (module, name) == ("builtins", "set"):
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
-        raise LaunchError(f"a stranger has written {module}.{name} into the state of the job.")
 
 
 def say(text: str) -> None:

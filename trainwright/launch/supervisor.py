@@ -13,29 +13,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog, FailureReport
 from trainwright.distributed.job_store import STORE_PREFIX, Store, stores
 from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
 from trainwright.launch.nodes import Job, JobOutcome, Place
 
-POLL_SECONDS = 0.05
-LEAVE_SECONDS = 1.0  # for the other ranks to flush their output and exit after a failure is posted
-END_SECONDS = 2.0  # for a rank to end after it has posted its failure
-CLOSE_SECONDS = 3.0  # between SIGTERM and SIGKILL to a rank
+LEAVE_SECONDS = 1.0  # for ranks to flush their output and exit after a failure is posted
+CLOSE_SECONDS = 3.0  # between SIGTERM and SIGKILL to a rank, or to its loader workers
 PRINT_SECONDS = 1.0  # for the rest of a rank's output, because a process that outlives the rank may hold its pipe open
 MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
-TIDY_SECONDS = 5.0  # between SIGTERM and SIGKILL to the loader workers of a rank that has ended
-CONSEQUENCES = (PEER_FAILED_EXIT_CODE, STOPPED_EXIT_CODE)
 ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 ENTRY = str(Path(__file__).with_name("entry.py"))
-_HINTS: dict[int, str] = {
-    signal.SIGKILL: "; on Linux this is often the out-of-memory killer",
-    signal.SIGABRT: "; torch's gloo ends so where ranks exchange other tensors, such as those of a branch that only some take",
-}
 
 
 class Supervisor:
@@ -50,13 +43,11 @@ class Supervisor:
         """The number of the signal that was passed on, or 0."""
         self.failures: FailureLog
         self._job = job
-        self._interrupts = 0
-        self._deadline = float("inf")
+        self._interrupts, self._deadline = 0, float("inf")
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._printers: list[threading.Thread] = []
-
-    def handle_signals(self) -> None:
-        catch_signals(self.on_signal, *ENDING_SIGNALS)
+        if job.logs is not None:
+            os.makedirs(job.logs, exist_ok=True)
 
     def on_signal(self, number: int, _: FrameType | None = None) -> None:
         self._interrupts += number == signal.SIGINT
@@ -64,14 +55,13 @@ class Supervisor:
             self.signal, self._deadline = signal.SIGINT, 0.0
         elif not self.signal:
             self.signal = number
-            self._start_timer()
+            self._deadline = min(self._deadline, time.monotonic() + self._job.grace_seconds)
             self._send(number)
 
     def run(self, place: Place, open_store: Callable[[], Store]) -> JobOutcome:
         """Run the ranks of one start to their end."""
-        self._deadline, self._printers = (self._deadline if self.signal else float("inf")), []
+        self._deadline, self._ranks, self._printers = (self._deadline if self.signal else float("inf")), {}, []
         try:
-            self._ranks = {}
             for local_rank in range(self._job.num_processes):
                 self._start(place, local_rank)
             if self.signal:  # it arrived meanwhile
@@ -86,9 +76,10 @@ class Supervisor:
 
     def _start(self, place: Place, local_rank: int) -> None:
         rank = place.first_rank(place.node) + local_rank
+        targets: list[TextIO | None] = [sys.stdout, sys.stderr]
         # In a terminal rank 0 writes directly, for its progress bars. Elsewhere lines of ranks must not mix.
-        is_direct = rank == 0 and self._job.logs is None
-        targets = [None if is_direct and stream.isatty() else stream for stream in (sys.stdout, sys.stderr)]
+        if rank == 0 and self._job.logs is None:
+            targets = [None if isinstance(own, TextIOWrapper) and own.isatty() else own for own in targets]
         variables = place.variables(local_rank, self._job)
         if targets[0] is not None:  # a pipe would buffer lines, and lose them in a crash
             variables.setdefault("PYTHONUNBUFFERED", "1")
@@ -99,37 +90,43 @@ class Supervisor:
             stderr=None if targets[1] is None else subprocess.PIPE,
             start_new_session=True,
         )
-        log = None if self._job.logs is None else Path(self._job.logs, f"rank{rank}.log").open("ab", buffering=0)  # noqa: SIM115
+        log = os.devnull if self._job.logs is None else os.path.join(self._job.logs, f"rank{rank}.log")
         prefix = f"[rank{rank}] ".encode() if rank else b""
         for pipe, target in zip((process.stdout, process.stderr), targets, strict=True):
-            if pipe is not None:
-                printer = threading.Thread(target=_print_lines, args=(pipe, prefix, target, log), daemon=True)
+            if pipe is not None and target is not None:
+                file = open(log, "ab", buffering=0)  # noqa: SIM115 - the thread closes it
+                printer = threading.Thread(target=_print_lines, args=(pipe, prefix, target, file), daemon=True)
                 printer.start()
                 self._printers.append(printer)
 
     def _watch(self, place: Place) -> JobOutcome:
         ends_at = float("inf")
         while True:
-            time.sleep(POLL_SECONDS)
+            time.sleep(0.05)
             codes = self._exit_codes()
-            stops = self._stop_codes(place, codes)
+            # The exit codes on which ranks stopped by a signal have agreed. A single rank has no store to announce its own in.
+            stops = {STOPPED_EXIT_CODE, 128 + signal.SIGINT} if place.world_size == 1 else {self.failures.stop_code()}
             failed = {rank: code for rank, code in codes.items() if code and code not in stops}
             if any(code in stops for code in codes.values()):
-                self._start_timer()  # also if only a rank was signalled
+                self._deadline = min(
+                    self._deadline, time.monotonic() + self._job.grace_seconds
+                )  # only a rank was signalled
             if (stop := self._find_stop(failed)) is not None:
                 return self.abandon(stop)
             has_finished = not failed and len(codes) == len(self._ranks)
-            outcome = self.finish(place, max(codes.values())) if has_finished else self.look_around(place)
-            if outcome is not None:
+            if outcome := self.finish(place, max(codes.values())) if has_finished else self.look_around():
                 return outcome
-            self._check_early_exits(codes)
+            for rank in codes:
+                if self.failures.count() == 0 and not codes[rank] and self.failures.others_wait_for(rank):
+                    text = "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"
+                    self.failures.post(rank, text, code=1)
             if self.failures.count() > 0:
                 # A failed rank may not end by itself while one of its threads runs.
-                ends_at = min(ends_at, time.monotonic() + (END_SECONDS if self._running() else 0.0))
+                ends_at = min(ends_at, time.monotonic() + (LEAVE_SECONDS if self._running() else 0.0))
             if failed or time.monotonic() >= ends_at:
                 return self._fail(place, codes, failed)
 
-    def look_around(self, place: Place) -> JobOutcome | None:
+    def look_around(self) -> JobOutcome | None:
         """Return the end of the ranks if a reason outside of them ends them."""
         return None
 
@@ -143,52 +140,30 @@ class Supervisor:
         end_groups(self._running(), CLOSE_SECONDS)
         return outcome
 
-    def _check_early_exits(self, codes: dict[int, int]) -> None:
-        for rank in (rank for rank, code in codes.items() if code == 0):
-            if self.failures.count() == 0 and self.failures.others_wait_for(rank):
-                text = "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"
-                self.post(rank, text, 1)
-
-    def _stop_codes(self, place: Place, codes: dict[int, int]) -> set[int]:
-        """Return the exit codes that ranks stopped by a signal have agreed on."""
-        if not any(codes.values()):
-            return set()
-        if place.world_size == 1:
-            return {STOPPED_EXIT_CODE, 128 + signal.SIGINT}  # a single rank has no store to announce it in
-        return {code for code in [self.failures.stop_code()] if code is not None}
-
-    def _start_timer(self) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + self._job.grace_seconds)
-
     def _find_stop(self, failed: dict[int, int]) -> JobOutcome | None:
         """Return how a signal ends ranks that did not wait for a save, or that have not exited in time."""
         if self.signal and failed and set(failed.values()) <= {-self.signal, 128 + self.signal}:
             return JobOutcome(128 + self.signal)
         if time.monotonic() < self._deadline:
             return None
-        number = self.signal or signal.SIGTERM
-        if self._interrupts > 1:
-            return JobOutcome(128 + number, rest="trainwright: second Ctrl-C; the ranks were killed.\n")
-        why = f" after {signal.Signals(self.signal).name}" if self.signal else ""
-        text = (
-            f"the ranks had not left {self._job.grace_seconds:g} s{why} and were killed; the last complete checkpoint is "
-            "unchanged. Set TRAINWRIGHT_GRACE_SECONDS, or trainwright launch --grace-seconds, to give them more time."
-        )
+        number, text = self.signal or signal.SIGTERM, "second Ctrl-C; the ranks were killed."
+        if self._interrupts < 2:
+            text = (
+                f"the ranks had not left {self._job.grace_seconds:g} s after {signal.Signals(number).name} and were killed. "
+                "The last complete checkpoint is unchanged. Set TRAINWRIGHT_GRACE_SECONDS to give them more time."
+            )
         return JobOutcome(128 + number, rest=f"trainwright: {text}\n")
 
     def _fail(self, place: Place, codes: dict[int, int], failed: dict[int, int]) -> JobOutcome:
         """End all ranks after a failure, and return which rank of the job failed first."""
         self._post_exits(failed)
-        end_groups([self._ranks[rank] for rank in failed], TIDY_SECONDS)
+        end_groups([self._ranks[rank] for rank in failed], CLOSE_SECONDS)
         deadline = time.monotonic() + LEAVE_SECONDS
-        for process in self._running():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(0.01)
         self._post_exits(self._exit_codes())  # of a rank that others have missed before it had ended
         end_groups(self._running(), CLOSE_SECONDS)
-        report = self.failures.first()
-        if report is None:
-            return JobOutcome(1, f"a rank of {place.world_size} failed, but left no report")
+        report = self.failures.first() or FailureReport(min(failed, default=0), "it left no report", "")
         return self._name(place, report, codes, failed)
 
     def _name(self, place: Place, report: FailureReport, codes: dict[int, int], failed: dict[int, int]) -> JobOutcome:
@@ -201,10 +176,9 @@ class Supervisor:
         if len(place.hosts) > 1:
             node = max(node for node in range(len(place.hosts)) if place.first_rank(node) <= report.rank)
             where = f", on node {node} ({place.hosts[node]}),"
-        ended = [rank for rank, code in codes.items() if code == 0]
+        ended = ", ".join(str(rank) for rank, code in codes.items() if code == 0)
         if ended and any(text in report.summary.lower() for text in LOST_PEER_TEXTS):
-            names = ", ".join(map(str, ended))
-            rest = f"trainwright: before that, rank {names} had reached the end of its script or exited with code 0.\n"
+            rest = f"trainwright: before that, rank {ended} had reached the end of its script or exited with code 0.\n"
         # A rank of another node has printed its traceback there only.
         if not (report.was_printed and report.rank in self._ranks):
             rest += report.traceback
@@ -215,20 +189,16 @@ class Supervisor:
         """Post the failures of ranks that have left none themselves, first the most likely cause."""
         known = {report.rank for report in self.failures.reports()}
         # Ranks that missed another one, or that a signal stopped, only count if nothing else is known.
-        counted = [rank for rank, code in codes.items() if code not in (0, *CONSEQUENCES)] or ([] if known else codes)
+        counted = [
+            rank for rank, code in codes.items() if code not in (0, PEER_FAILED_EXIT_CODE, STOPPED_EXIT_CODE)
+        ] or ([] if known else codes)
         silent = [rank for rank in counted if codes[rank] and rank not in known]
         for rank in sorted(silent, key=lambda rank: (codes[rank] != -signal.SIGKILL, rank)):
-            self.post(rank, _describe_exit(codes[rank]), codes[rank])
-
-    def post(self, rank: int, summary: str, code: int = 1) -> None:
-        """Post the failure of a rank."""
-        self.failures.post(rank, summary, code=code)
-        self.failures.mark_printed()  # otherwise the ranks would wait for a traceback
+            self.failures.post_exit(rank, codes[rank])
 
     def _exit_codes(self) -> dict[int, int]:
         """Return the exit codes of the ended ranks (negative: killed by a signal)."""
-        codes = {rank: process.poll() for rank, process in self._ranks.items()}
-        return {rank: code for rank, code in codes.items() if code is not None}
+        return {rank: process.returncode for rank, process in self._ranks.items() if process.poll() is not None}
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
         return [process for process in self._ranks.values() if process.poll() is None]
@@ -238,51 +208,41 @@ class Supervisor:
             process.send_signal(number)  # not to its process group: the rank ends its loader workers
 
 
-def catch_signals(handler: Callable[[int, FrameType | None], object], *numbers: int) -> None:
-    """Install a signal handler. Ignored signals stay ignored (nohup)."""
-    for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
+def catch_signals(handler: Callable[[int, FrameType | None], object], *numbers: int) -> dict[int, Any]:
+    """Install a signal handler, and return the previous ones. Ignored signals stay ignored (nohup)."""
+    caught = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    return {number: signal.signal(number, handler) for number in caught}
 
 
 def end_groups(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
     """End the process groups of ranks: SIGTERM, so that loader workers can clean up, and SIGKILL after some seconds."""
-    groups, number, deadline = list(processes), int(signal.SIGTERM), time.monotonic() + seconds
-    while groups := [process for process in groups if _reaches(process, number)]:
-        if number == signal.SIGKILL:
-            break
-        number = signal.SIGKILL if time.monotonic() > deadline else 0
-        time.sleep(0.01)
-    for process in groups:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=1.0)
+    groups = list(processes)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        groups, deadline = [process for process in groups if _reaches(process, number)], time.monotonic() + seconds
+        while groups and time.monotonic() < deadline:
+            time.sleep(0.01)
+            groups = [process for process in groups if _reaches(process, 0)]
 
 
 def _reaches(process: subprocess.Popen[bytes], number: int) -> bool:
     process.poll()  # an ended process stays in its group until then
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+        return True
+    return False
 
 
-def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: IO[bytes] | None) -> None:
+def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: IO[bytes]) -> None:
     """Print the lines of a rank until it has ended."""
-    for line in iter(lambda: pipe.readline(MAX_LINE_BYTES), b""):
-        # A progress bar redraws its line after a carriage return: only the last state is printed.
-        shown = line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n"
-        with contextlib.suppress(OSError, ValueError):  # keep reading the pipe even if our output is closed
-            target.buffer.write(prefix + shown)
-            target.buffer.flush()
-        if log is not None:
+    with pipe, log:
+        for line in iter(lambda: pipe.readline(MAX_LINE_BYTES), b""):
+            # A progress bar redraws its line after a carriage return: only the last state is printed.
+            shown = line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n"
+            with contextlib.suppress(OSError, ValueError):  # keep reading the pipe even if our output is closed
+                if isinstance(target, TextIOWrapper):  # its encoding may differ from the rank's
+                    target.buffer.write(prefix + shown)
+                else:  # a notebook's
+                    target.write((prefix + shown).decode(errors="replace"))
+                target.flush()
             with contextlib.suppress(OSError):
                 log.write(shown)
-
-
-def _describe_exit(code: int) -> str:
-    """Return how a process ended, in words."""
-    names = {number.value: number.name for number in signal.Signals}
-    return (
-        f"killed by {names.get(-code, f'signal {-code}')}{_HINTS.get(-code, '')}" if code < 0 else f"exit code {code}"
-    )

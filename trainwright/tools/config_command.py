@@ -16,8 +16,8 @@ from trainwright.devices.hardware import describe_devices
 from trainwright.distributed.masking import shown
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.errors import did_you_mean
-from trainwright.launch.cli import Parser, check_config
-from trainwright.launch.config import KEYS, Config, NameCheck, check_variables, config_path, find_config, printable
+from trainwright.launch.cli import Parser
+from trainwright.launch.config import KEYS, Config, NameCheck, check_env, config_path, find_config, printable, resolve
 from trainwright.strategies import CHOICES
 from trainwright.tools.choices import best_precision, why_missing
 
@@ -80,7 +80,7 @@ def describe_config(config_file: str | None, check_names: NameCheck) -> str:
     config = find_config(config_file)
     if config.path is None:
         return f"{path} does not exist, so launch uses its defaults; trainwright config writes it."
-    check_config(config, check_names, with_environment=True)
+    resolve({}, config, check_names)
     lines = [f"{path} ({source})"]
     lines += [f"  {name}: {text}" for name, text in config.values.items()]
     lines += [f"  env {name}: {printable(shown(name, text))}" for name, text in config.variables.items()]
@@ -146,7 +146,7 @@ class Questions:
         values = {key: str(value) for key, value in self.answers.items()} | {name: text}
         if values.get("num_nodes", "1") != "1":  # which later questions ask for
             values = {"node_rank": "0", "main_address": LOOPBACK, **values}
-        settings = check_config(Config(values=values), self.check_names)
+        settings, _ = resolve({}, Config(values=values), self.check_names, {})
         if name == "strategy" and (reason := why_missing(text)):
             raise ValueError(reason)
         return str(settings[name].value) if name == "precision" else text
@@ -158,7 +158,7 @@ class Questions:
             if not equals or variable in seen:
                 raise ValueError(f"{pair}: expected NAME=VALUE pairs with distinct names.")
             seen.add(variable)
-        check_variables(seen)
+        check_env(seen)
 
 
 def _print_problem(error: ValueError) -> None:

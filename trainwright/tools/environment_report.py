@@ -14,8 +14,8 @@ from trainwright.devices import abilities, cuda, hardware
 from trainwright.devices.hardware import describe_devices, package_versions
 from trainwright.distributed.masking import HIDDEN, shown
 from trainwright.engine.memory_estimate import available_memory, size_text
-from trainwright.launch.cli import Parser, check_config
-from trainwright.launch.config import Config, NameCheck, config_path, find_config
+from trainwright.launch.cli import Parser
+from trainwright.launch.config import Config, NameCheck, config_path, find_config, resolve
 from trainwright.tools.choices import LISTED_STRATEGIES, why_missing
 
 OF_JOBS = (
@@ -71,7 +71,7 @@ def _config(check_names: NameCheck) -> dict[str, Any]:
     path, source = config_path(None)
     try:
         config = find_config(None)
-        check_config(config, check_names, with_environment=True)
+        resolve({}, config, check_names)
     except ValueError as error:
         return {"file": path, "named by": source, "error": str(error)}
     if config.path is None:

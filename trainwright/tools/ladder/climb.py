@@ -18,7 +18,7 @@ from typing import Any
 
 from trainwright.checkpoint.filesystem import NEW_PATHS
 from trainwright.distributed.environment import RUNG_VARIABLE
-from trainwright.launch.processes import GRACE_VARIABLE, launcher_command
+from trainwright.launch.processes import launcher_command
 from trainwright.tools.columns import terminal_width
 from trainwright.tools.ladder.attempt import Attempt, RungRecord
 from trainwright.tools.ladder.run_output import lines_of, printed_metrics, reason_of
@@ -56,7 +56,7 @@ class Climb:
         folder.mkdir(parents=True)
         rung = Rung(name, str(folder), **settings, accelerator=self.accelerator, steps=self.steps, seed=seed)
         rung.write(folder / RUNG_NAME)
-        variables = {GRACE_VARIABLE: str(LEAVE_SECONDS), "PYTHONUNBUFFERED": "1", **self.variables}
+        variables = {"TRAINWRIGHT_GRACE_SECONDS": str(LEAVE_SECONDS), "PYTHONUNBUFFERED": "1", **self.variables}
         variables[RUNG_VARIABLE] = str(folder / RUNG_NAME)
         log, start = folder / LOG_NAME, time.monotonic()
         with log.open("wb") as output:

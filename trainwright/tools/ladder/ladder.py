@@ -102,7 +102,7 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
             f"this process is rank {job.rank} of a job of {job.world_size} process(es), or runs under a ladder itself. A "
             "ladder starts other jobs, so run it in a shell outside of that job."
         )
-    on_cpu = setting_of("cpu", argparse.Namespace(cpu=options.cpu), {}, config).value == "true"
+    on_cpu = setting_of("cpu", {"cpu": options.cpu}, {}, config).value == "true"
     kind = resolve_device_type("cpu" if on_cpu else "auto")
     num_devices = choose_devices(options.devices, kind)
     names = choose(options.rungs, known_rungs(), usual_rungs(kind, num_devices), "--rungs")
