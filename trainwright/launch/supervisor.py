@@ -39,8 +39,7 @@ class Supervisor:
     """
 
     def __init__(self, job: Job) -> None:
-        self.signal = 0
-        """The number of the signal that was passed on, or 0."""
+        self.signal = 0  # the number of the signal that was passed on, or 0
         self.failures: FailureLog
         self._job = job
         self._interrupts, self._deadline = 0, float("inf")
@@ -107,24 +106,25 @@ class Supervisor:
             # The exit codes on which ranks stopped by a signal have agreed. A single rank has no store to announce its own in.
             stops = {STOPPED_EXIT_CODE, 128 + signal.SIGINT} if place.world_size == 1 else {self.failures.stop_code()}
             failed = {rank: code for rank, code in codes.items() if code and code not in stops}
-            if any(code in stops for code in codes.values()):
-                self._deadline = min(
-                    self._deadline, time.monotonic() + self._job.grace_seconds
-                )  # only a rank was signalled
+            if stops & set(codes.values()):  # perhaps only a rank was signalled
+                self._deadline = min(self._deadline, time.monotonic() + self._job.grace_seconds)
             if (stop := self._find_stop(failed)) is not None:
                 return self.abandon(stop)
             has_finished = not failed and len(codes) == len(self._ranks)
             if outcome := self.finish(place, max(codes.values())) if has_finished else self.look_around():
                 return outcome
-            for rank in codes:
-                if self.failures.count() == 0 and not codes[rank] and self.failures.others_wait_for(rank):
-                    text = "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"
-                    self.failures.post(rank, text, code=1)
+            self._check_early_exits(codes)
             if self.failures.count() > 0:
                 # A failed rank may not end by itself while one of its threads runs.
                 ends_at = min(ends_at, time.monotonic() + (LEAVE_SECONDS if self._running() else 0.0))
             if failed or time.monotonic() >= ends_at:
                 return self._fail(place, codes, failed)
+
+    def _check_early_exits(self, codes: dict[int, int]) -> None:
+        for rank, code in codes.items():
+            if code == 0 and self.failures.count() == 0 and self.failures.others_wait_for(rank):
+                text = "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"
+                self.failures.post(rank, text, code=1)
 
     def look_around(self) -> JobOutcome | None:
         """Return the end of the ranks if a reason outside of them ends them."""
