@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from trainwright.launch.notebook import pack
 
+LOCK = threading.Lock()
 LARGE = numpy.ones((2, 1 << 18))
 
 
@@ -28,10 +29,24 @@ class Images(Dataset[Any]):
         return self.parts
 
 
+class Loading:
+    """Leaves one of its locks out of its state."""
+
+    def __init__(self) -> None:
+        self.file, self.guard = LOCK, LOCK
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"guard": self.guard}
+
+
 class Locked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.guard = threading.Lock()
+        self.register_load_state_dict_pre_hook(type(self).note)  # which refers to the module
+        self.guard = LOCK
+
+    def note(self, *args: Any) -> None:
+        pass
 
 
 def closing_over(held: Any) -> Callable[[], Any]:
@@ -49,6 +64,7 @@ def numbers() -> Any:
         (lambda path: Images(numbers()), r"data\.parts\['held'\] \(generator\) cannot be copied .*generator"),
         (lambda path: [1, Images(threading.Lock())], r"data\[1\]\.parts\['held'\] \(lock\)"),
         (lambda path: closing_over(threading.Lock()), r"data, its variable 'held' \(lock\)"),
+        (lambda path: Loading(), r"data\.guard \(lock\)"),
         (lambda path: nn.ModuleDict({"a": Locked()}), r"data\.a\.guard \(lock\)"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trainwright.devices import num_cores
 from trainwright.distributed.environment import JOB_VARIABLE
 from trainwright.distributed.masking import masked
-from trainwright.distributed.network import LOOPBACK
+from trainwright.distributed.network import LOOPBACK, loopback_interface
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,8 @@ class Place(NamedTuple):
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             JOB_VARIABLE: json.dumps(dict(job.defaults)),
         }
+        if len(self.hosts) == 1 and (loopback := loopback_interface()):  # also for a group that the script opens
+            variables = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, **variables}
         # Without it the torch of every rank starts one thread per core.
         variables.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // job.num_processes)))
         variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

@@ -141,6 +141,9 @@ def _parts(value: Any) -> dict[str, Any]:
     if isinstance(value, FunctionType):
         closure = inspect.getclosurevars(value)
         return {f", its variable {name!r}": part for name, part in {**closure.nonlocals, **closure.globals}.items()}
-    attributes = dict(getattr(value, "__dict__", {}))
+    has_state = bool(getattr(value, "__dict__", None)) and not isinstance(value, type)
+    state = value.__getstate__() if has_state else None
+    attributes = dict(state) if isinstance(state, Mapping) else {}
     attributes |= attributes.pop("_modules", {})
-    return {f".{name}": part for name, part in attributes.items()}
+    # Public names first: the user knows them, and private ones of torch often lead to the same object.
+    return {f".{name}": attributes[name] for name in sorted(attributes, key=lambda name: name.startswith("_"))}
