@@ -180,7 +180,7 @@ def test_a_rank_that_cannot_answer_is_killed_after_the_grace_seconds(tmp_path: P
 
 @pytest.mark.parametrize("text", ["-1", "soon"])
 def test_a_wrong_number_of_grace_seconds_is_rejected(text: str) -> None:
-    with pytest.raises(ValueError, match=f"TRAINWRIGHT_GRACE_SECONDS {text}: expected an integer of at least 0."):
+    with pytest.raises(ValueError, match=f"TRAINWRIGHT_GRACE_SECONDS={text}: expected an integer of at least 0."):
         setting_of("grace_seconds", {}, {"TRAINWRIGHT_GRACE_SECONDS": text}, Config())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -218,7 +219,9 @@ def test_a_failed_rank_restarts_all_nodes(network: Network) -> None:
 def test_a_node_that_is_told_to_stop_leaves_the_others_training(network: Network) -> None:
     jobs = start_both(network)
     jobs[0].wait_for("start 0 step 8.")
-    jobs[1].process.send_signal(signal.SIGTERM)
+    while jobs[1].process.poll() is None:  # also after its supervisor has ended
+        jobs[1].process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
     assert jobs[1].wait() == 75, jobs[1].stderr
     assert jobs[0].wait() == 0, jobs[0].stderr
     assert "trainwright: SIGTERM stopped node 1 (" in jobs[0].stderr

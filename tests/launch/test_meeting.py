@@ -69,7 +69,7 @@ def test_strangers_are_rejected_by_name_and_the_job_trains_on(tmp_path: Path) ->
             job.wait_for("trains")
         name = socket.gethostname()
         rejections = {
-            "it runs the job 'train.py second', and the job here is 'train.py first'. Use another port for one of them": start(
+            "it runs the job 'train.py second', and the main node the job 'train.py first'. Use another port": start(
                 1, *numbered(1), of="second"
             ),
             f"node_rank=1 was given to two nodes, {name} and {name}. Give each its own number, from 0 to 1.": start(

@@ -20,6 +20,7 @@ from typing import Any
 from trainwright.distributed.failures import leave
 
 STOP_SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 STOPPED_EXIT_CODE = 75
 """The exit code of a run that a signal has stopped after a save: "try again later" (EX_TEMPFAIL)."""
 

@@ -58,8 +58,8 @@ KEYS = {
 }
 """The keys of a config."""
 OF_SEVERAL = ("node_rank", "main_address", "main_port", "rendezvous_seconds")
-OTHER_WORDS = {"num_processes": "devices"}
-"""Accelerate's names of settings that resemble others of ours, and ours."""
+OTHER_WORDS = {"num_processes": "devices", "nproc_per_node": "devices", "nnodes": "num_nodes"}
+"""Accelerate's and torchrun's names of settings that resemble others of ours, and ours."""
 NameCheck = Callable[[str | None, str | None, int], str | None]
 """Rejects an unknown strategy or precision, given the number of processes, and returns the Trainer's name of the precision."""
 
@@ -155,16 +155,16 @@ def setting_of(name: str, flags: Mapping[str, Any], variables: Mapping[str, str]
     entry, flag = KEYS[name], flags.get(name)
     if flag is not None:
         text = str(flag).lower() if isinstance(flag, bool) else flag  # --cpu and --no-cpu
-        source = label = flag_of(name)
+        source, label = flag_of(name), f"{flag_of(name)} "
     elif text := variables.get(entry.variable, ""):
-        source = label = entry.variable
+        source, label = entry.variable, f"{entry.variable}="
     elif text := config.values.get(name, ""):
-        source, label = config.path or "", f"{config.path or ''}: {name}:"
+        source, label = config.path or "", f"{config.path or ''}: {name}: "
     else:
         return LaunchSetting(entry.default)
     pattern, words = entry.form
     if not re.fullmatch(pattern, text, re.DOTALL):
-        raise ValueError(f"{label} {text}: expected {words}.")
+        raise ValueError(f"{label}{text}: expected {words}.")
     return LaunchSetting(int(text) if entry.form in (FROM_0, FROM_1) else text, source)
 
 
@@ -214,8 +214,10 @@ def resolve(
     cpu, devices, strategy, precision = (settings[name] for name in ("cpu", "devices", "strategy", "precision"))
     num_gpus = 0 if cpu.value == "true" else hardware.count()
     kind = (hardware.built_for() if num_gpus else None) or "cpu"
-    numbers = {"auto": abilities.num_together(kind) or 1, "-1": num_gpus or num_cores()}
-    number = numbers.get(devices.value) or int(devices.value)
+    if devices.value == "auto":
+        number = abilities.num_together(kind) or 1
+    else:
+        number = num_gpus or num_cores() if devices.value == "-1" else int(devices.value)
     if num_gpus and number > num_gpus:
         raise ValueError(f"devices={number}: torch sees {num_gpus} GPU(s) here. Pass at most that many, or add --cpu.")
     nodes = nodes_of(settings)

@@ -42,11 +42,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainwright.distributed.failures import FailureLog
 from trainwright.distributed.job_store import STORE_PREFIX, Store, join_store, post, serve_store, stores
 from trainwright.distributed.network import is_listening, is_own_address, is_own_name, listen_at, resolve
+from trainwright.distributed.signals import ENDING_SIGNALS
 from trainwright.errors import LaunchError
 from trainwright.launch.node_supervisor import JOINED, NODE_LOST, START_VARIABLE, NodeFolder
 from trainwright.launch.nodes import Job, JobOutcome, Place
 from trainwright.launch.reception import SILENCE_SECONDS, Reception, say
-from trainwright.launch.supervisor import ENDING_SIGNALS, ENTRY, catch_signals
+from trainwright.launch.supervisor import ENTRY, catch_signals
 
 NAME = "trainwright"
 NOTICE_SECONDS = 5.0  # after which a launcher prints whom it is waiting for
@@ -77,6 +78,8 @@ def run_node(job: Job) -> JobOutcome:
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())  # without a handler, Python prints its warnings
         logger.propagate = False
+    if job.logs is not None:
+        os.makedirs(job.logs, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as folder:
         return NodeLauncher(job, folder).run()
 
@@ -163,7 +166,7 @@ class NodeLauncher(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the nodes of the next start and describe it to this node's supervisor."""
         last = self._last_outcome()
-        if self._signal or (last is not None and not (last.reason and last.may_restart)):
+        if self._signal or self._is_ending():
             raise NodeEnded(last or JobOutcome(128 + self._signal))
         if self._place is None:
             self._wait_for_start()
@@ -183,8 +186,9 @@ class NodeLauncher(RendezvousHandler):
         self._place = place = self._find_place(info)
         self._say_start(last, place)
         is_range = self._nodes.rank is None and self._restarts < self._job.max_restarts
-        start: dict[str, Any] = {"job": {**asdict(self._job), "nodes": {}}, "place": place._asdict()}
-        start |= {
+        start: dict[str, Any] = {
+            "job": {**asdict(self._job), "nodes": {}},
+            "place": place._asdict(),
             "least": self._nodes.least if is_range else 0,
             "folder": str(self._folder.path),
             "launcher": os.getpid(),
@@ -233,8 +237,7 @@ class NodeLauncher(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Close the rendezvous, unless only this node leaves. Elastic calls it when its agent ends."""
-        last = self._last_outcome()
-        has_failed = last is not None and bool(last.reason) and last.may_restart
+        has_failed = self._last_outcome() is not None and not self._is_ending()
         return bool(self._elastic.shutdown()) if self._reception is not None or has_failed else True
 
     # This node, before and between the starts.
@@ -315,6 +318,11 @@ class NodeLauncher(RendezvousHandler):
     def _last_outcome(self) -> JobOutcome | None:
         return None if self._place is None else self._folder.read_outcome(self._place.start)
 
+    def _is_ending(self) -> bool:
+        """Return whether the latest start was this node's last one."""
+        last = self._last_outcome()
+        return last is not None and not (last.reason and last.may_restart)
+
     def _failures(self, place: Place, base: Store) -> FailureLog:
         return FailureLog(stores().PrefixStore(f"{STORE_PREFIX}/{place.start}", base))
 
@@ -329,7 +337,7 @@ class NodeLauncher(RendezvousHandler):
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass a signal on to the supervisor, or end at once if there is none."""
-        if not self._is_over.is_set():
+        if not self._is_over.is_set() and not self._is_ending():
             self._signal = self._signal or number
             if not self._folder.send(signal.SIGUSR2 if number == signal.SIGTERM else number):
                 self._end_process(128 + number)

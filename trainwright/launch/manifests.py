@@ -48,6 +48,8 @@ def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameC
     devices, cpus = int(options.devices), int(options.cpus or 4)  # three are for the loader's workers
     check_names(options.strategy, options.precision, devices * nodes)
     if options.emit == "kubernetes":
+        if options.job_id and not re.fullmatch(NAME[0], options.job_id):
+            raise ValueError(f"--job-id {options.job_id}: expected {NAME[1]}.")
         return _kubernetes(options, command, nodes, devices * cpus, grace)
     gpus = "" if options.cpu else f"#SBATCH --gpus-per-node={devices}\n"
     return f"""#!/bin/bash

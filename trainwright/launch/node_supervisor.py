@@ -13,8 +13,9 @@ from pathlib import Path
 from types import FrameType
 
 from trainwright.distributed.job_store import Store, join_store, post, stores
+from trainwright.distributed.signals import ENDING_SIGNALS
 from trainwright.launch.nodes import Job, JobOutcome, Place
-from trainwright.launch.supervisor import ENDING_SIGNALS, Supervisor, catch_signals
+from trainwright.launch.supervisor import Supervisor, catch_signals
 
 START_VARIABLE = "TRAINWRIGHT_START"
 """The variable in which the launcher describes a start to its supervisor, as JSON."""
@@ -92,7 +93,6 @@ class NodeSupervisor(Supervisor):
         except RuntimeError:  # of a request to the store: the main node has gone, as the launcher sees too
             return 1
         finally:
-            (self._folder.path / "pid").unlink(missing_ok=True)
             if os.getppid() != self._launcher:  # so the files have no reader
                 shutil.rmtree(self._folder.path, ignore_errors=True)
         if self._cause == JOINING and not self._is_agreed:
@@ -101,6 +101,7 @@ class NodeSupervisor(Supervisor):
             outcome = outcome._replace(may_restart=False)
         with suppress(FileNotFoundError):  # the launcher has ended
             self._folder.write_outcome(place.start, outcome)
+            (self._folder.path / "pid").unlink()  # not earlier, or the launcher would end at a signal
         return 0 if self._is_agreed and outcome.may_restart and not outcome.reason else 1
 
     def look_around(self) -> JobOutcome | None:

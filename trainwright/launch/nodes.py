@@ -121,7 +121,10 @@ class Place(NamedTuple):
             JOB_VARIABLE: json.dumps(dict(job.defaults)),
         }
         if len(self.hosts) == 1 and (loopback := loopback_interface()):  # also for a group that the script opens
-            variables = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, **variables}
+            variables |= {
+                "GLOO_SOCKET_IFNAME": loopback,
+                "NCCL_SOCKET_IFNAME": variables.get("NCCL_SOCKET_IFNAME", loopback),
+            }
         # Without it the torch of every rank starts one thread per core.
         variables.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // job.num_processes)))
         variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

@@ -127,7 +127,8 @@ def _find_culprit(named: Mapping[str, Any], depth: int = 5) -> str | None:
             _write(os.devnull, value)
         except Exception as error:  # whatever an object's __reduce__ or __getstate__ raises
             inner = {name + place: part for place, part in _parts(value).items()} if depth else {}
-            text = f"{name} ({type(value).__name__}) cannot be copied to them: {str(error).rstrip('.')}"
+            reason = str(error).rstrip(".") or type(error).__name__
+            text = f"{name} ({type(value).__name__}) cannot be copied to them: {reason}"
             return _find_culprit(inner, depth - 1) or text
     return None
 

@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 
 from trainwright.distributed.job_store import serve_store
 from trainwright.distributed.network import LOOPBACK, listen_at
+from trainwright.distributed.signals import ENDING_SIGNALS
 from trainwright.errors import LaunchError
 from trainwright.launch.command import own_command
 from trainwright.launch.config import Config, nodes_of, setting_of, settings_of
 from trainwright.launch.nodes import Job, JobOutcome, Nodes, Place
-from trainwright.launch.supervisor import ENDING_SIGNALS, ENTRY, Supervisor, catch_signals
+from trainwright.launch.supervisor import ENTRY, Supervisor, catch_signals
 
 __all__ = ["launcher_command"]
 

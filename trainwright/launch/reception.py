@@ -63,8 +63,8 @@ class Reception:
         own, rank = self._members[0], member["node_rank"]
         if member["job"] != own["job"]:
             return (
-                f"it runs the job {member['job']!r}, and the job here is {own['job']!r}. Use another port for one of them, or "
-                "give the same --job-id to all nodes of one job."
+                f"it runs the job {member['job']!r}, and the main node the job {own['job']!r}. Use another port for one of "
+                "them, or give the same --job-id to all nodes of one job."
             )
         if (skew := abs(member["time"] - time.time() + time.monotonic() - came_at)) > SKEW_SECONDS:
             return f"its clock differs by {skew:.0f} s from the main node's. Set the clocks of all nodes, for example by NTP."

@@ -1,7 +1,4 @@
-"""Supervisor: runs the ranks of one machine and ends all of them if one fails. elastic.py joins several machines.
-
-The ranks start before this process imports torch, which it needs for the job's key-value store.
-"""
+"""Supervisor: runs the ranks of one machine and ends all of them if one fails. elastic.py joins several machines."""
 
 from __future__ import annotations
 
@@ -20,14 +17,13 @@ from typing import IO, Any, TextIO
 
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog, FailureReport
 from trainwright.distributed.job_store import STORE_PREFIX, Store, stores
-from trainwright.distributed.signals import STOP_SIGNALS, STOPPED_EXIT_CODE
+from trainwright.distributed.signals import STOPPED_EXIT_CODE
 from trainwright.launch.nodes import Job, JobOutcome, Place
 
 LEAVE_SECONDS = 1.0  # for ranks to flush their output and exit after a failure is posted
+CAUSE_SECONDS = 10.0  # for a rank to exit that others have missed
 CLOSE_SECONDS = 3.0  # between SIGTERM and SIGKILL to a rank, or to its loader workers
-PRINT_SECONDS = 1.0  # for the rest of a rank's output, because a process that outlives the rank may hold its pipe open
 MAX_LINE_BYTES = 1 << 20  # longer lines are split, so that a rank that prints no newline cannot fill the memory
-ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 ENTRY = str(Path(__file__).with_name("entry.py"))
 
 
@@ -45,8 +41,6 @@ class Supervisor:
         self._interrupts, self._deadline = 0, float("inf")
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._printers: list[threading.Thread] = []
-        if job.logs is not None:
-            os.makedirs(job.logs, exist_ok=True)
 
     def on_signal(self, number: int, _: FrameType | None = None) -> None:
         self._interrupts += number == signal.SIGINT
@@ -65,11 +59,12 @@ class Supervisor:
                 self._start(place, local_rank)
             if self.signal:  # it arrived meanwhile
                 self._send(self.signal)
+            # The ranks start first, because this imports torch.
             self.failures = FailureLog(stores().PrefixStore(f"{STORE_PREFIX}/{place.start}", open_store()))
             return self._watch(place)
         finally:
             end_groups(self._running(), CLOSE_SECONDS)
-            deadline = time.monotonic() + PRINT_SECONDS
+            deadline = time.monotonic() + LEAVE_SECONDS  # a process that outlives the rank may hold its pipe open
             for printer in self._printers:
                 printer.join(max(0.0, deadline - time.monotonic()))
 
@@ -90,6 +85,7 @@ class Supervisor:
             start_new_session=True,
         )
         log = os.devnull if self._job.logs is None else os.path.join(self._job.logs, f"rank{rank}.log")
+        os.makedirs(os.path.dirname(log) or ".", exist_ok=True)
         prefix = f"[rank{rank}] ".encode() if rank else b""
         for pipe, target in zip((process.stdout, process.stderr), targets, strict=True):
             if pipe is not None and target is not None:
@@ -158,12 +154,17 @@ class Supervisor:
         """End all ranks after a failure, and return which rank of the job failed first."""
         self._post_exits(failed)
         end_groups([self._ranks[rank] for rank in failed], CLOSE_SECONDS)
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while self._running() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._post_exits(self._exit_codes())  # of a rank that others have missed before it had ended
+        began, is_named, report = time.monotonic(), False, None
+        while (self._running() or not is_named) and time.monotonic() - began < (
+            LEAVE_SECONDS if is_named else CAUSE_SECONDS
+        ):
+            time.sleep(0.02)
+            self._post_exits(self._exit_codes())
+            report = self.failures.first()
+            # A report of a lost peer waits for the peer's, which may be on another machine.
+            is_named = not (report is None or report.is_secondary) or (len(place.hosts) == 1 and not self._running())
         end_groups(self._running(), CLOSE_SECONDS)
-        report = self.failures.first() or FailureReport(min(failed, default=0), "it left no report", "")
+        report = report or FailureReport(min(failed, default=0), "it left no report", "")
         return self._name(place, report, codes, failed)
 
     def _name(self, place: Place, report: FailureReport, codes: dict[int, int], failed: dict[int, int]) -> JobOutcome:
@@ -238,7 +239,7 @@ def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: IO[bytes])
         for line in iter(lambda: pipe.readline(MAX_LINE_BYTES), b""):
             # A progress bar redraws its line after a carriage return: only the last state is printed.
             shown = line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n"
-            with contextlib.suppress(OSError, ValueError):  # keep reading the pipe even if our output is closed
+            with contextlib.suppress(Exception):  # keep reading the pipe even if our output is closed or breaks
                 if isinstance(target, TextIOWrapper):  # its encoding may differ from the rank's
                     target.buffer.write(prefix + shown)
                 else:  # a notebook's
