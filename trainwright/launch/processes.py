@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import warnings
 from dataclasses import asdict
@@ -92,6 +93,7 @@ def supervise(job: Job) -> int:
             outcome = run_node(job)
     except (LaunchError, OSError) as error:
         outcome = JobOutcome(1, rest=f"trainwright: {error}\n")
+    catch_signals(signal.SIG_IGN, *ENDING_SIGNALS)  # another one would change the exit code
     gc.freeze()
     line = f"trainwright: {outcome.reason}; the job was ended.\n" if outcome.reason else ""
     print(line + outcome.rest, end="", file=sys.stderr, flush=True)

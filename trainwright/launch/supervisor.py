@@ -209,7 +209,7 @@ class Supervisor:
             process.send_signal(number)  # not to its process group: the rank ends its loader workers
 
 
-def catch_signals(handler: Callable[[int, FrameType | None], object], *numbers: int) -> dict[int, Any]:
+def catch_signals(handler: Callable[[int, FrameType | None], object] | int, *numbers: int) -> dict[int, Any]:
     """Install a signal handler, and return the previous ones. Ignored signals stay ignored (nohup)."""
     caught = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     return {number: signal.signal(number, handler) for number in caught}
