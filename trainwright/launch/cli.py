@@ -51,8 +51,6 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         defaults = {name: value[name] for name in ("strategy", "precision", "gradient_accumulation_steps")}
         defaults["strategy"] = None if value["strategy"] == "auto" else value["strategy"]
         defaults["accelerator"] = "cpu" if value["cpu"] == "true" else None
-        if value["logs"] is not None and not options.dry_run:
-            os.makedirs(value["logs"], exist_ok=True)
         job = Job([sys.executable, *command], value["devices"], nodes, **of_job, defaults=defaults)
     except (ValueError, TypeError, ImportError, OSError) as error:
         parser.error(str(error))

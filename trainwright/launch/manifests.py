@@ -48,8 +48,6 @@ def emit(options: argparse.Namespace, command: Sequence[str], check_names: NameC
     devices, cpus = int(options.devices), int(options.cpus or 4)  # three are for the loader's workers
     check_names(options.strategy, options.precision, devices * nodes)
     if options.emit == "kubernetes":
-        if options.job_id and not re.fullmatch(NAME[0], options.job_id):
-            raise ValueError(f"--job-id {options.job_id}: expected {NAME[1]}.")
         return _kubernetes(options, command, nodes, devices * cpus, grace)
     gpus = "" if options.cpu else f"#SBATCH --gpus-per-node={devices}\n"
     return f"""#!/bin/bash
@@ -72,6 +70,8 @@ def _kubernetes(options: argparse.Namespace, command: Sequence[str], nodes: int,
     import yaml
 
     name, devices = options.job_id or "train", options.devices
+    if not re.fullmatch(NAME[0], name):
+        raise ValueError(f"--job-id {name}: expected {NAME[1]}.")
     flags = ["--devices", devices, *(["--cpu"] if options.cpu else [])]
     flags += [word for flag in PASSED_ON if (value := getattr(options, flag)) for word in (flag_of(flag), value)]
 
