@@ -319,6 +319,7 @@ class NodeLauncher(RendezvousHandler):
         return None if self._place is None else self._folder.read_outcome(self._place.start)
 
     def _is_ending(self) -> bool:
+        """Return whether the latest start was this node's last one."""
         last = self._last_outcome()
         return last is not None and not (last.reason and last.may_restart)
 

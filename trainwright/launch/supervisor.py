@@ -155,9 +155,9 @@ class Supervisor:
         self._post_exits(failed)
         end_groups([self._ranks[rank] for rank in failed], CLOSE_SECONDS)
         began, is_named, report = time.monotonic(), False, None
-        while (self._running() or not is_named) and time.monotonic() - began < (
-            LEAVE_SECONDS if is_named else CAUSE_SECONDS
-        ):
+        while self._running() or not is_named:
+            if time.monotonic() - began > (LEAVE_SECONDS if is_named else CAUSE_SECONDS):
+                break
             time.sleep(0.02)
             self._post_exits(self._exit_codes())
             report = self.failures.first()
