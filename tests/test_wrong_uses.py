@@ -198,7 +198,7 @@ CONSTRUCTION = [
     ("devices, a list of names", {"devices": ["cuda:0"]}, TypeError, r"devices=\['cuda:0'\] is not a list of GPUs; pass"),
     ("devices, a kind", {"devices": "mps"}, TypeError, r"devices='mps' is a str; expected a number of devices, a list"),
     ("num_nodes without a place", {"num_nodes": 2}, ValueError,
-     r"num_nodes=2 needs node_rank .* Set NODE_RANK on every machine, or start the script with trainwright launch --node"),
+     r"num_nodes=2 needs node_rank .* Set NODE_RANK and MASTER_ADDR on every machine, or start the script with trainwr"),
     ("max_epochs, a float", {"max_epochs": 2.0}, ValueError, r"max_epochs=2.0: expected an integer of at least -1"),
     ("max_epochs, too small", {"max_epochs": -2}, ValueError, r"max_epochs=-2: expected an integer of at least -1"),
     ("num_sanity_val_steps", {"num_sanity_val_steps": -2}, ValueError,

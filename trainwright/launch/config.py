@@ -193,13 +193,13 @@ def nodes_of(settings: Mapping[str, LaunchSetting]) -> Nodes:
         raise ValueError(f"{job}: expected {RANGE[1]}.")
     if span and (count, rank) != (None, None):
         raise ValueError(f"{job} replaces --num-nodes and --node-rank. Remove one of them.")
-    for name in ("main_address",) if span else ("node_rank", "main_address"):
-        if settings[name].value is None:
-            entry = KEYS[name]
-            raise ValueError(
-                f"{job} needs {name} ({entry.meaning}). Set {entry.variable} on every machine, or start the script with "
-                f"trainwright launch {flag_of(name)}, torchrun or srun."
-            )
+    needed = ("main_address",) if span else ("node_rank", "main_address")
+    if missing := [name for name in needed if settings[name].value is None]:
+        raise ValueError(
+            f"{job} needs {' and '.join(f'{name} ({KEYS[name].meaning})' for name in missing)}. Set "
+            f"{' and '.join(KEYS[name].variable for name in missing)} on every machine, or start the script with trainwright "
+            f"launch {' '.join(map(flag_of, missing))}, torchrun or srun."
+        )
     return Nodes(most, rank, address, port, least, wait)
 
 
