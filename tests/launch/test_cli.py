@@ -146,7 +146,7 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
         (["--module=train"], "argument -m/--module: ignored explicit argument 'train'"),
         (["--strategy", "dpd", "x.py"], "strategy='dpd' is unknown; choose from auto"),
         (["--precision", "float16", "x.py"], "precision='float16' is unknown; choose from"),
-        (["--num-nodes", "2", "x.py"], "num_nodes=2 needs node_rank (this machine's number, from 0). Set NODE_RANK"),
+        (["--num-nodes", "2", "x.py"], "num_nodes=2 needs node_rank (this machine's number, from 0) and main_address"),
         (["--num-nodes", "2", "--node-rank", "0", "x.py"], "num_nodes=2 needs main_address (name or"),
         (
             ["--num-nodes", "2", "--node-rank", "-1", "--main-address", "a", "x.py"],
@@ -180,6 +180,8 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
         ([*SLURM, "--image", "a", __file__], "--image was given with --emit slurm, which takes --devices, --time,"),
         ([*SLURM[:-1], "soon", __file__], "--time soon: expected minutes, HH:MM:SS"),
         ([*KUBERNETES, "R_x", __file__], "--volume R_x: expected lowercase letters"),
+        ([*KUBERNETES, "runs", "--job-id", "My_Run", __file__], "--job-id My_Run: expected lowercase letters"),
+        (["--logs", f"{__file__}/below", __file__], "Not a directory"),
         ([*SLURM, "--strategy", "ddp", __file__], "--strategy was given with --emit slurm, which takes"),
         (["--emit", "kubernetes", "--devices", "2", "a.py"], "--emit kubernetes needs --image. Add it, for example"),
         ([*KUBERNETES, "a"], "no script was given."),

@@ -9,13 +9,13 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from trainwright.errors import did_you_mean
-from trainwright.launch.config import KEYS, OTHER_WORDS, NameCheck, find_config, flag_of, resolve
+from trainwright.launch.config import KEYS, OTHER_WORDS, LaunchSetting, NameCheck, find_config, flag_of, resolve
 from trainwright.launch.manifests import FLAGS, emit
-from trainwright.launch.nodes import Job
+from trainwright.launch.nodes import Job, Nodes
 from trainwright.launch.processes import supervise
 
 __all__ = ["Parser", "check_script", "parse_command"]
@@ -46,12 +46,9 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         config.set_variables()
         settings, nodes = resolve(vars(options), config, check_names)
         check_script(command)
-        value = {name: setting.value for name, setting in settings.items()}
-        of_job = {name: value[name] for name in ("max_restarts", "logs", "grace_seconds", "job_id")}
-        defaults = {name: value[name] for name in ("strategy", "precision", "gradient_accumulation_steps")}
-        defaults["strategy"] = None if value["strategy"] == "auto" else value["strategy"]
-        defaults["accelerator"] = "cpu" if value["cpu"] == "true" else None
-        job = Job([sys.executable, *command], value["devices"], nodes, **of_job, defaults=defaults)
+        job = _job([sys.executable, *command], settings, nodes)
+        if job.logs is not None and not options.dry_run:
+            os.makedirs(job.logs, exist_ok=True)
     except (ValueError, TypeError, ImportError, OSError) as error:
         parser.error(str(error))
     script = command[1] if command[0] == "-m" else command[0]
@@ -61,6 +58,15 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         print(f"would run {shlex.join(job.command)}")
         return 0
     return supervise(job)
+
+
+def _job(command: list[str], settings: Mapping[str, LaunchSetting], nodes: Nodes) -> Job:
+    value = {name: setting.value for name, setting in settings.items()}
+    of_job = {name: value[name] for name in ("max_restarts", "logs", "grace_seconds", "job_id")}
+    defaults = {name: value[name] for name in ("strategy", "precision", "gradient_accumulation_steps")}
+    defaults["strategy"] = None if value["strategy"] == "auto" else value["strategy"]
+    defaults["accelerator"] = "cpu" if value["cpu"] == "true" else None
+    return Job(command, value["devices"], nodes, **of_job, defaults=defaults)
 
 
 def check_script(command: Sequence[str]) -> None:
