@@ -32,7 +32,7 @@ LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "con
 """Reports of gloo, NCCL and the store, in lower case, when the other end of a connection has gone."""
 SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "; on Linux this is often the out-of-memory killer",
-    signal.SIGABRT: "; torch's gloo ends so where ranks exchange other tensors, such as those of a branch that only some take",
+    signal.SIGABRT: "; torch's gloo aborts if ranks exchange different tensors, as in a branch that only some ranks take",
 }
 
 
