@@ -61,7 +61,7 @@ BEGIN = (
 )
 """Files that run first if several processes share the tests: files that fork most, while their process is small, then
 the longest."""
-NOT_FAST = {"programs": {"slow"}, "device": {"gpu", "device"}, "cluster": {"cluster"}}
+NOT_FAST = {"programs": {"slow"}, "device": {"gpu", "device"}, "cluster": {"cluster"}, "faults": {"faults"}}
 """Folders that the fast sets do not read (`QUICK` in the Makefile), with the marks that their tests need."""
 _loaded: set[str] = set()
 """The modules that were loaded when garbage was looked for last, or the tests had been collected."""
