@@ -20,6 +20,7 @@ LAYERS = [
     {"devices"},
     {"distributed"},
     {"rank_zero"},
+    {"faults"},
     {"hyperparameters", "precision", "checkpoint", "loggers", "profilers"},
     {"overrides"},
     {"data"},
