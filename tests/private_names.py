@@ -114,6 +114,7 @@ TORCH = (
         "torch._C._distributed_c10d",
         "_dump_fr_trace_json",
         "name the collective in which a rank waits (distributed/vendor.py)",
+        "_dump_nccl_trace_json",
     ),
     Use(
         "torch._C._distributed_c10d.Backend",

@@ -9,32 +9,21 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 
-from trainwright.paths import absolute
+Frame = tuple[str, str, str]
+"""File, line and function."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
-_THREAD = re.compile(r"hread (0x[0-9a-f]+)")
+_INNER = (_PACKAGE, "<frozen", *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_PATIENT = (f"{_PACKAGE}checkpoint", f"{_TORCH}_inductor", f"{_TORCH}_dynamo", f"{_TORCH}serialization.py")
-"""Code that may take long while other ranks wait: saves, loads and compilation."""
-PY_SPY_SECONDS = 20.0
-
-
-class Frame(NamedTuple):
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        near = os.path.relpath(self.file) if self.file.startswith(absolute(".") + os.sep) else self.file
-        return f"{near}:{self.line} in {self.function}"
+_RANKS, _CHANNEL = f"{_PACKAGE}distributed{os.sep}ranks.py", f"{_PACKAGE}distributed{os.sep}store_channel.py"
+_SAVES = ("checkpoint", "trainer/saving.py", "engine/engine_checkpoints.py", "raw_loop/saved_states.py")
+_SLOW = (f"{_TORCH}_inductor", f"{_TORCH}_dynamo", f"{_TORCH}serialization.py", *(_PACKAGE + name for name in _SAVES))
+_STATES = {"T": "it is stopped (SIGSTOP)", "t": "a debugger has stopped it", "D": "it waits for a disk or a device"}
 
 
 def read_stacks() -> str:
@@ -50,74 +39,56 @@ def read_stacks() -> str:
 
 def stack_of(thread: int, stacks: str) -> list[Frame]:
     """Return the frames of a thread in the text of `read_stacks`, the innermost first."""
-    frames: list[Frame] = []
-    is_found = False
-    for line in stacks.splitlines():
-        if match := _THREAD.search(line):
-            is_found = int(match[1], 16) == thread
-        elif is_found and (match := _FRAME.fullmatch(line)):
-            frames.append(Frame(match[1], int(match[2]), match[3]))
-    return frames
+    for part in stacks.split("\n\n"):
+        if f"hread 0x{thread:016x} " in part.partition("\n")[0]:
+            return [(found[1], found[2], found[3]) for found in map(_FRAME.fullmatch, part.splitlines()) if found]
+    return []
 
 
-def user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame outside of torch, this package and other libraries. Without one, the innermost frame."""
-    inner = (_PACKAGE, *_LIBRARIES, "<frozen")
-    return next((frame for frame in frames if not frame.file.startswith(inner)), frames[0] if frames else None)
+def user_place(stack: list[Frame]) -> str:
+    """Return the innermost line outside of libraries and this package in words, and whether it waits for a loader."""
+    users = [frame for frame in stack if not frame[0].startswith(_INNER)]
+    file, line, function = (users or stack or [("an unknown file", "0", "an unknown function")])[0]
+    is_loading = any(frame[0] == f"{_TORCH}utils{os.sep}data{os.sep}dataloader.py" for frame in stack)
+    near = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+    return f"at {near}:{line} in {function}{', waiting for a batch of a DataLoader' if is_loading else ''}"
 
 
-def is_patient(frames: Sequence[Frame]) -> bool:
+def is_patient(stack: list[Frame]) -> bool:
     """Return whether a main thread may stand still for long: in a save, a compilation, a debugger or `rank_zero_first`."""
     return any(
-        frame.file.startswith(_PATIENT)
-        or os.path.basename(frame.file) in ("bdb.py", "pdb.py")
-        or (frame.function == "first" and frame.file == os.path.join(_PACKAGE, "distributed", "ranks.py"))
-        for frame in frames
+        file.startswith(_SLOW) or file.endswith(("/bdb.py", "/pdb.py")) or (file == _RANKS and function == "first")
+        for file, _, function in stack
     )
 
 
-def awaited(frames: Sequence[Frame], collective: str, is_pending: bool) -> str:
+def awaited(stack: list[Frame], collective: str, is_pending: bool) -> str:
     """Return the call in which a main thread waits for other ranks, in words, or "" if it waits in none.
 
-    Args:
-        frames: the stack of the main thread.
-        collective: the latest collective of the process, or "" without torch's flight recorder.
-        is_pending: whether this collective has not ended.
+    `collective` is the latest collective of the process, "" if unknown, and `is_pending` says that it has not ended.
     """
-    if any(frame.file == os.path.join(_PACKAGE, "distributed", "store_channel.py") for frame in frames):
+    if any(file == _CHANNEL for file, _, _ in stack):
         return "a call that every rank makes"
-    innermost = frames[0].file if frames else ""
-    if not collective:
-        return "a collective" if innermost.startswith((f"{_TORCH}distributed", f"{_TORCH}autograd")) else ""
-    return collective if is_pending and innermost.startswith(_TORCH) and not is_loading(frames) else ""
-
-
-def is_loading(frames: Sequence[Frame]) -> bool:
-    """Return whether a main thread waits for a batch of a DataLoader."""
-    return any(frame.file == f"{_TORCH}utils{os.sep}data{os.sep}dataloader.py" for frame in frames)
+    innermost = stack[0][0] if stack else ""
+    if not collective and innermost.startswith((f"{_TORCH}distributed", f"{_TORCH}autograd")):
+        return "a collective"
+    return collective if is_pending and innermost.startswith(_TORCH) else ""
 
 
 def silence_of(pid: int) -> str:
     """Return why a process of this machine may not answer, in words."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            state = file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return "its process has ended"
-    meanings = {
-        "T": "it is stopped (SIGSTOP)",
-        "t": "a debugger has stopped it",
-        "D": "it waits for a disk or a device",
-    }
-    return meanings.get(state, "none of its threads runs Python, as if one held the GIL")
+    with suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        state = file.read().rpartition(")")[2].split()[0]
+        return _STATES.get(state, "no thread of it runs Python, as if one held the GIL")
+    return "it does not answer"
 
 
 def foreign_stacks(pid: int) -> str:
-    """Return the stacks of another process of this machine by py-spy, or how to get them."""
+    """Return the stacks of another process of this machine by py-spy, if it is installed."""
     if shutil.which("py-spy") is None:
-        return f"No stack: the process does not answer. Install py-spy (pip install py-spy) and run: py-spy dump --pid {pid}\n"
-    command = ["py-spy", "dump", "--nonblocking", "--pid", str(pid)]
+        return f"No stack: the process does not answer. Install py-spy and run: py-spy dump --pid {pid}\n"
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_SECONDS, check=False)
+        command = ["py-spy", "dump", "--nonblocking", "--pid", str(pid)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         return done.stdout or done.stderr
     return "No stack: py-spy did not answer.\n"
