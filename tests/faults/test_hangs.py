@@ -84,7 +84,7 @@ def train_with_pauses(folder: Path) -> Any:
             trainer = tw.Trainer(**QUICK, default_root_dir=folder / str(hang))
             trainer.fit(Pausing(2 * limit if not hang else 0.0, hang), make_loader(), make_loader())
             if "Hang for" in written.getvalue():
-                wait_until(lambda: "is over" in written.getvalue(), 60)  # noqa: B023
+                wait_until(lambda: "is over" in written.getvalue(), 60)
         texts.append(written.getvalue())
     return texts, "trainwright-hang-watch" in {thread.name for thread in threading.enumerate()}
 
