@@ -64,6 +64,8 @@ torch.distributed.distributed_c10d
     _world: count the collectives that a step has made (distributed/vendor.py)
 torch.distributed.ProcessGroup
     _get_backend _device_types: count the collectives that a step has made (distributed/vendor.py)
+torch._C._distributed_c10d
+    _dump_fr_trace_json: name the collective in which a rank waits (distributed/vendor.py) [_dump_nccl_trace_json]
 torch._C._distributed_c10d.Backend
     _get_sequence_number_for_group: count the collectives that a step has made (distributed/vendor.py)
 torch.distributed.tensor._utils
