@@ -407,7 +407,7 @@ RUNNING = [
 
 OTHERS = [
     WrongUse("validate without a module", lambda s: s.make().validate(), TypeError,
-             r"trainer.validate was given no module, and none was run before. Pass an instance"),
+             r"trainer.validate was given no module, and none was run before. Pass a trainwright.Module"),
     WrongUse("test without test_step", lambda s: s.make().test(OnlyStep(), s.loader), TypeError,
              r"trainer.test needs test_step, which OnlyStep does not define"),
     WrongUse("test without a loader", lambda s: s.make().test(s.module), TypeError,

@@ -314,7 +314,7 @@ def test_none_stays_none_and_a_class_is_refused() -> None:
     with pytest.raises(TypeError, match="Expected torch modules"):
         accelerator.prepare(torch.optim.SGD)
     for placement in (True, [True], "ab"):
-        with pytest.raises(ValueError, match=r"is not a list of 2 items. Give one for each object"):
+        with pytest.raises(ValueError, match=r"is no list of 2 items. Pass one per object"):
             accelerator.prepare(nn.Linear(1, 1), None, device_placement=placement)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Each Accelerator has one: accelerator\.gradient_state"):
         tw.GradientState()

@@ -140,7 +140,7 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
         (["bert-base-cased"], "Models of a hub are not fetched: name a function that returns one, or pass --params."),
         (["net.py:Data"], "Data is a class, but not of a torch module. Name a class of a torch module, or a function"),
         (["net.py:Nett"], "net.py has no 'Nett'. It defines Net, Reads. Did you mean 'Net'?"),
-        (["net.py"], "net.py defines Net, Reads; add the class, or a function that returns the module: net.py:NAME."),
+        (["net.py"], "net.py defines Net, Reads; add the class, or a function that returns it: net.py:NAME."),
         (["net.py:Net"], 'Net needs width. Pass them as --args \'{"width": "..."}\', or name a function'),
         (
             ["net.py:Net", "--args", '{"widht": 2}'],
