@@ -10,11 +10,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deadlines import deadline
 from fault_rows import record_row
+from small import QUIET, Classifier, make_loader
 from started import GONE_SECONDS, Started, python
+
+import trainwright as tw
+from trainwright.hyperparameters import read_hyper_parameters
+from trainwright.tools.checkpoints import checkpoint_command
 
 pytestmark = pytest.mark.faults
 
@@ -72,7 +78,9 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
     folder = tmp_path_factory.mktemp("strangers")
     (folder / "rank.py").write_text(RANK)
     (folder / "stranger.py").write_text(STRANGER)
-    jobs = {name: Started(python("-m", "trainwright", "launch", "--devices", "2", "rank.py"), folder) for name in ATTACKS}
+    jobs = {
+        name: Started(python("-m", "trainwright", "launch", "--devices", "2", "rank.py"), folder) for name in ATTACKS
+    }
     try:
         ports, ranks = {}, {}
         for name, job in jobs.items():
@@ -127,3 +135,55 @@ def test_strangers_stop_code_does_not_hide_a_killed_rank(attacked: dict[str, tup
     assert code == 137
     assert "rank 1 of 2 failed first (killed by SIGKILL" in message
     record_row("a stranger posts a stop code, a rank is killed", seconds, message.splitlines()[-1], f"exit code {code}")
+
+
+TOKENS = {
+    "api_key": "a-secret-word",
+    "hub": "hf_" + "aB3" * 12,
+    "data": "s3://me:word@host/x",
+    "tokens": ["sk-" + "a1" * 15],
+}
+PLAIN = {
+    "pad_token": "[PAD]",
+    "key_dim": 64,
+    "tokenizer": "bert",
+    "num_keys": 3,
+    "max_tokens": 512,
+    "token": 5,
+    "lr": 0.1,
+}
+SECRETS = ("a-secret-word", "aB3aB3", "me:word", "a1a1a1")
+
+
+class Secretive(Classifier):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_secrets_are_in_no_file_of_a_run_but_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loggers = [tw.CSVLogger(tmp_path / "csv"), tw.TensorBoardLogger(tmp_path / "board")]
+    module = Secretive(**TOKENS, **PLAIN)
+    trainer = tw.Trainer(max_steps=1, **(QUIET | {"logger": loggers, "enable_report": True}))
+    trainer.fit(module, make_loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    logged = [path for kind in ("csv", "board") for path in (tmp_path / kind).rglob("*") if path.is_file()]
+    assert {"hparams.yaml", "hparams.json", "report.html"} <= {path.name for path in logged}
+    found = {path.name: word for path in logged for word in SECRETS if word.encode() in path.read_bytes()}
+    assert found == {}
+    assert read_hyper_parameters(str(next(tmp_path.rglob("hparams.yaml")))).items() >= PLAIN.items()
+
+    assert checkpoint_command(["show", str(tmp_path / "a.ckpt")]) == 0
+    shown = capsys.readouterr().out
+    assert [word for word in SECRETS if word in shown] == []
+    assert '"[PAD]"' in shown
+    assert Secretive.load_from_checkpoint(tmp_path / "a.ckpt").hparams == TOKENS | PLAIN
+    record_row("secrets in hyper-parameters", 0.0, "(not shown)", "in clear in the checkpoint only")
+
+
+def test_launcher_shows_no_secret_argument(tmp_path: Path) -> None:
+    (tmp_path / "a.py").touch()
+    command = python("-m", "trainwright", "launch", "--dry-run", "a.py", "--api-key", TOKENS["api_key"], TOKENS["hub"])
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(60), check=True)
+    assert [word for word in SECRETS if word in done.stdout + done.stderr] == []
+    assert "--api-key (not shown) (not shown)" in done.stdout

@@ -45,6 +45,8 @@ _NUMPY_SCALARS = frozenset(
 )
 _JSON_INTEGERS = 1 << 63
 _UNCHANGED = (type(None), bool, str)
+MOST_EQUAL_HASHES = 100
+"""How many keys may have one hash. Each is compared with all others, so that 50,000 such integers took half a minute."""
 
 
 def encode(value: Any, name: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
@@ -207,7 +209,8 @@ class _Decoder:
         if isinstance(plain, list):
             if depth < MAX_DEPTH and _are_plain_integers(plain):
                 return plain
-            return [self.decode(item, depth + 1) for item in plain]
+            # A call per number or text would take most of the time.
+            return [self.decode(item, depth + 1) if type(item) in (list, dict) else item for item in plain]
         if not isinstance(plain, dict):
             return plain
         tag = next(iter(plain), "")
@@ -219,11 +222,14 @@ class _Decoder:
         if tag in self._leaves:
             return self._leaves[tag](content)
         if tag in _COLLECTIONS:
-            return _COLLECTIONS[tag](self.decode(_expect(content, list), depth))
+            items = self.decode(_expect(content, list), depth)
+            return _COLLECTIONS[tag](_hashable(items) if tag in ("$set", "$frozenset") else items)
         if tag in _DICTS:
             return _DICTS[tag](_expect(self.decode(content, depth + 1), dict))
         if tag == "$dict":
-            return dict(self._pairs(_expect(content, list), depth + 1))
+            pairs = list(self._pairs(_expect(content, list), depth + 1))
+            _hashable([key for key, _ in pairs])
+            return dict(pairs)
         raise CheckpointError(f"the checkpoint's plain data has a type {tag!r} that this version does not know.")
 
     def _pairs(self, pairs: list[Any], depth: int) -> Iterator[tuple[Any, Any]]:
@@ -245,6 +251,13 @@ def _are_plain_integers(values: Sequence[Any]) -> bool:
     if {*map(type, values)} != {int}:
         return False
     return bool(min(values) >= -_JSON_INTEGERS and max(values) < _JSON_INTEGERS)
+
+
+def _hashable(keys: list[Any]) -> list[Any]:
+    """Return the keys of a set or a dict, or raise ValueError if too many have the same hash."""
+    if len(keys) > MOST_EQUAL_HASHES and max(Counter(map(hash, keys)).values()) > MOST_EQUAL_HASHES:
+        raise ValueError(f"more than {MOST_EQUAL_HASHES} keys of a dict or a set have the same hash")
+    return keys
 
 
 def _expect(value: Any, kind: type[Any], length: int | None = None) -> Any:

@@ -32,6 +32,7 @@ from trainwright.tensor_names import clean_name, is_extra_state
 LARGEST_PLAIN_TENSOR = 1000
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 64 << 20
+LEAST_SHARED = 1_000_000  # items that any pickle may have by sharing
 ACCEPTED = (
     "a directory that trainwright wrote, a Lightning .ckpt file, a file that torch.save wrote of a state_dict, a "
     ".safetensors file, or the .index.json of several"
@@ -98,8 +99,8 @@ def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weigh
                 return _from_safetensors(name, stream.read())
     except MissingCheckpoint:
         raise
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be read: {error}") from error
+    except (OSError, MemoryError) as error:  # a sparse file can claim any size
+        raise CheckpointError(f"{name} cannot be read: {str(error) or 'it does not fit into memory'}") from error
     raise CheckpointError(f"{name} is not a checkpoint: it begins with {start!r}; expected {ACCEPTED}.")
 
 
@@ -170,6 +171,7 @@ def _from_torch_file(path: str, source: Any) -> Weights:
     try:
         # weights_only rejects every object that could run code while it is unpickled.
         content = torch.load(source, map_location="cpu", weights_only=True)
+        _check_sharing(content)
     except Exception as error:  # damaged data causes errors of many types
         _refuse(path, error)
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
@@ -185,6 +187,30 @@ def _from_torch_file(path: str, source: Any) -> Weights:
             contents={key: value for key, value in content.items() if key != "state_dict"},
         )
     return Weights(_checked(path, content), "state_dict")
+
+
+def _check_sharing(content: Any) -> None:
+    """Reject a pickle whose lists contain each other many times: 2 KB of them have more items than any memory holds.
+
+    Raises:
+        ValueError: the items, each as often as it is reached, are many more than the stored ones.
+    """
+    counts: dict[int, int] = {}
+    stored = 0
+
+    def count(value: Any) -> int:
+        nonlocal stored
+        items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+        if not isinstance(items, (list, tuple, set, frozenset)):
+            return 1
+        if id(value) not in counts:
+            stored += len(items)
+            counts[id(value)] = LEAST_SHARED << 32  # until it is known, for a list that contains itself
+            counts[id(value)] = 1 + sum(map(count, items))
+        return counts[id(value)]
+
+    if count(content) > LEAST_SHARED + 100 * stored:
+        raise ValueError("its lists contain each other many times")
 
 
 def _from_safetensors(path: str, data: bytes) -> Weights:

@@ -10,17 +10,19 @@ optional keys. Any other change increases FORMAT_VERSION.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from pathlib import PurePosixPath
 from typing import Any
 
-from trainwright.checkpoint.shards import FileRecord, unique_keys
+from trainwright.checkpoint.shards import MAX_DIMENSIONS, FileRecord, unique_keys
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, StoredPiece, TensorEntry, check_coverage
 from trainwright.errors import CheckpointError
 
@@ -30,7 +32,6 @@ FORMAT = "trainwright-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 MAX_JSON_BYTES = 512 << 20
-MAX_DIMENSIONS = 64
 _HEAD = b'{"sha256": "%s", "manifest": '
 _TAIL = b"}\n"
 _HEAD_BYTES = len(_HEAD) - 2 + 64
@@ -98,6 +99,19 @@ def dump_json(value: Any, name: str) -> bytes:
     return data
 
 
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Pause the garbage collector, which would look through millions of new lists again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@without_collection()
 def load_json(data: bytes, name: str) -> Any:
     """Return the content of a JSON file. CheckpointError if it is damaged or nested too deeply."""
     try:
