@@ -151,7 +151,7 @@ def test_job_on_a_bad_network_ends_with_the_weights_of_an_undisturbed_run(
 @pytest.mark.parametrize(
     "name", ["a split between two machines", "frames from node 1 are lost", "frames from node 0 are lost"]
 )
-def test_both_sides_of_a_split_end_and_name_the_lost_machine(cases: dict[str, Case], name: str) -> None:
+def test_split_ends_both_sides_and_names_the_lost_machine(cases: dict[str, Case], name: str) -> None:
     case = cases[name]
     for job in case.jobs:
         assert job.wait(180) == 1, job.stderr

@@ -186,4 +186,4 @@ def test_launcher_shows_no_secret_argument(tmp_path: Path) -> None:
     command = python("-m", "trainwright", "launch", "--dry-run", "a.py", "--api-key", TOKENS["api_key"], TOKENS["hub"])
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(60), check=True)
     assert [word for word in SECRETS if word in done.stdout + done.stderr] == []
-    assert "--api-key (not shown) (not shown)" in done.stdout
+    assert "--api-key (not shown) '(not shown)'" in done.stdout

@@ -25,6 +25,7 @@ import torch
 
 from trainwright.checkpoint.tensors import RankPart
 from trainwright.errors import CheckpointError, a_type_of, with_article
+from trainwright.faults.hostile_data import check_hashes
 
 __all__ = ["decode", "encode"]
 
@@ -45,8 +46,6 @@ _NUMPY_SCALARS = frozenset(
 )
 _JSON_INTEGERS = 1 << 63
 _UNCHANGED = (type(None), bool, str)
-MOST_EQUAL_HASHES = 100
-"""How many keys may have one hash. Each is compared with all others, so that 50,000 such integers took half a minute."""
 
 
 def encode(value: Any, name: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
@@ -209,8 +208,9 @@ class _Decoder:
         if isinstance(plain, list):
             if depth < MAX_DEPTH and _are_plain_integers(plain):
                 return plain
-            # A call per number or text would take most of the time.
-            return [self.decode(item, depth + 1) if type(item) in (list, dict) else item for item in plain]
+            if depth == MAX_DEPTH or {list, dict} & {*map(type, plain)}:
+                return [self.decode(item, depth + 1) for item in plain]
+            return list(plain)  # a call per number or text would take most of the time
         if not isinstance(plain, dict):
             return plain
         tag = next(iter(plain), "")
@@ -223,12 +223,12 @@ class _Decoder:
             return self._leaves[tag](content)
         if tag in _COLLECTIONS:
             items = self.decode(_expect(content, list), depth)
-            return _COLLECTIONS[tag](_hashable(items) if tag in ("$set", "$frozenset") else items)
+            return _COLLECTIONS[tag](check_hashes(items) if tag in ("$set", "$frozenset") else items)
         if tag in _DICTS:
             return _DICTS[tag](_expect(self.decode(content, depth + 1), dict))
         if tag == "$dict":
             pairs = list(self._pairs(_expect(content, list), depth + 1))
-            _hashable([key for key, _ in pairs])
+            check_hashes([key for key, _ in pairs])
             return dict(pairs)
         raise CheckpointError(f"the checkpoint's plain data has a type {tag!r} that this version does not know.")
 
@@ -251,13 +251,6 @@ def _are_plain_integers(values: Sequence[Any]) -> bool:
     if {*map(type, values)} != {int}:
         return False
     return bool(min(values) >= -_JSON_INTEGERS and max(values) < _JSON_INTEGERS)
-
-
-def _hashable(keys: list[Any]) -> list[Any]:
-    """Return the keys of a set or a dict, or raise ValueError if too many have the same hash."""
-    if len(keys) > MOST_EQUAL_HASHES and max(Counter(map(hash, keys)).values()) > MOST_EQUAL_HASHES:
-        raise ValueError(f"more than {MOST_EQUAL_HASHES} keys of a dict or a set have the same hash")
-    return keys
 
 
 def _expect(value: Any, kind: type[Any], length: int | None = None) -> Any:

@@ -27,12 +27,12 @@ from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES
 from trainwright.distributed.failures import summarize
 from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
+from trainwright.faults.hostile_data import check_sharing
 from trainwright.tensor_names import clean_name, is_extra_state
 
 LARGEST_PLAIN_TENSOR = 1000
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 64 << 20
-LEAST_SHARED = 1_000_000  # items that any pickle may have by sharing
 ACCEPTED = (
     "a directory that trainwright wrote, a Lightning .ckpt file, a file that torch.save wrote of a state_dict, a "
     ".safetensors file, or the .index.json of several"
@@ -171,7 +171,7 @@ def _from_torch_file(path: str, source: Any) -> Weights:
     try:
         # weights_only rejects every object that could run code while it is unpickled.
         content = torch.load(source, map_location="cpu", weights_only=True)
-        _check_sharing(content)
+        check_sharing(content)
     except Exception as error:  # damaged data causes errors of many types
         _refuse(path, error)
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
@@ -187,30 +187,6 @@ def _from_torch_file(path: str, source: Any) -> Weights:
             contents={key: value for key, value in content.items() if key != "state_dict"},
         )
     return Weights(_checked(path, content), "state_dict")
-
-
-def _check_sharing(content: Any) -> None:
-    """Reject a pickle whose lists contain each other many times: 2 KB of them have more items than any memory holds.
-
-    Raises:
-        ValueError: the items, each as often as it is reached, are many more than the stored ones.
-    """
-    counts: dict[int, int] = {}
-    stored = 0
-
-    def count(value: Any) -> int:
-        nonlocal stored
-        items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-        if not isinstance(items, (list, tuple, set, frozenset)):
-            return 1
-        if id(value) not in counts:
-            stored += len(items)
-            counts[id(value)] = LEAST_SHARED << 32  # until it is known, for a list that contains itself
-            counts[id(value)] = 1 + sum(map(count, items))
-        return counts[id(value)]
-
-    if count(content) > LEAST_SHARED + 100 * stored:
-        raise ValueError("its lists contain each other many times")
 
 
 def _from_safetensors(path: str, data: bytes) -> Weights:

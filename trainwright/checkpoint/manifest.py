@@ -10,13 +10,11 @@ optional keys. Any other change increases FORMAT_VERSION.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from pathlib import PurePosixPath
@@ -25,6 +23,7 @@ from typing import Any
 from trainwright.checkpoint.shards import MAX_DIMENSIONS, FileRecord, unique_keys
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, StoredPiece, TensorEntry, check_coverage
 from trainwright.errors import CheckpointError
+from trainwright.faults.hostile_data import without_collection
 
 __all__ = ["FORMAT_VERSION"]
 
@@ -97,18 +96,6 @@ def dump_json(value: Any, name: str) -> bytes:
             f"{name} would take {len(data) >> 20} MiB. Store large values as tensors or numpy arrays."
         )
     return data
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Pause the garbage collector, which would look through millions of new lists again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @without_collection()

@@ -16,18 +16,12 @@ from trainwright.checkpoint.codec import decode
 from trainwright.checkpoint.discovery import listing_of, read_manifest
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.checkpoint.last_link import is_last_link, pointed
-from trainwright.checkpoint.manifest import (
-    MANIFEST_NAME,
-    MAX_JSON_BYTES,
-    Manifest,
-    load_json,
-    rank_section,
-    without_collection,
-)
+from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json, rank_section
 from trainwright.checkpoint.shards import CHUNK_BYTES, FileRecord, StoredArray, copy_into, plan_copies, read_header
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
+from trainwright.faults.hostile_data import without_collection
 
 __all__ = ["StoredCheckpoint", "Verdict", "candidates", "examine", "open_checkpoint"]
 

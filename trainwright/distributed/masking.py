@@ -12,16 +12,16 @@ __all__ = ["HIDDEN", "shown"]
 _SECRET = re.compile(
     r"\b(?:secrets?|passwords?|passwd|credentials?|o?auth|authorization|cookies?|(?:api|access|private|auth) ?keys?)\b"
     r"|\b(?:token|key|pass)$"
-)
-"""Words that mark a name as secret. The last three count only at its end, because token_dim and key_dim are not secret."""
+)  # words that mark a name as secret: the last three only at its end, because token_dim and key_dim are not secret
 _ORDINARY = re.compile(
     r"\b(?:max|min|num|pad|eos|bos|unk|cls|sep|mask|start|end|stop|image|text|label|input|target|output|sort|batch|loss|cache"
     r"|primary|foreign|group|query|metric|data|forward|backward) (?:token|key|pass)$"
-)
-"""Names of parts of data, such as pad_token and label_key, which are not secret."""
+)  # names of parts of data, such as pad_token and label_key, which are not secret
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 HIDDEN = "(not shown)"
-SHORTEST = 8  # characters of a hidden value that is also searched for in other texts: shorter ones are words such as "true"
+SHORTEST = (
+    8  # characters of a hidden value that is also searched for in other texts: shorter ones are words such as "true"
+)
 _LOGIN = re.compile(r"(://)[^/\s]*:[^/\s]*@")  # a name and a password in an address
 _TOKEN = re.compile(
     r"\b(?:(?:hf|gh[pousr])_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{20,}"
@@ -30,8 +30,7 @@ _TOKEN = re.compile(
 _PAIR = re.compile(
     r"""([\w.-]*(?:secret|pass|credential|auth|cookie|key|token)[\w.-]*)(["']?\s*[:=]\s*["']?)([^\s"',&}\]]+)""",
     re.IGNORECASE,
-)
-"""A possibly secret name and its value within an argument, as in a dict or in the query of an address."""
+)  # a possibly secret name and its value within an argument, as in a dict or in the query of an address
 
 
 def is_secret(name: str) -> bool:
