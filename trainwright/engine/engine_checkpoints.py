@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -206,10 +207,16 @@ class EngineCheckpoints:
             for name, tensor in named_tensors(module)
             if tensor.requires_grad or name.endswith(STATISTICS)
         }
-        found = self.ranks.exchange(_not_finite(trained, pieces), SAVE)
-        names = list(dict.fromkeys(name for local in found for name in local))
-        more = f" and {len(names) - 1} more" if names[1:] else ""
-        return f"the weights are not finite (NaN or infinity in {names[0]!r}{more})" if names else ""
+        # A state of one element, such as a step counter, may be infinite by design.
+        state = optimizer_pieces(self.strategy, named_optimizers(self.modules, self.optimizers))
+        stored = {piece.name for piece in state if math.prod(piece.shape) > 1}
+        found = self.ranks.exchange((_not_finite(trained, pieces), _not_finite(stored, state)), SAVE)
+        for subject, local in zip(("weights are", "optimizer's state is"), zip(*found, strict=True), strict=True):
+            names = list(dict.fromkeys(name for rank in local for name in rank))
+            if names:
+                more = f" and {len(names) - 1} more" if names[1:] else ""
+                return f"the {subject} not finite (NaN or infinity in {names[0]!r}{more})"
+        return ""
 
     def _edited(
         self, path: str, state: dict[str, Any], pieces: list[Piece], header: dict[str, int], edit: Edit

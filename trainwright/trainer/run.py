@@ -136,10 +136,16 @@ class Run:
         """Whether the loop may run, or has begun."""
         self.enable_validation = False
         """Whether the run is a fit that validates."""
+        self.fault = ""
+        """The weights that are not finite at a fit's end."""
         self._closing: list[Callable[[], None]] = []
 
     def obstacle(self, error: BaseException) -> str:
         """Return why a run that fails here cannot be resumed exactly, "" if it can."""
+        return ""
+
+    def find_fault(self) -> str:
+        """Return a text that names weights that are not finite at a fit's end. Collective."""
         return ""
 
     @property
@@ -262,6 +268,7 @@ class Run:
                 yield
                 # Within the try, so that an error of the save in flight is the run's, and on_exception sees it.
                 engine.finish_save()
+                self.fault = self.find_fault()
             except BaseException as error:
                 outcome.error = error
                 self._fail(error, outcome)
@@ -377,7 +384,7 @@ class Run:
     def _result(self, outcome: Outcome) -> RunResult:
         if self.stop.interrupted or self.stop.number:
             return "interrupted"
-        return "success" if outcome.error is None else "failed"
+        return "success" if outcome.error is None and not self.fault else "failed"
 
     def _withdraw_loggers(self, outcome: Outcome) -> None:
         """Remove the files of a run that was rejected."""
