@@ -39,10 +39,10 @@ METHODS = {
         save_state set_trigger skip_first_batches split_between_processes step trigger_sync_in_backward
         unscale_gradients unwrap_model wait_for_everyone""",
     tw.Strategy: """after_run all_gather allocate_optimizer_state backward barrier broadcast broadcast_buffers check
-        check_gradients gradient_norm release skip_step
-        clip_gradients close connect describe_optimizer finalize join_job model_pieces note_module
-        optimizer_pieces reduce reduce_boolean_decision refresh_trainable refresh_weights resolve run
-        setup_module setup_optimizers step sync_gradients""",
+        check_gradients
+        clip_gradients close connect describe_optimizer finalize gradient_norm join_job model_pieces note_module
+        optimizer_pieces reduce reduce_boolean_decision refresh_trainable refresh_weights release resolve run
+        setup_module setup_optimizers skip_step step sync_gradients""",
     tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context
         load_state_dict release reset state_dict step step_context track unscale""",
     tw.Trainer: """fit init_module predict print save_checkpoint stop_soon test trial validate""",

@@ -274,16 +274,6 @@ def resolve(path: str) -> tuple[Files, str]:
     return (LocalFiles() if protocols & {"file", "local"} else RemoteFiles(filesystem)), inside
 
 
-def write_file(path: str, data: bytes) -> str:
-    """Write a small file, new or replaced, with its folders, and return its path."""
-    files, inside = resolve(path)
-    files.make_directories(os.path.dirname(inside))
-    if files.exists(inside):
-        files.remove_file(inside)
-    files.put(inside, data)
-    return path
-
-
 def describe(error: BaseException, path: str) -> str:
     """Return a description of a failed write and, if the cause is known, a remedy."""
     if isinstance(error, CheckpointError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -209,11 +208,10 @@ class EngineCheckpoints:
         }
         # A state of one element, such as a step counter, may be infinite by design.
         state = optimizer_pieces(self.strategy, named_optimizers(self.modules, self.optimizers))
-        stored = {piece.name for piece in state if math.prod(piece.shape) > 1}
+        stored = {piece.name for piece in state if piece.shape not in ((), (1,))}
         found = self.ranks.exchange((_not_finite(trained, pieces), _not_finite(stored, state)), SAVE)
         for subject, local in zip(("weights are", "optimizer's state is"), zip(*found, strict=True), strict=True):
-            names = list(dict.fromkeys(name for rank in local for name in rank))
-            if names:
+            if names := list(dict.fromkeys(chain.from_iterable(local))):
                 more = f" and {len(names) - 1} more" if names[1:] else ""
                 return f"the {subject} not finite (NaN or infinity in {names[0]!r}{more})"
         return ""

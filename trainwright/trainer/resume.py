@@ -44,8 +44,7 @@ class Resumption:
             # Before optimizers are made: a callback that changes the module or adds parameter groups does so again in
             # on_fit_start.
             opened, unused = self._load_parts(checkpoint)
-        run.watch_numbers(partial(roll_back, run))
-        run.prepare()
+        run.prepare(partial(roll_back, run))
         if checkpoint is not None:
             self._load_state(checkpoint, opened, unused)
         if run.validation is not None:

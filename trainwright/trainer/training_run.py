@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from traceback import walk_tb
 from typing import Any
 
 from torch import Tensor
 
-from trainwright.checkpoint.filesystem import write_file
-from trainwright.data.seeding import rng_state, set_rng_state
 from trainwright.data.transfer import map_tensors
 from trainwright.data.workers import LoaderWaits
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.engine.optimizers import use_fused
-from trainwright.faults.nan_policy import NanGuard, RunParts
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
 from trainwright.trainer.oversights import parts_of, warn_of_evaluation_mode
 from trainwright.trainer.prepared_run import PreparedRun
 from trainwright.trainer.run_position import AFTER_EPOCH_START, Phase
-from trainwright.trainer.uneven_round import UnevenRound, discarded
+from trainwright.trainer.uneven_round import UnevenRound
 
 TOO_MANY_EMPTY = 10
 """Batches without a loss at a run's beginning after which a warning says that nothing is trained."""
@@ -36,42 +33,6 @@ class TrainingRun(PreparedRun):
     """The current batch, if it is one of an uneven round."""
     _num_empty = 0
     """Batches of this run for which training_step returned None."""
-
-    def watch_numbers(self, roll_back: Callable[[], str]) -> None:
-        """Apply the nan_policy until the run ends (ValueError if it cannot hold)."""
-        settings, state, policy = self.settings, self.state, self.settings.nan_policy
-        if policy in ("skip", "rollback") and not self.module.automatic_optimization:
-            raise ValueError(
-                f"nan_policy={policy!r} needs automatic optimization, but this module has automatic_optimization = False. Pass "
-                "'raise' or None."
-            )
-        saving = [each for each in self.trainer.checkpoint_callbacks if each.keeps_any and not each.save_weights_only]
-        if policy == "rollback" and not saving and not settings.fast_dev_run:
-            raise ValueError(
-                "nan_policy='rollback' returns to checkpoints, but this run saves none that it could resume from. Add a "
-                "ModelCheckpoint, or pass 'skip'."
-            )
-        folder = self.trainer.log_dir or self.root
-        parts = RunParts(
-            lambda: state.step,
-            lambda name, data: "" if settings.fast_dev_run else write_file(f"{folder}/{name}", data),
-            rng_state,
-            set_rng_state,
-            lambda: f"epoch {state.epoch}, batch {state.batch}",
-            lambda: discarded(self.module, self.logbook.collector),
-            roll_back,
-        )
-        self.numbers = NanGuard(self.engine, policy, parts, settings.log_every)
-        self.numbers.install()
-        self.close_at_end(self.numbers.remove)
-
-    def find_fault(self) -> str:
-        fault = "" if self.settings.is_trial else self.engine.find_fault()
-        if fault:
-            rank_zero_warn(
-                f"the run has ended, and {fault}. It counts as failed. docs/nan_loss.md says how to find the cause."
-            )
-        return fault
 
     def begin_batches(self) -> EpochBatches:
         """Begin an epoch's windows, and return its batches from the state's position on.
@@ -142,8 +103,9 @@ class TrainingRun(PreparedRun):
         if self.uneven_round is not None:
             self._end_uneven_round()
         if self.logbook.is_row_due:
-            self.numbers.look(outputs)
             self.logbook.log_step()
+            if self.numbers is not None:
+                self.numbers.look(outputs)
         if self.waiting:
             self.save_waiting()
 
