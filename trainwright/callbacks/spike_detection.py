@@ -15,7 +15,7 @@ from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback, check_integers
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.errors import TrainwrightError
-from trainwright.faults.nan_policy import read_losses
+from trainwright.faults.tensor_checks import read_losses
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:

@@ -192,8 +192,8 @@ class EngineCheckpoints:
     def find_fault(self) -> str:
         """Return a text that names weights that are not finite on any rank, or "" if all are. Collective.
 
-        Other buffers than running statistics, and frozen parameters, are not checked, because they may contain such values by
-        design (a mask of -inf). If the text is empty, the next save does not check again.
+        Frozen parameters, buffers that are no running statistics, and optimizer states of one element are not checked, because
+        they may contain such values by design (a mask of -inf). If the text is empty, the next save does not check again.
         """
         fault = self._fault(model_pieces(self.strategy, self.modules))
         self._is_known_finite = not fault
@@ -206,7 +206,6 @@ class EngineCheckpoints:
             for name, tensor in named_tensors(module)
             if tensor.requires_grad or name.endswith(STATISTICS)
         }
-        # A state of one element, such as a step counter, may be infinite by design.
         state = optimizer_pieces(self.strategy, named_optimizers(self.modules, self.optimizers))
         stored = {piece.name for piece in state if piece.shape not in ((), (1,))}
         found = self.ranks.exchange((_not_finite(trained, pieces), _not_finite(stored, state)), SAVE)

@@ -7,7 +7,7 @@ calls nothing of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import fsspec
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainwright.faults.tensor_checks import Buffers, copied_buffers, has_bad, named_tensors, read_losses, restore
 from trainwright.rank_zero import rank_zero_warn, warn
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ CHECK_EVERY = 50
 """Optimizer steps between two checks of a raw loop."""
 CHECK = "the check for NaN"
 REMEDY = "docs/nan_loss.md says how to find the cause"
-
-Buffers = list[tuple[nn.Module, str, Tensor, Tensor]]
-"""Buffers by module and name, and copies of their values."""
 
 
 class RunParts(NamedTuple):
@@ -143,7 +140,7 @@ class NanGuard:
         if torch.is_grad_enabled():
             if self._raises or not self._calls:
                 self._rng = self._parts.get_rng()
-                self._buffers = [] if self._raises else self._copied_buffers()
+                self._buffers = [] if self._raises else copied_buffers(self._engine.modules)
             self._calls = [*(() if self._raises else self._calls), Call(module, name, args, kwargs)]
         return self._run(module, name, *args, **kwargs)
 
@@ -173,8 +170,8 @@ class NanGuard:
     def watched_prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise ValueError(
-                f"nan_policy={self._policy!r} cannot skip a step of LBFGS, which computes several losses. Pass 'raise' or None, "
-                "or choose another optimizer."
+                f"nan_policy={self._policy!r} cannot skip a step of LBFGS, which computes several losses. Pass 'raise' or "
+                "None, or choose another optimizer."
             )
         return self._prepare(optimizers)
 
@@ -218,7 +215,7 @@ class NanGuard:
                 found.append(f"an output of {path!r} ({type(child).__name__})")
 
         hooks = [child.register_forward_hook(partial(look, path)) for path, child in module.named_modules() if path]
-        rng, buffers = self._parts.get_rng(), self._copied_buffers()
+        rng, buffers = self._parts.get_rng(), copied_buffers(self._engine.modules)
         self._parts.set_rng(self._rng)
         try:
             with torch.no_grad(), self._parts.silence():
@@ -299,21 +296,13 @@ class NanGuard:
         paths = [each for each in engine.ranks.exchange(path, CHECK) if each]
         return f" The batch is stored as {' and '.join(paths)}." if paths else ""
 
-    def _copied_buffers(self) -> Buffers:
-        return [
-            (owner, name, buffer, buffer.detach().clone())
-            for module in self._engine.modules
-            for owner in module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
-            if not is_lazy(buffer)
-        ]
-
 
 def check_policy(policy: str | None) -> None:
     """Raise ValueError for a policy that a raw loop cannot have."""
     if policy not in POLICIES[:3]:
         raise ValueError(
-            f"nan_policy={policy!r} is not accepted by the Accelerator; pass None, 'raise' or 'skip'. A Trainer takes 'rollback'."
+            f"nan_policy={policy!r} is not accepted by the Accelerator; pass None, 'raise' or 'skip'. Only a Trainer takes "
+            "'rollback'."
         )
 
 
@@ -329,31 +318,3 @@ def refuse_policy(policy: str | None, *, is_automatic: bool = True, saves: bool 
             "nan_policy='rollback' returns to checkpoints, but this run saves none that it could resume from. Add a "
             "ModelCheckpoint, or pass 'skip'."
         )
-
-
-@torch.no_grad()
-def restore(buffers: Buffers) -> None:
-    """Return buffers to their earlier values, and to their places, from which a step may have replaced them."""
-    for owner, name, buffer, value in buffers:
-        buffer.copy_(value)
-        setattr(owner, name, buffer)
-
-
-def read_losses(losses: Sequence[Tensor]) -> list[float]:
-    """Return losses as numbers. NOTE: waits for the device, once for all."""
-    numbers: list[float] = torch.stack([loss.float().reshape(()) for loss in losses]).tolist() if losses else []
-    return numbers
-
-
-def has_bad(nest: object) -> bool:
-    """Return whether a tensor of a nest is not finite. NOTE: waits for the device."""
-    return any(not bool(tensor.isfinite().all()) for _, tensor in named_tensors(nest))
-
-
-def named_tensors(nest: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a nest, with their paths as names."""
-    if isinstance(nest, Tensor):
-        yield path or "batch", nest
-    items = nest.items() if isinstance(nest, Mapping) else enumerate(nest) if isinstance(nest, (list, tuple)) else ()
-    for key, value in items:
-        yield from named_tensors(value, f"{path}.{key}" if path else str(key))

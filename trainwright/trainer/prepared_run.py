@@ -23,7 +23,7 @@ from trainwright.engine.optimizers import (
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
 from trainwright.faults.nan_policy import NanGuard, RunParts, refuse_policy
-from trainwright.faults.plain_backwards import PlainBackwards
+from trainwright.faults.tensor_checks import PlainBackwards
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.strategies.base import Clipping, Optimization, StepResult
