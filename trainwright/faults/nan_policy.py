@@ -88,7 +88,7 @@ class NanGuard:
         self._finite_at = self._num_steps = self._num_skipped = 0
         """The step of the latest check, the steps so far under "raise", and the steps skipped in a row."""
         self._returns: list[str] = []
-        """The checkpoint of the latest rollback, once for each return to it."""
+        """The checkpoints of the rollbacks without progress."""
         self.fault = ""
         """The weights that are not finite at the end."""
         self._clear()
@@ -207,6 +207,8 @@ class NanGuard:
 
     def _replay(self) -> str:
         """Run the latest batch again, and return a sentence on the first value that is not finite. Collective."""
+        if not self._calls:
+            return ""
         module, name, args, kwargs = self._calls[-1]
         found = ["in the batch"] if has_bad(self._calls[-1].batch) else []
 
@@ -267,10 +269,11 @@ class NanGuard:
         if self._num_skipped > MOST_SKIPS:
             raise FloatingPointError(f"{text}, after {MOST_SKIPS} skipped steps in a row.{stored} {REMEDY}.")
         if path := self._parts.roll_back():
-            self._returns = [*(self._returns if path in self._returns else ()), path]
+            # A checkpoint that was saved at a skipped step is no progress.
+            self._returns = [*(self._returns if path in self._returns or self._num_skipped > 1 else ()), path]
             if len(self._returns) > MOST_ROLLBACKS:
                 raise FloatingPointError(
-                    f"{text}, and the run has returned to {path} {MOST_ROLLBACKS} times without a newer checkpoint.{stored} "
+                    f"{text}, and {MOST_ROLLBACKS} returns to {path} have brought no progress.{stored} "
                     f"Save more often (every_n_train_steps=), or lower the learning rate; {REMEDY}."
                 )
         returns = f", and the run returns to {path}" if path else ""
