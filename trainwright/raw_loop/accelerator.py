@@ -19,11 +19,13 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.arguments import check_flags, refuse_unknown, refuses_unknown
 from trainwright.checkpoint.reader import Verify
+from trainwright.data.seeding import rng_state, set_rng_state
 from trainwright.duration import seconds_of
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler
 from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.script_settings import refuse_unlike_arguments
+from trainwright.faults.nan_policy import CHECK_EVERY, NanGuard, RunParts
 from trainwright.overrides import overridden
 from trainwright.precision import Precision
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
@@ -78,6 +80,8 @@ class Accelerator(Collectives):
             launched, otherwise every device of the accelerator, otherwise 1.
         strategy: a name or a Strategy.
         precision: any precision of the Trainer, instead of mixed_precision.
+        num_nodes: nodes of the job, as for the Trainer.
+        nan_policy: "raise" ends the loop at a loss or weights that are not finite, "skip" skips such steps.
         num_nodes, hang_timeout: as for the Trainer.
         log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for all that can be used here, a Logger, or a
             list of these.
@@ -122,6 +126,7 @@ class Accelerator(Collectives):
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
         num_nodes: int = 1,
+        nan_policy: str | None = None,
         hang_timeout: float | timedelta | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
@@ -138,18 +143,9 @@ class Accelerator(Collectives):
         # Every setting is checked before the Engine is made, which may start the job's processes.
         project, loggers = chosen_project(project_dir, project_config), chosen_loggers(log_with)
         settings = LoopSettings(
-            mixed_precision,
-            precision,
-            cpu,
-            accelerator,
-            strategy,
-            deepspeed_plugin,
-            fsdp_plugin,
-            gradient_accumulation_steps,
-            gradient_accumulation_plugin,
-            kwargs_handlers,
-            dynamo_backend,
-        )
+            mixed_precision, precision, cpu, accelerator, strategy, deepspeed_plugin, fsdp_plugin, gradient_accumulation_steps,
+            gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, nan_policy,
+        )  # fmt: skip
         loaders = loader_options(dataloader_config, split_batches, rng_types, device_placement)
         engine = Engine(
             devices=devices,
@@ -181,6 +177,8 @@ class Accelerator(Collectives):
         self._preparations = self._new_preparation()
         self._trackers = Trackers(engine.ranks, loggers, project.logging_dir)
         self._states = SavedStates(engine, project, self._trackers)
+        parts = RunParts(lambda: self.step_count, self.logging_dir or self.project_dir or ".", rng_state, set_rng_state)
+        NanGuard(engine, nan_policy, parts, CHECK_EVERY).install()
         arguments = {field.name: getattr(settings, field.name) for field in fields(settings)}
         arguments |= {"gradient_accumulation_steps": steps, "split_batches": loaders.configuration.split_batches}
         refuse_unlike_arguments(arguments, "Accelerator", engine.ranks)

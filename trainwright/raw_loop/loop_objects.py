@@ -110,8 +110,8 @@ class Preparation(Preparations):
                 "parameters. Prepare the model before its optimizer, or in the same call."
             )
         is_mixed = self._engine.precision.forward_context() is not None
-        # Otherwise the module's forward does everything that a wrapper would.
-        is_wrapped = is_mixed or module in self._engine.strategy.wrapped
+        # Otherwise the module's forward does everything that a wrapper would. A nan_policy replaces the engine's `run`.
+        is_wrapped = is_mixed or module in self._engine.strategy.wrapped or "run" in vars(self._engine)
         self.models.append(PreparedModule(self._engine, module, to_float32=is_mixed) if is_wrapped else module)
         return self.models[-1]
 

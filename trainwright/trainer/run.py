@@ -21,6 +21,7 @@ from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
+from trainwright.faults.nan_policy import NanGuard
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, refuse_branch, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.loggers.base import RunResult
@@ -136,6 +137,8 @@ class Run:
         """Whether the loop may run, or has begun."""
         self.enable_validation = False
         """Whether the run is a fit that validates."""
+        self.numbers: NanGuard | None = None
+        """Applies the nan_policy of a fit."""
         self._closing: list[Callable[[], None]] = []
 
     def obstacle(self, error: BaseException) -> str:
@@ -262,6 +265,8 @@ class Run:
                 yield
                 # Within the try, so that an error of the save in flight is the run's, and on_exception sees it.
                 engine.finish_save()
+                if self.numbers is not None and not self.settings.is_trial:
+                    self.numbers.end()
             except BaseException as error:
                 outcome.error = error
                 self._fail(error, outcome)
@@ -376,7 +381,8 @@ class Run:
     def _result(self, outcome: Outcome) -> RunResult:
         if self.stop.interrupted or self.stop.number:
             return "interrupted"
-        return "success" if outcome.error is None else "failed"
+        is_finite = self.numbers is None or not self.numbers.fault
+        return "success" if outcome.error is None and is_finite else "failed"
 
     def _withdraw_loggers(self, outcome: Outcome) -> None:
         """Remove the files of a run that was rejected."""

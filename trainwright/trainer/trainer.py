@@ -97,6 +97,8 @@ class Trainer(Status):
         use_distributed_sampler: shard the data over the ranks, False if the loaders do that themselves.
         profiler: "simple", "advanced", "pytorch", or a Profiler.
         detect_anomaly: have autograd name the operation that made a NaN.
+        nan_policy: what happens if a loss or a gradient is not finite: None warns, "raise" ends the run, "skip" omits the step,
+            "rollback" also returns to the newest checkpoint.
         barebones: disable everything that adds overhead: logging, checkpoints, progress bar, summary, sanity check.
         plugins: a Precision.
         sync_batchnorm: compute batch norm over all ranks.
@@ -164,6 +166,7 @@ class Trainer(Status):
         use_distributed_sampler: bool = True,
         profiler: str | Profiler | None = None,
         detect_anomaly: bool = False,
+        nan_policy: str | None = None,
         barebones: bool = False,
         plugins: Any = None,
         sync_batchnorm: bool = False,
@@ -269,7 +272,7 @@ class Trainer(Status):
         trial = Trainer.__new__(Trainer)
         Trainer.__init__.__wrapped__(trial, **settings | changes)  # type: ignore[attr-defined]  # without overrides
         shown = replace(trial._settings, max_epochs=self.max_epochs, max_steps=self.max_steps)
-        trial._trial_settings, trial._settings = trial._settings, shown
+        trial._trial_settings, trial._settings = replace(trial._settings, is_trial=True), shown
         return trial
 
     @refuses_unknown
