@@ -106,40 +106,42 @@ def test_only_a_hang_is_reported(folder: Path) -> None:
     record_row("time.sleep in training_step of rank 1 (ddp, two ranks)", 60.0, found[0], "the run goes on")
 
 
-def wait_in_a_lone_collective(folder: Path) -> None:
-    limit = set_limits(folder)
-    accelerator = tw.Accelerator(hang_timeout=4 * limit, project_dir=folder)
-    net = make_net()
-    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), make_loader())
-    for number, (inputs, targets) in enumerate(loader):
-        accelerator.backward(torch.nn.functional.cross_entropy(net(inputs), targets))
-        if number == 2 and accelerator.is_main_process:
+class Barred(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2 and self.trainer.is_global_zero:
             dist.barrier()
-        optimizer.step()
+        return super().training_step(batch, batch_idx)
 
 
-class Generating(Classifier):
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.global_rank == 0 and self.trainer.global_step == 2:
-            self.generate()
-
-    def generate(self) -> None:
-        for _ in range(50):
-            self.net(torch.zeros(1, 8))
+def wait_in_a_lone_barrier(folder: Path) -> None:
+    limit = set_limits(folder)
+    trainer = tw.Trainer(**QUICK, hang_timeout=timedelta(seconds=4 * limit), default_root_dir=folder)
+    trainer.fit(Barred(), make_loader())
 
 
 def generate_on_one_rank(folder: Path) -> None:
     limit = set_limits(folder)
-    tw.Trainer(**QUICK, strategy="fsdp", hang_timeout=timedelta(seconds=4 * limit), default_root_dir=folder).fit(
-        Generating(), make_loader()
-    )
+    accelerator = tw.Accelerator(strategy="fsdp", hang_timeout=4 * limit, project_dir=folder)
+    net = make_net()
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), make_loader())
+    for number, (inputs, targets) in enumerate(loader):
+        accelerator.backward(torch.nn.functional.cross_entropy(net(inputs), targets))
+        optimizer.step()
+        if number == 2 and accelerator.is_main_process:
+            generate(net)
+
+
+def generate(net: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for _ in range(50):
+            net(torch.zeros(1, 8))
 
 
 @pytest.mark.parametrize(
     ("job", "fault", "late", "call"),
     [
-        (wait_in_a_lone_collective, "lone barrier on rank 0 (Accelerator, ddp)", r"\w+", "barrier"),
-        (generate_on_one_rank, "lone generate on rank 0 (Trainer, fsdp)", r"generate|on_train_batch_end", r"\w+"),
+        (wait_in_a_lone_barrier, "lone barrier on rank 0 (Trainer, ddp)", "training_step", "barrier"),
+        (generate_on_one_rank, "lone generate on rank 0 (Accelerator, fsdp)", "generate", r"\w+"),
     ],
 )
 def test_a_lone_call_ends_the_job_after_its_timeout(job: Any, fault: str, late: str, call: str, folder: Path) -> None:
