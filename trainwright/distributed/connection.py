@@ -63,7 +63,6 @@ class Connection:
     owns_group: bool = False
     """False if the user's script opened the group, which it then also closes."""
     polls: dict[str, Callable[[Store], None]] = field(default_factory=dict)
-    """Further watches, called with the watcher thread's store at every poll."""
     _sync_points: SyncPoints = field(default_factory=lambda: SyncPoints(None, 0, 1), repr=False)
     _watch: PeerWatch | None = field(default=None, repr=False)
     _holders: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list, repr=False)

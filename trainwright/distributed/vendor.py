@@ -30,10 +30,7 @@ def count_issued(*, in_all: bool = False) -> int | None:
 
 
 def latest_collective() -> tuple[str, bool]:
-    """Return the collective that this process called last, such as "all_reduce", and whether it has not ended.
-
-    Torch's flight recorder records it, over gloo and NCCL. Without a record: "", False.
-    """
+    """Return the latest collective, such as "all_reduce", and whether it runs. Without torch's flight recorder: "", False."""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # torch for CPUs has only the second
         dump = getattr(torch._C._distributed_c10d, name, None)
         if dump is not None and (entries := json.loads(dump() or "{}").get("entries")):

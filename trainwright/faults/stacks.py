@@ -22,7 +22,8 @@ _INNER = (_PACKAGE, "<frozen", *{sysconfig.get_path(name) + os.sep for name in (
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _RANKS, _CHANNEL = f"{_PACKAGE}distributed{os.sep}ranks.py", f"{_PACKAGE}distributed{os.sep}store_channel.py"
 _SAVES = ("checkpoint", "trainer/saving.py", "engine/engine_checkpoints.py", "raw_loop/saved_states.py")
-_SLOW = (f"{_TORCH}_inductor", f"{_TORCH}_dynamo", f"{_TORCH}serialization.py", *(_PACKAGE + name for name in _SAVES))
+_COMPILERS = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py", "_inductor/async_compile.py", "serialization.py")
+_SLOW = (*(_TORCH + name for name in _COMPILERS), *(_PACKAGE + name for name in _SAVES))
 _STATES = {"T": "it is stopped (SIGSTOP)", "t": "a debugger has stopped it", "D": "it waits for a disk or a device"}
 
 

@@ -78,11 +78,9 @@ class Accelerator(Collectives):
             "cpu", "cuda", "mps", "xpu", or the name of a backend that another package registers.
         devices: number of processes on this node, one per device, or a list of devices. "auto": the launcher's count if
             launched, otherwise every device of the accelerator, otherwise 1.
-        strategy: a name or a Strategy.
         precision: any precision of the Trainer, instead of mixed_precision.
-        num_nodes: nodes of the job, as for the Trainer.
         nan_policy: "raise" ends the loop at a loss or weights that are not finite, "skip" skips such steps.
-        num_nodes, hang_timeout: as for the Trainer.
+        strategy, num_nodes, hang_timeout: as for the Trainer.
         log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for all that can be used here, a Logger, or a
             list of these.
         project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs, a path or an fsspec URL.

@@ -85,8 +85,7 @@ class LoopSettings:
         self.accumulation = self._accumulation()
         self.chosen_strategy = self._strategy(find(DistributedDataParallelKwargs))
         self.chosen_precision = self._precision(find(GradScalerKwargs))
-        group: InitProcessGroupKwargs | None = find(InitProcessGroupKwargs)
-        timeout = group.timeout if group is not None else None
+        timeout = (find(InitProcessGroupKwargs) or InitProcessGroupKwargs()).timeout
         self.timeout_seconds = None if timeout is None else timeout.total_seconds()
         self.compiler: str | None = overridden(
             "Accelerator",
