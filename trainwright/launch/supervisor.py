@@ -17,7 +17,7 @@ from typing import IO, Any, TextIO
 
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog, FailureReport
 from trainwright.distributed.job_store import STORE_PREFIX, Store, stores
-from trainwright.distributed.signals import STOPPED_EXIT_CODE
+from trainwright.distributed.signals import STOPPED_EXIT_CODE, Presses
 from trainwright.launch.nodes import Job, JobOutcome, Place
 
 LEAVE_SECONDS = 1.0  # for ranks to flush their output and exit after a failure is posted
@@ -38,13 +38,14 @@ class Supervisor:
         self.signal = 0  # the number of the signal that was passed on, or 0
         self.failures: FailureLog
         self._job = job
-        self._interrupts, self._deadline = 0, float("inf")
+        self._interrupts, self._deadline = Presses(), float("inf")
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._printers: list[threading.Thread] = []
 
     def on_signal(self, number: int, _: FrameType | None = None) -> None:
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1:
+        if number == signal.SIGINT:
+            self._interrupts.add()
+        if self._interrupts.count > 1:
             self.signal, self._deadline = signal.SIGINT, 0.0
         elif not self.signal:
             self.signal = number
@@ -143,7 +144,7 @@ class Supervisor:
         if time.monotonic() < self._deadline:
             return None
         number, text = self.signal or signal.SIGTERM, "second Ctrl-C; the ranks were killed."
-        if self._interrupts < 2:
+        if self._interrupts.count < 2:
             text = (
                 f"the ranks had not left {self._job.grace_seconds:g} s after {signal.Signals(number).name} and were killed. "
                 "The last complete checkpoint is unchanged. Set TRAINWRIGHT_GRACE_SECONDS to give them more time."
