@@ -10,7 +10,6 @@ import builtins
 import contextlib
 import functools
 import os
-import select
 import signal
 import sys
 import threading
@@ -42,8 +41,7 @@ def exit_code(number: int, is_saved: bool) -> int:
 class Presses:
     """Counts Ctrl-C. Within TWICE_SECONDS it counts once, since a launcher may forward the terminal's."""
 
-    def __init__(self) -> None:
-        self.count, self._latest = 0, float("-inf")
+    count, _latest = 0, float("-inf")
 
     def add(self) -> None:
         if time.monotonic() - self._latest > TWICE_SECONDS:
@@ -57,14 +55,14 @@ class SignalWatch:
     other signal after the first changes nothing. Ignored signals stay ignored. Python allows only the main thread to install
     handlers, so a watch that is opened in another thread records nothing.
 
-    `request` is called at the first signal, in any thread. After a SIGTERM, `check` is called every second in the watch's
-    thread, with the number of SIGTERMs. Neither may block or raise.
+    `request` is called at the first signal, in any thread. It must neither block nor raise.
     """
 
-    def __init__(self, request: Callable[[], object], check: Callable[[int], object] | None = None) -> None:
+    def __init__(self, request: Callable[[], object]) -> None:
         self.first = 0
         """The number of the first signal, or 0."""
-        self._request, self._check, self._terms = request, check, 0
+        self.num_terms = 0  # how many SIGTERMs have arrived
+        self._request = request
         self.previous: dict[int, Any] = {}
         """The handlers from before `open`, by signal."""
         self._wakeup = self._outer_wakeup = self._reader = -1
@@ -124,13 +122,7 @@ class SignalWatch:
             raise KeyboardInterrupt
 
     def _read(self) -> None:
-        poll = select.poll()  # select rejects descriptors from 1024 on
-        poll.register(self._reader, select.POLLIN)
         while True:
-            if self._check is not None and self._terms:
-                self._check(self._terms)
-                if not poll.poll(1000):
-                    continue
             for number in os.read(self._reader, 64):
                 if number == 0:
                     return
@@ -138,7 +130,7 @@ class SignalWatch:
                     with contextlib.suppress(OSError):
                         os.write(self._outer_wakeup, bytes([number]))
                 if number in self.previous:
-                    self._terms += number == signal.SIGTERM
+                    self.num_terms += number == signal.SIGTERM
                     self._record(number, "thread")
 
     def _record(self, number: int, where: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from trainwright.distributed.environment import argument_variables
 from trainwright.distributed.failures import leave
@@ -24,7 +25,7 @@ HANG_SECONDS = 25.0
 """A process without progress for that long after SIGTERM hangs. SLURM and Kubernetes kill it after 30 s."""
 AGAIN_SECONDS = 5.0
 """The same for a process that then gets another SIGTERM."""
-SAVING = os.path.join("trainwright", "checkpoint", "")
+SAVING = r"trainwright/(checkpoint/|trainer/saving)"
 """A part of the paths in the stack of a thread that saves."""
 
 
@@ -82,44 +83,44 @@ def _ignore(numbers: set[int]) -> None:
 
 
 class HangAfterSignal:
-    """Ends a process of one rank that makes no progress after SIGTERM, with the stack of its main thread.
-
-    A save is progress.
+    """Ends a process of one rank that makes no progress after SIGTERM, with the stack of its main thread. A save is progress.
 
     Args:
+        watch: counts the SIGTERMs.
         progress: returns a value that changes while the main thread works, or None once the run stops at a step.
     """
 
-    def __init__(self, progress: Callable[[], object]) -> None:
-        self._progress, self._latest = progress, object()
-        self._since, self._signals = 0.0, 0
+    def __init__(self, watch: SignalWatch, progress: Callable[[], object]) -> None:
+        self._watch, self._progress = watch, progress
         text = argument_variables("grace").get("seconds", f"{HANG_SECONDS:g}")
         if not text.isdecimal():
             raise ValueError(f"TRAINWRIGHT_GRACE_SECONDS={text}: expected an integer of at least 0.")
         self._seconds = float(text)
 
-    def check(self, signals: int) -> None:
-        """End the process if it hangs. `signals` is the number of SIGTERMs so far."""
-        progress, now = self._progress(), time.monotonic()
-        if progress is None:
-            return
-        if progress != self._latest:
-            self._latest, self._since, self._signals = progress, now, signals
-        waited, is_repeated = now - self._since, signals > self._signals
-        self._signals = signals
-        if waited < (AGAIN_SECONDS if is_repeated else self._seconds):
-            return
-        stack = main_stack()
-        if SAVING in stack:
-            self._since = now
-            return
-        again = " and a further SIGTERM" if is_repeated else ""
-        text = (
-            f"trainwright: the run made no progress for {waited:.0f} s after SIGTERM{again}. The process ends, and nothing is "
-            f"saved. Its main thread hangs here:\n{stack}\n"
-        )
-        os.write(2, text.encode())  # the main thread may have locked sys.stderr
-        leave(128 + signal.SIGTERM)
+    def start(self) -> None:
+        """Look at the main thread from now on, in a thread that ends once the run stops."""
+        threading.Thread(target=self._look, name="trainwright-hang-after-signal", daemon=True).start()
+
+    def _look(self) -> None:
+        latest, since, terms = object(), 0.0, 0
+        while (progress := self._progress()) is not None:
+            now, is_repeated = time.monotonic(), self._watch.num_terms > terms > 0
+            terms = self._watch.num_terms
+            if progress != latest or not terms:
+                latest, since = progress, now
+            elif now - since >= (AGAIN_SECONDS if is_repeated else self._seconds):
+                stack = main_stack()
+                if not re.search(SAVING, stack):
+                    _end(now - since, stack)
+                since = now
+            time.sleep(0.5)
+
+
+def _end(seconds: float, stack: str) -> NoReturn:
+    text = f"trainwright: the run made no progress for {seconds:.0f} s after SIGTERM, so the process ends. Nothing is saved."
+    # Not through sys.stderr, which the main thread may have locked.
+    os.write(2, f"{text} The main thread hangs here:\n{stack}\n".encode())
+    leave(128 + signal.SIGTERM)
 
 
 def main_stack() -> str:

@@ -1,6 +1,6 @@
 """Stop: whether a fit stops here, and how it ends after a signal (SIGTERM, SIGUSR1, Ctrl-C).
 
-    a rank is signalled       SignalWatch records it and calls Stop.request_points, whose sync points notify all ranks
+    a rank is signalled       SignalWatch records it and calls Stop, whose sync points notify all ranks
     in training               Stop.is_due ends the loop of every rank at one optimizer step, once they know the signal
     in a validation           Stop.after_loader: all ranks leave it, and the run is saved as it was before
     the loop has ended        Stop.finish > ModelCheckpoint.save_stop > Trainer.save_checkpoint > saving.py (the contents)
@@ -58,8 +58,8 @@ class Stop:
         self._engine, self._settings, self._state, self._trainer = engine, settings, state, trainer
         self._evaluated = (0, 0)
         """The latest batch of an evaluation since a signal, with its loader."""
-        hang = HangAfterSignal(lambda: None if self.number else self._progress)
-        self._watch = SignalWatch(self.request_points, hang.check if engine.world_size == 1 else None)
+        self._watch = SignalWatch(self._on_signal)
+        self._hang = HangAfterSignal(self._watch, lambda: self._progress)
         self.point: SyncPoint | None = None
         """The sync point at which all ranks stop training. None outside of fit."""
         self._abandonment: SyncPoint | None = None
@@ -108,11 +108,13 @@ class Stop:
             raise RuntimeError("stop_soon works in trainer.fit only.")
         self.point.request()
 
-    def request_points(self) -> None:
-        """Notify all ranks of this rank's signal. Callable from any thread."""
+    def _on_signal(self) -> None:
+        """Notify all ranks of this rank's signal, in any thread."""
         for point in (self.point, self._abandonment):
             if point is not None:
                 point.request()
+        if self._engine.world_size == 1:
+            self._hang.start()
 
     def is_due(self) -> bool:
         """Return, the same on every rank, whether the run ends at this optimizer step. Call it at every step on every rank."""
@@ -173,7 +175,9 @@ class Stop:
 
     @property
     def _progress(self) -> object:
-        """Return a value that changes while the run makes progress after a signal."""
+        """Return a value that changes while the run works on after a signal, or None once it stops."""
+        if self.number or self.point is None:
+            return None
         return self._state.progress.batches_begun, self._state.progress.phase, self._evaluated
 
     def is_left(self, loader: int, batch: int) -> bool:
