@@ -39,12 +39,13 @@ def exit_code(number: int, is_saved: bool) -> int:
 
 
 class Presses:
-    """Counts Ctrl-C. Within TWICE_SECONDS it counts once, since a launcher may forward the terminal's."""
+    """Counts Ctrl-C. Within some seconds it counts once, since a launcher may forward the terminal's."""
 
-    count, _latest = 0, float("-inf")
+    def __init__(self, seconds: float = TWICE_SECONDS) -> None:
+        self.count, self._latest, self._seconds = 0, float("-inf"), seconds
 
     def add(self) -> None:
-        if time.monotonic() - self._latest > TWICE_SECONDS:
+        if time.monotonic() - self._latest > self._seconds or is_interactive():  # nobody forwards one to a prompt
             self.count, self._latest = self.count + 1, time.monotonic()
 
 
@@ -58,17 +59,16 @@ class SignalWatch:
     `request` is called at the first signal, in any thread. It must neither block nor raise.
     """
 
-    def __init__(self, request: Callable[[], object]) -> None:
+    def __init__(self, request: Callable[[], object], twice_seconds: float = TWICE_SECONDS) -> None:
         self.first = 0
         """The number of the first signal, or 0."""
-        self.num_terms = 0  # how many SIGTERMs have arrived
-        self._request = request
+        self.num_terms, self._request = 0, request  # the SIGTERMs so far
         self.previous: dict[int, Any] = {}
         """The handlers from before `open`, by signal."""
         self._wakeup = self._outer_wakeup = self._reader = -1
         self._outer: SignalWatch | None = None
         self._thread: threading.Thread | None = None
-        self._interrupts = {"handler": Presses(), "thread": Presses()}
+        self._interrupts = {"handler": Presses(twice_seconds), "thread": Presses(twice_seconds)}
         """How many Ctrl-C the handler and the thread have seen. Either may be delayed."""
 
     def open(self) -> None:

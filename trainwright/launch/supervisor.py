@@ -18,6 +18,7 @@ from typing import IO, Any, TextIO
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog, FailureReport
 from trainwright.distributed.job_store import STORE_PREFIX, Store, stores
 from trainwright.distributed.signals import STOPPED_EXIT_CODE, Presses
+from trainwright.faults.out_of_memory import OutOfMemoryKills
 from trainwright.launch.nodes import Job, JobOutcome, Place
 
 LEAVE_SECONDS = 1.0  # for ranks to flush their output and exit after a failure is posted
@@ -38,6 +39,7 @@ class Supervisor:
         self.signal = 0  # the number of the signal that was passed on, or 0
         self.failures: FailureLog
         self._job = job
+        self._kills = OutOfMemoryKills()
         self._interrupts, self._deadline = Presses(), float("inf")
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._printers: list[threading.Thread] = []
@@ -196,7 +198,10 @@ class Supervisor:
         ] or ([] if known else codes)
         silent = [rank for rank in counted if codes[rank] and rank not in known]
         for rank in sorted(silent, key=lambda rank: (codes[rank] != -signal.SIGKILL, rank)):
-            self.failures.post_exit(rank, codes[rank])
+            if codes[rank] == -signal.SIGKILL and (reason := self._kills.describe()):
+                self.failures.post(rank, f"killed by SIGKILL{reason}", code=codes[rank])
+            else:
+                self.failures.post_exit(rank, codes[rank])
 
     def _exit_codes(self) -> dict[int, int]:
         """Return the exit codes of the ended ranks (negative: killed by a signal)."""

@@ -18,7 +18,7 @@ from typing import Any
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.data.seeding import isolate_rng
 from trainwright.distributed.environment import requeue_job
-from trainwright.distributed.signals import SignalWatch, exit_code, is_interactive
+from trainwright.distributed.signals import TWICE_SECONDS, SignalWatch, exit_code, is_interactive
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.errors import RunStopped
@@ -58,7 +58,7 @@ class Stop:
         self._engine, self._settings, self._state, self._trainer = engine, settings, state, trainer
         self._evaluated = (0, 0)
         """The latest batch of an evaluation since a signal, with its loader."""
-        self._watch = SignalWatch(self._on_signal)
+        self._watch = SignalWatch(self._on_signal, TWICE_SECONDS / (2 if engine.world_size == 1 else 1))
         self._hang = HangAfterSignal(self._watch, lambda: self._progress)
         self.point: SyncPoint | None = None
         """The sync point at which all ranks stop training. None outside of fit."""
