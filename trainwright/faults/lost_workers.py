@@ -40,11 +40,10 @@ class Worker:
     def __str__(self) -> str:
         return f"worker {self.number} (pid {self.process.pid}) of the loader of {self.dataset}"
 
-    @property
-    def work(self) -> str:
-        """Return the batches in words."""
+    def work(self, most: int = 1) -> str:
+        """Return the batch that it reads in words, and the following ones."""
         texts = []
-        for number, indices in islice(self.batches.items(), MOST_BATCHES):
+        for number, indices in islice(self.batches.items(), most):
             more = ", ..." if len(indices) > MOST_INDICES else ""
             shown = ", ".join(map(repr, indices[:MOST_INDICES]))
             texts.append(f"batch {number} of the epoch" + f" (indices {shown}{more})" * bool(shown))
@@ -64,7 +63,7 @@ def _describe_end(worker: Worker) -> str:
     if code == -signal.SIGKILL:
         reason = out_of_memory_kills().describe() or "; on Linux this is often the out-of-memory killer"
     how = f"ended with exit code {code}" if code is None or code >= 0 else f"was killed by {signal.Signals(-code).name}"
-    return f"It is {worker}. It {how}{reason}. It had not delivered {worker.work}."
+    return f"It is {worker}. It {how}{reason}. It had not delivered {worker.work(MOST_BATCHES)}."
 
 
 class WorkerWait:
@@ -81,8 +80,8 @@ class WorkerWait:
         if (waited := time.monotonic() - self._began) >= LONG_WAIT_SECONDS and not self._is_warned:
             self._is_warned = True
             warn(
-                f"training has waited {waited:.0f} s for {worker}, which reads {worker.work}. It waits on. `py-spy dump --pid "
-                f"{worker.process.pid}` shows where the worker is; DataLoader(timeout=...) makes such a wait an error."
+                f"training has waited {waited:.0f} s for {worker}, which reads {worker.work()}. It waits on. "
+                f"`py-spy dump --pid {worker.process.pid}` shows where the worker is; DataLoader(timeout=...) makes such a wait an error."
             )
 
 

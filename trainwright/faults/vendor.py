@@ -76,7 +76,7 @@ def _try_get_data(find: Callable[[], Any], wait: WorkerWait, timeout: float = 5.
         batch = iterator._rcvd_idx
         worker = workers_of(iterator)[iterator._task_info[batch][0]]
         if iterator._timeout > 0:
-            work = f"{worker}, which reads {worker.work}"
+            work = f"{worker}, which reads {worker.work()}"
             raise RuntimeError(f"DataLoader timed out after {timeout} seconds: it waits for {work}.")
         wait.go_on(batch, timeout, worker)
     return result
