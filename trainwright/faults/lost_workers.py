@@ -81,7 +81,8 @@ class WorkerWait:
             self._is_warned = True
             warn(
                 f"training has waited {waited:.0f} s for {worker}, which reads {worker.work()}. It waits on. "
-                f"`py-spy dump --pid {worker.process.pid}` shows where the worker is; DataLoader(timeout=...) makes such a wait an error."
+                f"`py-spy dump --pid {worker.process.pid}` shows where the worker is. Pass timeout=... to the DataLoader for "
+                "an error instead."
             )
 
 
