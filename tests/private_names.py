@@ -162,8 +162,8 @@ TORCH = (
     ),
     Use(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
-        "_shutdown_workers",
-        "end the workers of an epoch that was left (data/vendor.py)",
+        "_task_info",
+        "name the batches that a loader's worker has not delivered (faults/vendor.py)",
     ),
     Use(
         "torch.utils.data._utils.worker",

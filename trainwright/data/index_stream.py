@@ -26,7 +26,7 @@ from trainwright.data.workers import SeededBatch, SeededIndex
 CHUNK = 256
 """Batches of torch's samplers drawn at once, because swapping RNG states costs about as much as drawing 100 batches."""
 
-RECENT = 1000
+RECENT = 256
 """More batches than a loader reads ahead."""
 
 
@@ -59,8 +59,8 @@ class IndexStream(StreamShard):
         self._resumed_at: StreamPosition | None = None
         """The position that was passed as the start."""
         self._noted: deque[list[Any]] | None = None
-        self.recent: deque[Any] = deque(maxlen=RECENT)
-        """The latest items that were sent to workers."""
+        self.recent: deque[tuple[int, Any]] = deque(maxlen=RECENT)
+        """The latest items for workers, with the numbers of their batches."""
         count = self.source_length
         if count is not None and 0 < count < self.world_size and self.drops_short_round:
             raise ValueError(
@@ -85,7 +85,7 @@ class IndexStream(StreamShard):
                 noted.append(list(item) if self.batched else [item])
             if self.gives_seeds:
                 item = mark(item, self.batch_seed(number), self.epoch)
-                self.recent.append(item)
+                self.recent.append((number, item))
             yield item
 
     def note_indices(self) -> deque[list[Any]]:

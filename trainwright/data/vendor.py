@@ -33,7 +33,7 @@ def _begin(loader: Callable[[], DataLoader[Any] | None], iterators: weakref.Weak
         iterator = type(clone)._get_iterator(clone)
     iterators.add(iterator)
     _begun[iterator] = os.getpid()
-    watch_workers(iterator, folder)
+    watch_workers(iterator, clone, folder)
     # Registered last, so it runs before torch's handlers, which wait 5 s per iterator.
     atexit.unregister(_end_all)
     atexit.register(_end_all)
@@ -48,7 +48,7 @@ def _end_all() -> None:
 def end_workers(iterators: Iterable[Any]) -> None:
     """End the workers of iterators."""
     for iterator in iterators:
-        if callable(shutdown := getattr(iterator, "_shutdown_workers", None)):  # another package's iterator has none
+        if callable(shutdown := getattr(iterator, "__del__", None)):  # another package's iterator may have none
             shutdown()
 
 

@@ -73,9 +73,9 @@ class WorkerWait:
         self._batch: int | None = None
         self._began, self._is_warned = 0.0, False
 
-    def go_on(self, batch: int, seconds: float, worker: Worker) -> None:
-        """Record that the batch has not come within these seconds more, and warn once if it takes long."""
-        if batch != self._batch:
+    def go_on(self, seconds: float, worker: Worker) -> None:
+        """Record that no batch has come within these seconds more, and warn once if that takes long."""
+        if (batch := min(worker.batches, default=0)) != self._batch:
             self._batch, self._began, self._is_warned = batch, time.monotonic() - seconds, False
         if (waited := time.monotonic() - self._began) >= LONG_WAIT_SECONDS and not self._is_warned:
             self._is_warned = True

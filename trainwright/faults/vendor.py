@@ -16,9 +16,11 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from trainwright.faults.lost_workers import Worker, WorkerGrowth, WorkerWait, describe_end, out_of_memory_kills
 
-_watched: weakref.WeakKeyDictionary[Any, WorkerGrowth] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[Any, WatchedWorkers] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -52,7 +54,49 @@ def _remove(folder: str, process: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def watch_workers(iterator: Any, folder: str) -> None:
+class WatchedWorkers:
+    """The workers of one iterator over a loader."""
+
+    def __init__(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        # Weakly, because a cycle would keep the workers alive until its collection.
+        self._iterator: Callable[[], Any] = weakref.ref(iterator)
+        self._stream: Any = loader.batch_sampler or loader.sampler
+        self._dataset = type(getattr(loader.dataset, "dataset", loader.dataset)).__name__
+        self._has_timeout, self._wait, self._growth = loader.timeout > 0, WorkerWait(), WorkerGrowth()
+
+    def workers(self) -> list[Worker]:
+        """Return the workers with the batches that they have not delivered."""
+        iterator = self._iterator()
+        if iterator is None:
+            return []
+        recent, first = dict(getattr(self._stream, "recent", ())), getattr(self._stream, "start_batch", 0)
+        tasks = sorted((task, info[0]) for task, info in iterator._task_info.items() if len(info) == 1)
+        workers = []
+        for number, process in enumerate(iterator._workers):
+            batches = {first + task: recent.get(first + task, ()) for task, owner in tasks if owner == number}
+            workers.append(Worker(number, process, self._dataset, batches))
+        return workers
+
+    def check_growth(self) -> None:
+        """Warn if the memory of a worker has grown much since the first call."""
+        self._growth.check(self.workers())
+
+    def _try_get_data(self, timeout: float = 5.0) -> tuple[bool, Any]:
+        iterator = self._iterator()
+        try:
+            result: tuple[bool, Any] = type(iterator)._try_get_data(iterator, timeout)
+        except RuntimeError as error:
+            raise RuntimeError(describe_end(str(error), self.workers())) from error
+        if not result[0]:
+            worker = min(self.workers(), key=lambda worker: min(worker.batches, default=float("inf")))
+            if self._has_timeout:
+                work = f"{worker}, which reads {worker.work()}"
+                raise RuntimeError(f"DataLoader timed out after {timeout} seconds: it waits for {work}.")
+            self._wait.go_on(timeout, worker)
+        return result
+
+
+def watch_workers(iterator: Any, loader: DataLoader[Any], folder: str) -> None:
     """Name the workers of an iterator in the errors of torch, and in a warning if training waits for one for long.
 
     Their folder ends with the iterator.
@@ -60,46 +104,16 @@ def watch_workers(iterator: Any, folder: str) -> None:
     weakref.finalize(iterator, _remove, folder, os.getpid())
     if hasattr(iterator, "_task_info"):  # another package's iterator has none
         out_of_memory_kills()
-        # Weakly, because the cycle would keep the workers alive until its collection.
-        vars(iterator)["_try_get_data"] = partial(_try_get_data, weakref.ref(iterator), WorkerWait())
-        _watched[iterator] = WorkerGrowth()
+        watched = _watched[iterator] = WatchedWorkers(iterator, loader)
+        vars(iterator)["_try_get_data"] = watched._try_get_data
         _name_killed_workers()
-
-
-def _try_get_data(find: Callable[[], Any], wait: WorkerWait, timeout: float = 5.0) -> tuple[bool, Any]:
-    iterator = find()
-    try:
-        result: tuple[bool, Any] = type(iterator)._try_get_data(iterator, timeout)
-    except RuntimeError as error:
-        raise RuntimeError(describe_end(str(error), workers_of(iterator))) from error
-    if not result[0]:
-        batch = iterator._rcvd_idx
-        worker = workers_of(iterator)[iterator._task_info[batch][0]]
-        if iterator._timeout > 0:
-            work = f"{worker}, which reads {worker.work()}"
-            raise RuntimeError(f"DataLoader timed out after {timeout} seconds: it waits for {work}.")
-        wait.go_on(batch, timeout, worker)
-    return result
-
-
-def workers_of(iterator: Any) -> list[Worker]:
-    """Return the workers of an iterator with the batches that they read."""
-    tasks, sent, stream = iterator._task_info, iterator._send_idx, iterator._index_sampler
-    recent, first = list(getattr(stream, "recent", ())), getattr(stream, "start_batch", 0)
-    dataset = getattr(iterator._dataset, "dataset", iterator._dataset)
-    workers = []
-    for number, process in enumerate(iterator._workers):
-        numbers = sorted(task for task, (owner, *data) in tasks.items() if owner == number and not data)
-        batches = {first + task: recent[task - sent] if sent - task <= len(recent) else () for task in numbers}
-        workers.append(Worker(number, process, type(dataset).__name__, batches))
-    return workers
 
 
 def check_growth(iterators: Iterable[Any]) -> None:
     """Warn if the memory of workers has grown much since the first call."""
     for iterator in iterators:
-        if (growth := _watched.get(iterator)) is not None:
-            growth.check(workers_of(iterator))
+        if (watched := _watched.get(iterator)) is not None:
+            watched.check_growth()
 
 
 def _name_killed_workers() -> None:
@@ -115,5 +129,5 @@ def _on_child(previous: Callable[[int, FrameType | None], object], number: int, 
     try:
         previous(number, frame)
     except RuntimeError as error:
-        workers = [worker for iterator in list(_watched) for worker in workers_of(iterator)]
+        workers = [worker for watched in list(_watched.values()) for worker in watched.workers()]
         raise RuntimeError(describe_end(str(error), workers)) from error
