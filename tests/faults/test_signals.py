@@ -82,10 +82,11 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
         job.close()
 
 
-def send_to_all(job: Started, number: int) -> None:
+def send_to_all(job: Started, number: int, how: str = "") -> None:
     for process in job.processes():
         with suppress(psutil.Error):  # it may have ended meanwhile
-            process.send_signal(number)
+            if how != "torchrun" or "RANK" in process.environ():  # torchrun itself ends at once at the second signal
+                process.send_signal(number)
 
 
 def check_saved(job: Started, folder: Path) -> str:
@@ -104,17 +105,10 @@ def test_further_sigterms_do_not_change_the_exit_code(how: str, tmp_path: Path, 
     job.wait_for("step 2")
     began = time.monotonic()
     while job.process.poll() is None:
-        send_to_all(job, signal.SIGTERM)
+        send_to_all(job, signal.SIGTERM, how)
         time.sleep(0.05)
-    code = job.wait()
-    if how == "torchrun":  # its own exit code is that of the signal
-        assert code != 0
-        assert "-15" not in job.stderr, job.stderr
-    else:
-        assert code == 75, job.stderr
-    record_row(
-        f"SIGTERM every 50 ms ({how})", time.monotonic() - began, check_saved(job, tmp_path), f"exit code {code}"
-    )
+    assert job.wait() == 75 or "exitcode  : 75" in job.stderr, job.stderr
+    record_row(f"SIGTERM every 50 ms ({how})", time.monotonic() - began, check_saved(job, tmp_path), "exit code 75")
 
 
 @pytest.mark.parametrize("how", ["one process", "python", "launch"])
@@ -126,10 +120,7 @@ def test_one_ctrl_c_to_every_process_counts_once(how: str, tmp_path: Path, start
     send_to_all(job, signal.SIGINT)
     assert job.wait() == 130, job.stderr
     record_row(
-        f"Ctrl-C to every process during a save ({how})",
-        time.monotonic() - began,
-        check_saved(job, tmp_path),
-        "exit code 130",
+        f"Ctrl-C to every process ({how})", time.monotonic() - began, check_saved(job, tmp_path), "exit code 130"
     )
 
 
