@@ -111,6 +111,12 @@ TORCH = (
         "count the collectives that a step has made (distributed/vendor.py)",
     ),
     Use(
+        "torch._C._distributed_c10d",
+        "_dump_fr_trace_json",
+        "name the collective in which a rank waits (distributed/vendor.py)",
+        "_dump_nccl_trace_json",
+    ),
+    Use(
         "torch._C._distributed_c10d.Backend",
         "_get_sequence_number_for_group",
         "count the collectives that a step has made (distributed/vendor.py)",

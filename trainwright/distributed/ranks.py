@@ -6,11 +6,11 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from trainwright.distributed.job_store import stores
-from trainwright.distributed.store_channel import Locate, StoreChannel
+from trainwright.distributed.store_channel import StoreChannel
 from trainwright.errors import CheckpointError, MissingCheckpoint
 
 KINDS = (MissingCheckpoint, CheckpointError, ValueError)
@@ -45,14 +45,6 @@ class Ranks:
     def give_up(self) -> None:
         """Make a call that waits in another thread raise, and every later call. Not collective."""
         self._channel.give_up()
-
-    def locate_by(self, locate: Locate) -> None:
-        """See `RankPositions.locate_by`."""
-        self._channel.positions.locate_by(locate)
-
-    def located_by(self, locate: Locate) -> AbstractContextManager[None]:
-        """See `RankPositions.located_by`."""
-        return self._channel.positions.located_by(locate)
 
     def exchange(self, value: Any, call: str) -> list[Any]:
         """Return the values of all ranks, by rank."""
