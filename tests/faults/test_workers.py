@@ -25,7 +25,7 @@ import trainwright.faults.vendor as watch
 from small import QUIET, Classifier
 
 mode, devices = sys.argv[1], int(sys.argv[2])
-watch.LONG_WAIT_SECONDS, watch.GROWTH_BYTES, watch.CHECK_SECONDS = 6.0, 20 << 20, 0.0
+watch.LONG_WAIT_SECONDS, watch.CHECK_SECONDS, watch.GROWTH_BYTES, watch.GROWTH_FACTOR = 6.0, 0.0, 20 << 20, 1
 
 def use_memory():
     kept = []

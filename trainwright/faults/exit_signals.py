@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import os
-import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -20,13 +17,12 @@ from typing import Any, NoReturn
 from trainwright.distributed.environment import argument_variables
 from trainwright.distributed.failures import leave
 from trainwright.distributed.signals import Presses, SignalWatch
+from trainwright.faults.stacks import Frame, is_patient, read_stacks, stack_of
 
 HANG_SECONDS = 25.0
 """A process without progress for that long after SIGTERM hangs. SLURM and Kubernetes kill it after 30 s."""
 AGAIN_SECONDS = 5.0
 """The same for a process that then gets another SIGTERM."""
-SAVING = r"trainwright/(checkpoint/|trainer/saving)"
-"""A part of the paths in the stack of a thread that saves."""
 
 
 def end_watch(watch: SignalWatch, error: SystemExit) -> SystemExit:
@@ -83,7 +79,7 @@ def _ignore(numbers: set[int]) -> None:
 
 
 class HangAfterSignal:
-    """Ends a process of one rank that makes no progress after SIGTERM, with the stack of its main thread. A save is progress.
+    """Ends a process of one rank that makes no progress after SIGTERM, with the stack of its main thread. A save or a compilation is progress.
 
     Args:
         watch: counts the SIGTERMs.
@@ -109,25 +105,16 @@ class HangAfterSignal:
             if progress != latest or not terms:
                 latest, since = progress, now
             elif now - since >= (AGAIN_SECONDS if is_repeated else self._seconds):
-                stack = main_stack()
-                if not re.search(SAVING, stack):
+                stack = stack_of(threading.main_thread().ident or 0, read_stacks())
+                if not is_patient(stack):
                     _end(now - since, stack)
                 since = now
             time.sleep(0.5)
 
 
-def _end(seconds: float, stack: str) -> NoReturn:
+def _end(seconds: float, stack: list[Frame]) -> NoReturn:
     text = f"trainwright: the run made no progress for {seconds:.0f} s after SIGTERM, so the process ends. Nothing is saved."
+    lines = "".join(f'  File "{file}", line {line} in {function}\n' for file, line, function in stack)
     # Not through sys.stderr, which the main thread may have locked.
-    os.write(2, f"{text} The main thread hangs here:\n{stack}\n".encode())
+    os.write(2, f"{text} The main thread hangs here:\n{lines}".encode())
     leave(128 + signal.SIGTERM)
-
-
-def main_stack() -> str:
-    """Return the stack of the main thread, the latest call first."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        threads = file.read().decode(errors="replace").split("\n\n")
-    name = f"0x{threading.main_thread().ident:016x}"
-    return next((thread for thread in threads if name in thread.partition("\n")[0]), "")
