@@ -46,7 +46,6 @@ BEGIN = (
     "launch/test_two_nodes.py",
     "launch/test_notebook.py",
     "strategies/test_matrix.py",
-    "strategies/test_seam.py",
     "strategies/test_fsdp.py",
     "test_benchmarks.py",
     "test_packaging.py",

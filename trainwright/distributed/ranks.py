@@ -56,8 +56,7 @@ class Ranks:
 
     def broadcast(self, value: Any, call: str) -> Any:
         """Return rank 0's value."""
-        payload = json.dumps(value).encode() if self.rank == 0 else b""
-        return json.loads(self._exchange(payload, call)[0])
+        return json.loads(self._exchange(json.dumps(value).encode() if self.rank == 0 else b"", call)[0])
 
     def differing(self, value: Any, call: str) -> list[Any]:
         """Return the values of all ranks if they differ, or an empty list. Large values are sent only if they differ."""

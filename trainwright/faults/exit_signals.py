@@ -79,7 +79,7 @@ def _ignore(numbers: set[int]) -> None:
 
 
 class HangAfterSignal:
-    """Ends a process of one rank that makes no progress after SIGTERM, with the stack of its main thread. A save or a compilation is progress.
+    """Ends a process of one rank that makes no progress after SIGTERM, with its stack. A save or a compilation is progress.
 
     Args:
         watch: counts the SIGTERMs.

@@ -60,7 +60,9 @@ class WatchedWorkers:
 
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return an error of torch about ended workers with their descriptions."""
-        found, text = re.search(r"\(pid(?:\(s\))? ([\d, ]+)\)", str(error)), str(error).strip().rstrip(".")
+        text = str(error).strip().rstrip(".")
+        # The handler of torch may have raised it within the call that raises it again.
+        found = None if ". It is worker " in text else re.search(r"\(pid(?:\(s\))? ([\d, ]+)\)", text)
         for number, worker in enumerate(getattr(self._iterator(), "_workers", ()) if found else ()):
             if str(worker.pid) in found[1].split(", "):  # type: ignore[index]
                 code = worker.exitcode or 0
