@@ -23,173 +23,6 @@ class Use(NamedTuple):
     """The public name that some promised versions have in its place."""
 
 
-<<<<<<< HEAD
-TORCH = (
-    Use("torch._C", "_get_privateuse1_backend_name", "name the out-of-tree backend that `accelerator=` accepts"),
-    Use(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
-        "_checkpoint_wrapped_module",
-        "keep what checkpoint_wrapper wraps under its plain names",
-    ),
-    Use("torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "keep what torch.compile wraps under its plain names"),
-    Use(
-        "torch.autograd",
-        "_profiler_enabled",
-        "leave torch's profiler whole when a recording fails (profilers/pytorch.py)",
-    ),
-    Use("torch.Tensor", "_version", "see that a step wrote to a parameter or a buffer in place"),
-    Use(
-        "torch.Tensor",
-        "_is_view",
-        "hand out results that are no views of fsdp's buffers (strategies/fsdp2/vendor.py)",
-    ),
-    Use(
-        "torch.Tensor",
-        "_backward_hooks _post_accumulate_grad_hooks",
-        "run a backward that is no step's without the hooks of gradients (strategies/ddp/vendor.py)",
-    ),
-    Use(
-        "torch.nn.Module",
-        "_parameters _buffers _modules",
-        "replace and walk a module's own tensors without its methods",
-    ),
-    Use("torch.nn.Module", "_apply", "convert a module to one dtype, layer by layer (precision/single_dtype.py)"),
-    Use(
-        "torch.nn.Module",
-        "_call_impl _compiled_call_impl",
-        "compile submodules in place, so that a state_dict keeps its names (engine/compilation.py)",
-    ),
-    Use("torch.nn.modules.module", "_extra_state", "store what a module keeps beside tensors (checkpoint/contents.py)"),
-    Use("torch.nn.MultiheadAttention", "_reset_parameters", "initialize layers that were built on the meta device"),
-    Use(
-        "torch.nn.modules.batchnorm",
-        "_BatchNorm",
-        "keep normalizations in float32 under fsdp (strategies/fsdp2/vendor.py)",
-    ),
-    Use(
-        "torch.nn.parallel.distributed",
-        "_find_tensors",
-        "prepare DDP's reducer for a manual backward (strategies/ddp/vendor.py)",
-    ),
-    Use(
-        "torch.nn.parallel.DistributedDataParallel",
-        "_static_graph_delay_allreduce_enqueued",
-        "synchronize the first backward of a static graph, which DDP learns from (strategies/ddp/vendor.py)",
-    ),
-    Use(
-        "torch.nn.parallel.DistributedDataParallel",
-        "_ddp_params_and_buffers_to_ignore",
-        "keep each rank's own parameters and buffers out of DDP (strategies/ddp/vendor.py)",
-    ),
-    Use(
-        "torch._C._distributed_c10d.Reducer",
-        "_reset_state",
-        "train on after a backward that failed and whose error the user has caught (strategies/ddp/vendor.py)",
-    ),
-    Use(
-        "torch._C._distributed_c10d.Reducer",
-        "_rebuild_buckets",
-        "prepare DDP's reducer for a manual backward (strategies/ddp/vendor.py)",
-    ),
-    Use(
-        "torch.distributed",
-        "_broadcast_coalesced",
-        "send rank 0's buffers in few messages (strategies/ddp/vendor.py)",
-    ),
-    Use(
-        "torch.distributed.distributed_c10d",
-        "_set_pg_timeout",
-        "give collectives a timeout of their own (distributed/vendor.py)",
-        instead="torch.distributed.set_timeout",
-    ),
-    Use(
-        "torch.distributed.distributed_c10d",
-        "_world",
-        "count the collectives that a step has made (distributed/vendor.py)",
-    ),
-    Use(
-        "torch.distributed.ProcessGroup",
-        "_get_backend _device_types",
-        "count the collectives that a step has made (distributed/vendor.py)",
-    ),
-    Use(
-        "torch._C._distributed_c10d",
-        "_dump_fr_trace_json",
-        "name the collective in which a rank waits (distributed/vendor.py)",
-        "_dump_nccl_trace_json",
-    ),
-    Use(
-        "torch._C._distributed_c10d.Backend",
-        "_get_sequence_number_for_group",
-        "count the collectives that a step has made (distributed/vendor.py)",
-    ),
-    Use(
-        "torch.distributed.tensor._utils",
-        "compute_local_shape_and_global_offset",
-        "find this rank's range of a sharded parameter (strategies/fsdp2/vendor.py)",
-    ),
-    Use("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "reach what fsdp keeps of a group's parameters"),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
-        "_fsdp_param_group",
-        "reach a group's dtypes (strategies/fsdp2/vendor.py)",
-    ),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
-        "_init_mp_dtypes",
-        "reduce the gradients of a group that was frozen before (strategies/fsdp2/vendor.py)",
-    ),
-    Use(
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
-        "_register_pre_backward_hook",
-        "gather for the backward of a loss that was made outside of a forward (strategies/fsdp2/vendor.py)",
-    ),
-    Use("torch.amp.GradScaler", "_scale", "set, read and keep the loss scale (precision/mixed.py)"),
-    Use(
-        "torch.amp.GradScaler",
-        "_per_optimizer_states",
-        "share found infinities between optimizers and ranks (precision/mixed.py)",
-    ),
-    Use("torch.amp.GradScaler", "_growth_tracker", "carry a loss scale from DeepSpeed to others, and back"),
-    Use("torch.optim.Adam", "_init_group", "know a subclass that steps as torch's own class does"),
-    Use("torch.optim.lr_scheduler", "_opt_called", "resume a scheduler without torch's warning of its first step"),
-    Use(
-        "torch.utils._pytree",
-        "tree_leaves tree_map tree_map_only tree_map_with_path MappingKey",
-        "walk nested results and states",
-    ),
-    Use(
-        "torch.utils.data.DataLoader",
-        "_iterator _get_iterator",
-        "start a loader's workers anew, know them, and know who iterates as torch does (data/vendor.py)",
-    ),
-    Use(
-        "torch.autograd.profiler",
-        "_is_profiler_enabled",
-        "step as torch does while a profiler records (engine/optimizers.py)",
-    ),
-    Use(
-        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
-        "_task_info",
-        "name the batches that a loader's worker has not delivered (faults/vendor.py)",
-    ),
-    Use(
-        "torch.utils.data._utils.worker",
-        "_worker_loop",
-        "find the `done_event` by which a loader tells a worker to end (data/vendor.py)",
-    ),
-    Use(
-        "multiprocessing.synchronize.Event",
-        "_flag",
-        "see without a lock whether a worker was told to end (data/vendor.py)",
-    ),
-    Use(
-        "torch.utils.tensorboard.SummaryWriter",
-        "_get_file_writer",
-        "flush and place the file of events (loggers/tensorboard.py)",
-    ),
-)
-=======
 TABLE = """
 torch._C
     _get_privateuse1_backend_name: name the out-of-tree backend that `accelerator=` accepts
@@ -261,7 +94,7 @@ torch.utils.data.DataLoader
 torch.autograd.profiler
     _is_profiler_enabled: step as torch does while a profiler records (engine/optimizers.py)
 torch.utils.data.dataloader._MultiProcessingDataLoaderIter
-    _shutdown_workers: end the workers of an epoch that was left (data/vendor.py)
+    _task_info: name the batches that a worker of a loader has not delivered (faults/vendor.py)
 torch.utils.data._utils.worker
     _worker_loop: find the `done_event` by which a loader tells a worker to end (data/vendor.py)
 multiprocessing.synchronize.Event
@@ -336,7 +169,6 @@ _pytest
     __name__: know a script that a test runner runs (launch/command.py)
 """
 """Each owner with its uses, `names: purpose` or `names: purpose [instead]`; a line that is indented more continues one."""
->>>>>>> faults
 
 
 def _read(table: str) -> list[Use]:
