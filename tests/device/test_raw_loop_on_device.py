@@ -53,10 +53,7 @@ def test_it_equals_the_loop_by_hand(device: torch.device, precision: str, name: 
         pytest.skip(f"{device.type} has no autocast in {DTYPES[precision]}")
     net, plain, case = make_net(), make_net(), CASES[name]
     accelerator = tw.Accelerator(
-        accelerator="gpu",
-        devices=[0],
-        precision=precision,
-        gradient_accumulation_steps=case.get("accumulate", 1),
+        accelerator="gpu", devices=[0], precision=precision, gradient_accumulation_steps=case.get("accumulate", 1)
     )
     assert accelerator.device == device
     losses = loop(accelerator, net, case)

@@ -85,11 +85,7 @@ RUNS: dict[str, list[list[str]]] = {
         ["--resume_from_checkpoint", "checkpoint-5"],  # into the folders of the first run
         ["--resume_from_checkpoint", "latest"],
     ],
-    "glue": [
-        [],
-        ["--checkpointing_steps", "5", "--stop_after", "7"],
-        ["--resume_from_checkpoint", "glue/step_5"],
-    ],
+    "glue": [[], ["--checkpointing_steps", "5", "--stop_after", "7"], ["--resume_from_checkpoint", "glue/step_5"]],
     "causal_lm": [
         [],
         ["--checkpointing_steps", "5", "--stop_after", "8", "--output_dir", "stopped"],
