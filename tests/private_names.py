@@ -94,7 +94,7 @@ torch.utils.data.DataLoader
 torch.autograd.profiler
     _is_profiler_enabled: step as torch does while a profiler records (engine/optimizers.py)
 torch.utils.data.dataloader._MultiProcessingDataLoaderIter
-    _shutdown_workers: end the workers of an epoch that was left (data/vendor.py)
+    _task_info: name the batches that a worker of a loader has not delivered (faults/vendor.py)
 torch.utils.data._utils.worker
     _worker_loop: find the `done_event` by which a loader tells a worker to end (data/vendor.py)
 multiprocessing.synchronize.Event

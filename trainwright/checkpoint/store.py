@@ -180,7 +180,7 @@ class BackgroundSave(threading.Thread):
         self.path = path
         self.error: CheckpointError | None = None
         """The save's failure, the same on every rank, or None."""
-        self._write = write
+        self._write, self._process = write, os.getpid()
         # Not Thread.is_alive, because up to Python 3.12 a join interrupted by Ctrl-C marks a running thread as ended.
         self._has_ended = threading.Event()
 
@@ -190,8 +190,8 @@ class BackgroundSave(threading.Thread):
         return self._has_ended.is_set() and self.error is None
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the save has committed or failed. Return whether it has within this time."""
-        return self._has_ended.wait(seconds)
+        """Wait until the save has committed or failed. Return whether it has within this time, or this is a forked child."""
+        return os.getpid() != self._process or self._has_ended.wait(seconds)  # a child does not have the thread
 
     def run(self) -> None:
         _lower_priority()

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, replace
 from types import TracebackType
+from typing import NoReturn
 
 from trainwright.distributed.job_store import Store, post
 
@@ -134,8 +135,7 @@ class FailureLog:
 
     def first(self) -> FailureReport | None:
         """Return the first failure, preferably one that is no consequence of another, or None if none was posted."""
-        reports = self.reports()
-        return min(reports, key=lambda report: report.is_secondary, default=None)
+        return min(self.reports(), key=lambda report: report.is_secondary, default=None)
 
 
 class PeerWatch:
@@ -261,13 +261,10 @@ class PeerWatch:
             self._log.mark_printed()
 
 
-def _wait_until(is_done: Callable[[], bool], timeout_seconds: float) -> bool:
+def _wait_until(is_done: Callable[[], bool], timeout_seconds: float) -> None:
     deadline = time.monotonic() + timeout_seconds
-    while not is_done():
-        if time.monotonic() > deadline:
-            return False
+    while not is_done() and time.monotonic() < deadline:
         time.sleep(0.01)
-    return True
 
 
 def summarize(error: BaseException) -> str:
@@ -278,9 +275,7 @@ def summarize(error: BaseException) -> str:
 
 def shortened(text: str) -> str:
     """Return the text, or its beginning and "..." if it is longer than LONGEST."""
-    if len(text) <= LONGEST:
-        return text
-    return f"{text[: LONGEST - 4]} ..."
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
 
 
 def is_secondary_failure(error: BaseException) -> bool:
@@ -316,8 +311,8 @@ def flush_streams() -> None:
             stream.flush()
 
 
-def leave(code: int) -> None:
-    """Flush the streams and end this process at once, without cleanup. Never returns."""
+def leave(code: int) -> NoReturn:
+    """Flush the streams and end this process at once, without cleanup."""
     # In a thread with a limit, because the main thread may have locked a stream in a write that never ends.
     flusher = threading.Thread(target=flush_streams, daemon=True)
     flusher.start()

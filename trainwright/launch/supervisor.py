@@ -17,7 +17,8 @@ from typing import IO, Any, TextIO
 
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog, FailureReport
 from trainwright.distributed.job_store import STORE_PREFIX, Store, stores
-from trainwright.distributed.signals import STOPPED_EXIT_CODE
+from trainwright.distributed.signals import STOPPED_EXIT_CODE, Presses
+from trainwright.faults.out_of_memory import OutOfMemoryKills
 from trainwright.launch.config import printable
 from trainwright.launch.nodes import Job, JobOutcome, Place
 
@@ -39,13 +40,15 @@ class Supervisor:
         self.signal = 0  # the number of the signal that was passed on, or 0
         self.failures: FailureLog
         self._job = job
-        self._interrupts, self._deadline = 0, float("inf")
+        self._kills = OutOfMemoryKills()
+        self._interrupts, self._deadline = Presses(), float("inf")
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._printers: list[threading.Thread] = []
 
     def on_signal(self, number: int, _: FrameType | None = None) -> None:
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1:
+        if number == signal.SIGINT:
+            self._interrupts.add()
+        if self._interrupts.count > 1:
             self.signal, self._deadline = signal.SIGINT, 0.0
         elif not self.signal:
             self.signal = number
@@ -144,7 +147,7 @@ class Supervisor:
         if time.monotonic() < self._deadline:
             return None
         number, text = self.signal or signal.SIGTERM, "second Ctrl-C; the ranks were killed."
-        if self._interrupts < 2:
+        if self._interrupts.count < 2:
             text = (
                 f"the ranks had not left {self._job.grace_seconds:g} s after {signal.Signals(number).name} and were killed. "
                 "The last complete checkpoint is unchanged. Set TRAINWRIGHT_GRACE_SECONDS to give them more time."
@@ -196,7 +199,10 @@ class Supervisor:
         ] or ([] if known else codes)
         silent = [rank for rank in counted if codes[rank] and rank not in known]
         for rank in sorted(silent, key=lambda rank: (codes[rank] != -signal.SIGKILL, rank)):
-            self.failures.post_exit(rank, codes[rank])
+            if codes[rank] == -signal.SIGKILL and (reason := self._kills.describe()):
+                self.failures.post(rank, f"killed by SIGKILL{reason}", code=codes[rank])
+            else:
+                self.failures.post_exit(rank, codes[rank])
 
     def _exit_codes(self) -> dict[int, int]:
         """Return the exit codes of the ended ranks (negative: killed by a signal)."""
