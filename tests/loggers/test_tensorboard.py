@@ -152,7 +152,7 @@ def test_a_full_disk_is_told_with_the_folder_and_does_not_end_the_run(
 
     trainer = tw.Trainer(max_epochs=2, callbacks=Fills(), **{**QUIET, "logger": TensorBoardLogger(tmp_path)})
     says = r"TensorBoardLogger could not write to .*version_0: OSError: .*No space left.*Free space"
-    with pytest.warns(UserWarning, match="closed before") as warned:
+    with pytest.warns(UserWarning, match="TensorBoardLogger") as warned:
         trainer.fit(Classifier(), make_loader())
     first, last = (str(warning.message) for warning in warned)
     assert re.search(rf"TensorBoardLogger\.\w+ failed: OSError: {says}", first)

@@ -39,8 +39,8 @@ def outlived(logger: Any, name: str, *arguments: Any, **options: Any) -> Any:
             outage.call = name
             _outages[id(logger)] = outage
             warnings.warn(
-                f"{kind}.{name} failed: {type(error).__name__}: {error}. Training continues, and rows of this logger may be "
-                "lost.",
+                f"{kind}.{name} failed: {type(error).__name__}: {str(error).rstrip('.')}. Training continues, and rows of this "
+                "logger may be lost.",
                 stacklevel=2,
             )
     else:
