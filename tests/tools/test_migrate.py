@@ -8,12 +8,9 @@ import stat
 from pathlib import Path
 
 import pytest
-from package import ROOT
 
 from trainwright.__main__ import check_names
 from trainwright.tools.migrate import migrate, migrate_command
-
-SCRIPTS = ROOT.parent / "tests" / "examples"
 
 
 def rewritten(text: str) -> str:
@@ -86,15 +83,6 @@ def test_imports_are_rewritten(before: str, after: str) -> None:
 @pytest.mark.parametrize("text", ["import lightning_utilities as L", "from .lightning import a", "x = 'lightning'", ""])
 def test_other_texts_stay(text: str) -> None:
     assert migrate(text) == (text, [])
-
-
-def test_a_script_of_lightning_becomes_ours() -> None:
-    ours = (SCRIPTS / "lightning_style.py").read_text()
-    theirs = ours.replace("import trainwright as L", "import lightning as L").replace(
-        "from trainwright.", "from lightning.pytorch."
-    )
-    assert theirs != ours
-    assert migrate(theirs) == (ours, [])
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_policy import Kept
-from trainwright.checkpoint.discovery import (
-    is_checkpoint,
-    is_replaceable,
-    remove_older,
-    replace_checkpoint,
-    same_path,
-)
+from trainwright.checkpoint.discovery import is_checkpoint, is_replaceable, remove_older, replace_checkpoint, same_path
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.last_link import is_last_link, point_to, remove_link
 from trainwright.checkpoint.reader import open_checkpoint

@@ -158,9 +158,7 @@ class ClassificationReport(Callback):
         self.class_names = None if class_names is None else [str(name) for name in class_names]
         if self.class_names is not None:
             if num_classes not in (None, len(self.class_names)):
-                raise ValueError(
-                    f"num_classes={num_classes}, but class_names has {len(self.class_names)} names; leave one out."
-                )
+                raise ValueError(f"num_classes={num_classes}, but class_names has {len(self.class_names)}; pass one.")
             num_classes = len(self.class_names)
         self.num_classes, self.predictions, self.targets = num_classes, predictions, targets
         self.verbose, self.log_classes = verbose, log_classes

@@ -55,9 +55,7 @@ class LearningRateMonitor(Callback):
         log_key_prefix: str | None = None,
     ) -> None:
         if logging_interval not in (None, *INTERVALS):
-            raise ValueError(
-                f"logging_interval={logging_interval!r} is unknown; choose from step, epoch, or pass None."
-            )
+            raise ValueError(f"logging_interval={logging_interval!r} is unknown; choose from step, epoch or None.")
         self.logging_interval = logging_interval
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
         self.log_key_prefix = log_key_prefix or ""

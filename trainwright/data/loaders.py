@@ -320,9 +320,7 @@ def with_last(
 
 def refuse_length(length: int) -> NoReturn:
     """Raise for a loader that yields more batches than its length (RuntimeError)."""
-    raise RuntimeError(
-        f"the loader yields more batches than its length, {length}. Make its sampler's __len__ match its __iter__."
-    )
+    raise RuntimeError(f"the loader yields more batches than its length, {length}. Correct its sampler's __len__.")
 
 
 def _is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:

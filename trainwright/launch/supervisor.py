@@ -18,6 +18,7 @@ from typing import IO, Any, TextIO
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog, FailureReport
 from trainwright.distributed.job_store import STORE_PREFIX, Store, stores
 from trainwright.distributed.signals import STOPPED_EXIT_CODE
+from trainwright.launch.config import printable
 from trainwright.launch.nodes import Job, JobOutcome, Place
 
 LEAVE_SECONDS = 1.0  # for ranks to flush their output and exit after a failure is posted
@@ -169,7 +170,7 @@ class Supervisor:
 
     def _name(self, place: Place, report: FailureReport, codes: dict[int, int], failed: dict[int, int]) -> JobOutcome:
         """Return the exit code of a failed job, and which rank failed first."""
-        code = report.code or failed.get(report.rank, 1)
+        code = failed.get(report.rank) or report.code or 1  # never 0, whatever was posted
         if code < 0:
             # A rank that had posted its error and was killed while it was ending counts as an error.
             code = 1 if report.traceback else 128 - code
@@ -182,8 +183,8 @@ class Supervisor:
             rest = f"trainwright: before that, rank {ended} had reached the end of its script or exited with code 0.\n"
         # A rank of another node has printed its traceback there only.
         if not (report.was_printed and report.rank in self._ranks):
-            rest += report.traceback
-        reason = f"rank {report.rank} of {place.world_size}{where} failed first ({report.summary})"
+            rest += printable(report.traceback, "\t\n")
+        reason = f"rank {report.rank} of {place.world_size}{where} failed first ({printable(report.summary)})"
         return JobOutcome(1 if code == PEER_FAILED_EXIT_CODE else code, reason, rest)
 
     def _post_exits(self, codes: dict[int, int]) -> None:

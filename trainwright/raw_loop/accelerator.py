@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.arguments import check_flags, refuse_unknown, refuses_unknown
 from trainwright.checkpoint.reader import Verify
+from trainwright.duration import seconds_of
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler
 from trainwright.engine.prepared_loader import PreparedLoader
@@ -76,7 +78,7 @@ class Accelerator(Collectives):
             launched, otherwise every device of the accelerator, otherwise 1.
         strategy: a name or a Strategy.
         precision: any precision of the Trainer, instead of mixed_precision.
-        num_nodes: nodes of the job, as for the Trainer.
+        num_nodes, hang_timeout: as for the Trainer.
         log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for all that can be used here, a Logger, or a
             list of these.
         project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs, a path or an fsspec URL.
@@ -120,6 +122,7 @@ class Accelerator(Collectives):
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
         num_nodes: int = 1,
+        hang_timeout: float | timedelta | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
@@ -153,10 +156,10 @@ class Accelerator(Collectives):
             strategy=settings.chosen_strategy,
             precision=settings.chosen_precision,
             accelerator=settings.device_type,
-            timeout_seconds=settings.timeout_seconds,
+            timeout_seconds=seconds_of(hang_timeout, "hang_timeout") or settings.timeout_seconds,
             num_nodes=num_nodes,
         )
-        super().__init__(engine)
+        super().__init__(engine, project.logging_dir)
         steps = settings.accumulation.num_steps or 1
         steps = overridden("Accelerator", "gradient_accumulation_steps", steps, is_open=steps == 1)
         self._optimization = engine.strategy.resolve(Optimization(accumulate=steps, clip_norm=settings.clip_norm))

@@ -161,9 +161,7 @@ def choose_precision(precision: Any, plugins: Any) -> Any:
     )
     for plugin in _as_list(plugins, Precision, "plugins= holds", expected):
         if precision is not None:
-            raise ValueError(
-                f"precision={precision!r} and plugins={plugin!r} both choose a precision. Pass one of them."
-            )
+            raise ValueError(f"precision={precision!r} and plugins={plugin!r} both choose a precision. Pass one.")
         precision = plugin
     return precision
 

@@ -31,13 +31,7 @@ from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import Hooks
 from trainwright.trainer.run import Parts, Run
-from trainwright.trainer.sources import (
-    BatchTransfer,
-    LoaderSource,
-    find_source,
-    find_transfer,
-    num_step_arguments,
-)
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_source, find_transfer, num_step_arguments
 from trainwright.trainer.training_data import TrainData
 
 

@@ -245,7 +245,7 @@ class Run:
             attach(self.trainer.callbacks, module)
             if not stays:
                 engine.close()
-            stack.enter_context(engine.ranks.located_by(self._position))
+            stack.enter_context(engine.hangs.watching(self._position, lambda: (self.trainer.log_dir, self.state.step)))
             if is_measuring(self.profiler):
                 stack.callback(instrument(engine, self.profiler))
             stack.callback(self._withdraw_loggers, outcome)
@@ -285,12 +285,11 @@ class Run:
 
     def _position(self) -> tuple[tuple[int, ...], str]:
         """Return how far the run is, in counts that are the same on every rank, and in words. Another thread calls it."""
-        parts = [self.call]
+        parts, collector = [self.call], self.logbook.collector
         if self.is_prepared:
             parts.append(f"epoch {self.state.epoch}, batch {self.state.batch}")
             if self.state.progress.is_evaluating:
-                parts.append("evaluation")
-        collector = self.logbook.collector
+                parts.append("evaluation" if collector is None else f"evaluation, its batch {collector.index}")
         if collector is not None and collector.hook:
             parts.append(collector.hook)
         return (self.state.progress.batches_begun, self.logbook.reductions), ", ".join(parts)

@@ -40,9 +40,7 @@ def check_save(run: Run, weights_only: bool) -> bool:
         )
         weights_only = True
     if not weights_only and run.call != "fit" and not run.engine.optimizers:
-        raise RuntimeError(
-            "the latest run was an evaluation, which has no optimizer to save. Pass weights_only=True, or save after fit."
-        )
+        raise RuntimeError("an evaluation has no optimizer to save. Pass weights_only=True, or save after fit.")
     return weights_only
 
 

@@ -237,6 +237,4 @@ def _limit(settings: Settings, name: str) -> list[str]:
     value = getattr(settings, name)
     if value is None or (_is_number(value) and value >= 0 and (isinstance(value, int) or value <= 1.0)):
         return []
-    return [
-        f"{name}={value!r}: expected a number of batches (int), a fraction from 0.0 to 1.0 (float), or None for all"
-    ]
+    return [f"{name}={value!r}: expected a number of batches (int), a fraction from 0.0 to 1.0 (float) or None for all"]
