@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
+from trainwright.faults.failing_loggers import outlived
 from trainwright.loggers.base import Logger
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ class ClassificationReport(Callback):
             canvas.draw()
             pixels = numpy.asarray(canvas.buffer_rgba())[..., :3].copy()
             for logger in loggers:
-                logger.log_images({f"{prefix}/confusion": pixels}, trainer.state.logged_step)
+                outlived(logger, "log_images", {f"{prefix}/confusion": pixels}, trainer.state.logged_step)
 
     def _sum_of_ranks(self, trainer: TrainerProtocol, confusion: Tensor) -> Tensor:
         """Return the sum of the confusion matrices of all ranks. Collective."""

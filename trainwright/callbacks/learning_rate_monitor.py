@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback, require_logger
+from trainwright.faults.failing_loggers import outlived
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -113,7 +114,7 @@ class LearningRateMonitor(Callback):
                 self.last_weight_decay_values[name] = value
         trainer.metrics.record(values)
         for logger in trainer.loggers if values and trainer.is_global_zero else ():
-            logger.log_metrics({"epoch": trainer.current_epoch, **values}, step)
+            outlived(logger, "log_metrics", {"epoch": trainer.current_epoch, **values}, step)
 
     def _values(self, trainer: TrainerProtocol, interval: str) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -21,6 +21,7 @@ from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
+from trainwright.faults.failing_loggers import outlived
 from trainwright.faults.nan_policy import NanGuard
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, refuse_branch, resume_loggers, start_loggers, withdraw_loggers
@@ -347,7 +348,7 @@ class Run:
         if self.settings.enable_autolog_hparams and self.loggers and self.engine.rank == 0:
             plain = logged_hyper_parameters((self.module, self.datamodule), is_plain)
             for logger in self.loggers if plain else ():
-                logger.log_hyperparams(plain)
+                outlived(logger, "log_hyperparams", plain)
 
     def _leave(self, outcome: Outcome) -> None:
         if self.compiled is not None:
@@ -368,8 +369,8 @@ class Run:
         outcome.after(self.profiler.teardown, self.call)
 
     def _close_logger(self, logger: Logger, outcome: Outcome) -> None:
-        outcome.after(logger.finalize, self._result(outcome))
-        outcome.after(logger.close)
+        outcome.after(outlived, logger, "finalize", self._result(outcome))
+        outcome.after(outlived, logger, "close")
 
     def _report(self, outcome: Outcome) -> None:
         """Let callbacks report on a fit or an evaluation that has begun, once its loggers and its profiler are closed."""

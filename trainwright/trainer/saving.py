@@ -116,6 +116,7 @@ def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: b
     parts: dict[str, Mapping[str, Tensor]] = {}
     for sections in run.hooks.call("sharded_state_dict"):
         parts |= sections or {}
+    run.logbook.note_checkpoint(path)
     run.engine.save(
         path,
         step=run.state.step,
