@@ -13,6 +13,8 @@
 #                          and the fast ones of the trainer, the data, the precisions and checkpoints; ARGS="tests/engine -x" for others
 #   make test-cluster      jobs of SLURM and Open MPI under real daemons, which the tests start and end; they are skipped where Debian's
 #                          slurm-wlm, munge and openmpi-bin are not installed, or without root
+#   make test-faults       faults of real jobs, one test for each: hangs, NaNs, signals, stores, workers, networks
+#   make faults            the same one at a time, and their table in benchmarks/RESULTS.md
 #   make check             formatting, lint, types; make format mends the first two
 #   make docs              the documentation as a site, in site/; a warning is an error
 #   make bench             benchmarks/overhead.py (ARGS), start.py (START_ARGS), ddp_overhead.py (DDP_ARGS), strategies.py (STRATEGY_ARGS)
@@ -65,7 +67,7 @@ endif
 SHARED_OUT = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # None of these tests are in the fast sets, and their imports take seconds.
-QUICK := --ignore tests/programs --ignore tests/device --ignore tests/cluster
+QUICK := --ignore tests/programs --ignore tests/device --ignore tests/cluster --ignore tests/faults
 # The folders of the fast tests are in memory, if it has 2 GiB for them and lets programs run there, as that of a Docker container does
 # not: on a disk they would spend a tenth of their time on making files.
 IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2> /dev/null | tail -n 1)" -gt 2000000 2> /dev/null && test -w /dev/shm \
@@ -73,8 +75,8 @@ IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2> /dev/null | tail -n 
 
 ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest
 
-.PHONY: demo examples test test-launch test-slow test-all test-device test-cluster test-gpu test-versions check format docs bench \
-	bench-gpu bench-launch soak fuzz clean
+.PHONY: demo examples test test-launch test-slow test-all test-device test-cluster test-faults faults test-gpu test-versions check format docs \
+	bench bench-gpu bench-launch soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
@@ -93,7 +95,7 @@ test-slow: $(VENV)/programs.stamp $(VENV)/docs.stamp
 	$(BIN)/python -m pytest -m "slow and not gpu and not device" $(SHARED_OUT) $(ARGS)
 
 test-all: $(VENV)/programs.stamp $(VENV)/docs.stamp
-	$(BIN)/python -m pytest -m "not gpu and not device and not cluster" $(SHARED_OUT) $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not device and not cluster and not faults" $(SHARED_OUT) $(ARGS)
 
 test-device: $(VENV)/test.stamp
 	$(if $(ARGS),,$(ON_SIMULATED) -m "device or gpu" $(SHARED_OUT) tests/device tests/data tests/checkpoint)
@@ -102,6 +104,14 @@ test-device: $(VENV)/test.stamp
 
 test-cluster: $(VENV)/test.stamp # in one process, which starts the daemons once
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
+
+test-faults: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m faults tests/faults $(SHARED_OUT) $(ARGS)
+
+faults: $(VENV)/test.stamp # one at a time, because the table has seconds
+	rm -f benchmarks/out/faults.jsonl; mkdir -p benchmarks/out
+	TRAINWRIGHT_FAULT_ROWS=$(CURDIR)/benchmarks/out/faults.jsonl $(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+	$(BIN)/python tests/faults/fault_rows.py benchmarks/out/faults.jsonl
 
 test-gpu: $(TEST_GPU_STAMP)
 	$(GPU_PYTHON) tests/gpu_session.py $(ARGS)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)]
 OLDEST = next(each for each in PROJECT["dependencies"] if each.startswith("torch>=")).replace(">=", "==")
-FAST = "not slow and not gpu and not device and not cluster"
+FAST = "not slow and not gpu and not device and not cluster and not faults"
 OF_TORCH = ("torch", "setuptools")
 """Pins that are those of one torch: other versions of it ask for other setuptools."""
 ROWS: list[str] = []

@@ -5,9 +5,11 @@ step, a validation or a save, while it loads, right after it has resumed), resta
 weights, optimizer, generators, counters, states of callbacks, logged rows and the samples of every batch must then be bitwise
 those of the uninterrupted run of its strategy. After each kill every checkpoint must verify, the newest earlier one must still
 exist, and within seconds nothing of the job may remain: no process, no listening port, no shared memory. The seed and the
-run's number determine which kills a run gets.
+run's number determine which kills a run gets. With `--faults`, processes are also stopped by SIGSTOP: for some seconds, after
+which the run must go on, or until `hang_timeout` ends the job. One sample is then NaN, and
+`nan_policy="skip"` skips its optimizer step, in the uninterrupted run too.
 
-    python benchmarks/soak.py [--kills 200] [--seed 0] [--strategies ddp,fsdp] [--out runs/soak-0] [--jobs 2]
+    python benchmarks/soak.py [--kills 200] [--faults] [--seed 0] [--strategies ddp,fsdp] [--out runs/soak-0] [--jobs 2]
     python benchmarks/soak.py --only 17 --seed 0       # run 17 of that soak again, by itself
 
 An interrupted soak continues where it stopped. The exit code is 1 if anything differed, was lost or was left behind.
@@ -59,6 +61,8 @@ STRATEGIES = (
     "deepspeed_stage_3",
     "single_device",
 )
+HANG_SECONDS = 20.0
+"""`hang_timeout` of the runs that also get other faults."""
 PATIENCE_SECONDS = 180.0
 """A job that tells nothing for so long is taken to hang."""
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,6 +82,7 @@ class Job:
         script += ["--devices", str(self.num_ranks), "--folder", str(folder), "--epochs", str(soak.options.epochs)]
         script += ["--forget", soak.options.forget] if soak.options.forget and start else []
         script += ["--without-torchmetrics"] if soak.options.without_torchmetrics else []
+        script += ["--with-nans", "--hang-timeout", str(HANG_SECONDS)] if soak.options.faults else []
         launcher = [sys.executable, "-m", "trainwright.launch.processes", f'{{"num_processes": {self.num_ranks}}}']
         variables = {
             "OMP_NUM_THREADS": "1",
@@ -114,15 +119,16 @@ class Job:
                 raise TimeoutError(f"the job told nothing for {PATIENCE_SECONDS:.0f} s; see {self.log_path}")
             time.sleep(0.002)
 
-    def kill(self, victim: str) -> None:
+    def kill(self, victim: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a rank, to the launcher, or to all of them."""
         ranks = {event["rank"]: event["pid"] for event in self.events}
         if self.num_ranks == 1 or victim == "launcher":
-            self.process.kill()
+            _kill(self.process.pid, number)
         elif victim == "all":
             for pid in (self.process.pid, *ranks.values()):
-                _kill(pid)
+                _kill(pid, number)
         else:
-            _kill(ranks[int(victim)])
+            _kill(ranks[int(victim)], number)
 
     def wait(self) -> int:
         try:
@@ -146,9 +152,9 @@ class Job:
         self.events += [json.loads(line) for line in whole.splitlines()]
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int, number: int = signal.SIGKILL) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended in this moment
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
 
 class Soak:
@@ -188,9 +194,11 @@ class Soak:
             if not each.is_sound:
                 again = f"--only {each.number} --seed {self.options.seed} --per-run {self.options.per_run}"
                 again += f" --epochs {self.options.epochs} --strategies {','.join(self.options.strategies)}"
+                again += " --faults" * self.options.faults
                 print(f"run {each.number} ({each.strategy}) was not as it has to be; again: {sys.argv[0]} {again}")
+        noun = "faults" if self.options.faults else "kills"
         print(
-            f"{kills} kills in {len(results)} runs of {len({each.strategy for each in results})} strategies: "
+            f"{kills} {noun} in {len(results)} runs of {len({each.strategy for each in results})} strategies: "
             f"{sum(bool(each.wrong) for each in results)} runs that differ, {sum(len(each.lost) for each in results)} lost "
             f"checkpoints, {sum(len(each.left) for each in results)} things left; {seconds / max(kills, 1):.1f} s a kill, all "
             f"gone {max((each.gone for each in results), default=0.0):.1f} s after one, "
@@ -204,7 +212,7 @@ class Soak:
         for pid in processes_of(f"{self.out}/", begins=True):
             _kill(pid)  # of the runs that were under way when it was cut
         path = self.out / "soak.json"
-        names = ("seed", "strategies", "per_run", "epochs", "forget", "without_torchmetrics")
+        names = ("seed", "strategies", "per_run", "epochs", "forget", "without_torchmetrics", "faults")
         self._settings = {name: getattr(self.options, name) for name in names}
         if path.exists():
             told = json.loads(path.read_text())
@@ -264,14 +272,18 @@ class Soak:
     ) -> None:
         """Start and kill the run repeatedly, then let it finish."""
         planned = plan(
-            self.options.seed, result.number, self.options.per_run, RANKS.get(result.strategy, 2), self.options.epochs
+            self.options.seed,
+            result.number,
+            self.options.per_run,
+            RANKS.get(result.strategy, 2),
+            self.options.epochs,
+            only_kills=not self.options.faults,
         )
         newest = -1
         while True:
             job = Job(self, result.strategy, folder, result.kills)
-            kill = planned[result.kills] if result.kills < kills else None
             try:
-                code = self._strike(job, kill, newest, result) if kill is not None else job.wait()
+                code, kill = self._strike(job, planned[:kills], newest, result)
                 for pid in [event["pid"] for event in job.events if event["event"] == "load"]:
                     job.wait_for_end(pid)
             finally:
@@ -279,36 +291,57 @@ class Soak:
                 checks.append(self._checks.submit(job.traces.left))
             if code == 0:
                 return
-            if kill is None or code not in (128 + signal.SIGKILL, -signal.SIGKILL):
+            if kill is None or (kill.kind == "kill" and code not in (128 + signal.SIGKILL, -signal.SIGKILL)):
                 raise RuntimeError(f"start {result.kills} ended with {code}: {_tail(job.log_path)}")
             newest = self._look(folder, newest, result)
             told = f"{kill}; the newest checkpoint is of step {newest}"
             result.kills += 1
             print(f"run {result.number:3d} {result.strategy:18s} kill {result.kills}: {told}", flush=True)
 
-    def _strike(self, job: Job, kill: Kill, newest: int, result: Result) -> int:
-        """Kill a job at the planned moment and return its exit code, or that of its regular end if it comes first."""
-        if kill.moment == "load":
-            event = job.wait_for(lambda _: len({each["rank"] for each in job.events}) == job.num_ranks)
-        else:
-            event = start = job.wait_for(lambda event: event["event"] == "start" and event["rank"] == 0)
-            if start is not None and start["step"] != max(newest, 0):
-                result.wrong.append(f"start {result.kills} went on from step {start['step']}, not from {newest}")
-            if start is not None and kill.moment != "start":
-                first = start["step"] + kill.steps
-                event = job.wait_for(
-                    lambda each: each["event"] == kill.moment and each["step"] >= first and each["rank"] == 0
-                )
-        if event is not None:
+    def _strike(self, job: Job, planned: list[Kill], newest: int, result: Result) -> tuple[int, Kill | None]:
+        """Cause the next faults, until one ends the job. Return the exit code and that fault, or None at the regular end."""
+        is_new = True
+        while result.kills < len(planned):
+            kill = planned[result.kills]
+            if not self._wait_for_moment(job, kill, newest if is_new else None, result):
+                break
+            is_new = False
             job.traces.note_ports()
             time.sleep(kill.delay)
-            job.kill(kill.victim)
-        code = job.wait()
-        if event is not None and kill.victim.isdigit() and job.num_ranks > 1 and code != 0:
-            named = f"rank {kill.victim} of {job.num_ranks} failed first (killed by SIGKILL"
-            if named not in job.log_path.read_text(errors="replace"):
-                result.wrong.append(f"start {result.kills} did not say '{named}...': {_tail(job.log_path)}")
-        return code
+            job.kill(kill.victim, signal.SIGKILL if kill.kind == "kill" else signal.SIGSTOP)
+            if kill.kind != "pause":
+                code = job.wait()
+                self._check_named(job, kill, code, result)
+                return code, kill
+            time.sleep(kill.seconds)
+            job.kill(kill.victim, signal.SIGCONT)
+            result.kills += 1
+            print(f"run {result.number:3d} {result.strategy:18s} fault {result.kills}: {kill}", flush=True)
+        return job.wait(), None
+
+    def _wait_for_moment(self, job: Job, kill: Kill, newest: int | None, result: Result) -> bool:
+        """Wait for the moment of a fault. Return whether it came before the job's end. `newest` is given for a new job."""
+        if kill.moment == "load":
+            return job.wait_for(lambda _: len({each["rank"] for each in job.events}) == job.num_ranks) is not None
+        start = job.wait_for(lambda event: event["event"] == "start" and event["rank"] == 0)
+        if start is None:
+            return False
+        if newest is not None and start["step"] != max(newest, 0):
+            result.wrong.append(f"start {result.kills} went on from step {start['step']}, not from {newest}")
+        if kill.moment == "start":
+            return True
+        latest = start["step"] if newest is not None else max(event["step"] for event in job.events)
+        is_due = lambda each: each["event"] == kill.moment and each["step"] >= latest + kill.steps and each["rank"] == 0  # noqa: E731
+        return job.wait_for(is_due) is not None
+
+    def _check_named(self, job: Job, kill: Kill, code: int, result: Result) -> None:
+        """Check that the launcher has named the killed or the hanging rank."""
+        if not kill.victim.isdigit() or job.num_ranks == 1 or code == 0:
+            return
+        named = f"rank {kill.victim} of {job.num_ranks} failed first"
+        named += " (killed by SIGKILL" if kill.kind == "kill" else ""
+        if named not in job.log_path.read_text(errors="replace"):
+            result.wrong.append(f"start {result.kills} did not say '{named}...': {_tail(job.log_path)}")
 
     def _look(self, folder: Path, newest: int, result: Result) -> int:
         """Verify every checkpoint after a kill, and return the step of the newest."""
@@ -360,6 +393,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the soak of a command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="how many in all")
+    parser.add_argument(
+        "--faults", action="store_true", help="also pause and stop processes, and put NaNs into batches"
+    )
     parser.add_argument("--seed", type=int, default=0, help="what the kills follow from")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="names, comma-separated")
     parser.add_argument("--out", help="the soak's folder; runs/soak-SEED by default")

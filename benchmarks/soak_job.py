@@ -53,11 +53,13 @@ class Telling:
 class Augmented(Dataset[Any]):
     """Samples that are drawn again each time, from all three generators."""
 
-    def __init__(self, samples: int, seed: int, is_random: bool) -> None:
+    def __init__(self, samples: int, seed: int, is_random: bool, has_nan: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.inputs = torch.randn(samples, FEATURES, generator=generator)
         noise = torch.randn(samples, CLASSES, generator=generator)
         self.targets = (self.inputs[:, :CLASSES] + 0.5 * noise).argmax(dim=1)
+        if has_nan:
+            self.inputs[samples // 2] = float("nan")
         self.is_random = is_random
 
     def __len__(self) -> int:
@@ -204,10 +206,12 @@ def train(options: argparse.Namespace) -> None:
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
+        hang_timeout=options.hang_timeout,
+        nan_policy="skip" if options.with_nans else None,
     )
     module = Net(Telling(str(folder / f"batches-{trainer.global_rank}")), not options.without_torchmetrics)
     samples = num_samples(options.devices)
-    loader: Any = DataLoader(Augmented(samples, 1, True), BATCH_SIZE, shuffle=True, num_workers=2)
+    loader: Any = DataLoader(Augmented(samples, 1, True, options.with_nans), BATCH_SIZE, shuffle=True, num_workers=2)
     final = folder / FINAL
     if trainer.is_global_zero and final.exists():
         os.rename(final, folder / f"earlier-{os.getpid()}")  # a run that was killed once it was there
@@ -223,6 +227,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--forget", default="", choices=("", *FORGETTABLE))
     parser.add_argument("--without-torchmetrics", action="store_true")
+    parser.add_argument("--with-nans", action="store_true")
+    parser.add_argument("--hang-timeout", type=float)
     options = parser.parse_args()
     options.events = os.environ["SOAK_EVENTS"]
     allow_warnings_of_others()

@@ -28,40 +28,18 @@ STARTS_PROCESSES = {"run_job", "run_alone", "run_python", "run_command", "subpro
 
 
 BEGIN = (
-    "data/test_positions.py",
-    "trainer/test_resume_data.py",
-    "data/test_epoch_listeners.py",
-    "trainer/test_streams.py",
-    "data/test_workers.py",
-    "checkpoint/test_lock.py",
-    "data/test_batch_stream.py",
-    "data/test_loaders.py",
-    "test_soak.py",
-    "launch/test_graceful_shutdown.py",
-    "strategies/test_contract.py",
-    "examples/test_examples.py",
-    "examples/test_imdb.py",
-    "test_gpu_benchmark.py",
-    "test_fuzz.py",
-    "launch/test_two_nodes.py",
-    "launch/test_notebook.py",
-    "strategies/test_matrix.py",
-    "strategies/test_seam.py",
-    "strategies/test_fsdp.py",
-    "test_benchmarks.py",
-    "test_packaging.py",
-    "launch/test_processes.py",
-    "strategies/test_zero_optimizers.py",
-    "strategies/test_layers.py",
-    "programs/test_transformers.py",
-    "programs/test_hydra.py",
-    "programs/test_entry_points.py",
-    "launch/test_cli.py",
-    "trainer/test_cuts.py",
-)
+    "data/test_positions.py", "trainer/test_resume_data.py", "data/test_epoch_listeners.py",
+    "trainer/test_streams.py", "data/test_workers.py", "checkpoint/test_lock.py", "data/test_batch_stream.py",
+    "data/test_loaders.py", "test_soak.py", "launch/test_graceful_shutdown.py", "strategies/test_contract.py",
+    "examples/test_examples.py", "examples/test_imdb.py", "test_gpu_benchmark.py", "test_fuzz.py",
+    "launch/test_two_nodes.py", "launch/test_notebook.py", "strategies/test_matrix.py", "strategies/test_fsdp.py",
+    "test_benchmarks.py", "test_packaging.py", "launch/test_processes.py", "strategies/test_zero_optimizers.py",
+    "strategies/test_layers.py", "programs/test_transformers.py", "programs/test_hydra.py",
+    "programs/test_entry_points.py", "launch/test_cli.py", "trainer/test_cuts.py",
+)  # fmt: skip
 """Files that run first if several processes share the tests: files that fork most, while their process is small, then
 the longest."""
-NOT_FAST = {"programs": {"slow"}, "device": {"gpu", "device"}, "cluster": {"cluster"}}
+NOT_FAST = {"programs": {"slow"}, "device": {"gpu", "device"}, "cluster": {"cluster"}, "faults": {"faults"}}
 """Folders that the fast sets do not read (`QUICK` in the Makefile), with the marks that their tests need."""
 _loaded: set[str] = set()
 """The modules that were loaded when garbage was looked for last, or the tests had been collected."""

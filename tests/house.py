@@ -24,6 +24,7 @@ from typing import Any
 
 from house_prose import page_measures, prose_measures, test_name_measures
 from package import FUNCTIONS, PROJECT, ROOT, Measure, Place, Source, repeated
+from private_names import USES
 
 LIMITS = Path(__file__).with_name("house_limits.json")
 FIT = "trainwright/trainer/fit.py"
@@ -254,11 +255,7 @@ def imports(file: Source, modules: Mapping[str, Source]) -> Iterator[tuple[str, 
 
 
 def foreign_names(package: list[Source]) -> Iterator[Measure]:
-    listing = PROJECT / "tests/private_names.py"
-    calls = [node.args for node in Source(listing).of(ast.Call) if ast.unparse(node.func) == "Use"]
-    listed = [
-        (ast.unparse(owner).strip("'"), name) for owner, uses, *_ in calls for name in ast.literal_eval(uses).split()
-    ]
+    listed = [(use.owner, name) for use in USES for name in use.names.split()]
     known = DOCUMENTED | {part for owner, name in listed for part in (*owner.split("."), name)}
     found: dict[str, list[tuple[bool, Place]]] = defaultdict(list)
     unlisted: dict[str, Place] = {}

@@ -51,20 +51,26 @@ class Network:
         self.folder = folder
         self.started: list[Started] = []
 
-    def start(self, node: int, command: list[str], **variables: str | None) -> Started:
+    @property
+    def enter(self) -> list[str]:
+        """The command before another one that runs where the switch is."""
         users = ["--user", "--preserve-credentials"] if self._has_users else []
+        return ["nsenter", "--target", str(self.process.pid), *users, "--mount", "--net"]
+
+    def run(self, command: list[str]) -> None:
+        subprocess.run([*self.enter, *command], check=True)
+
+    def start(self, node: int, command: list[str], **variables: str | None) -> Started:
         folder = self.folder / f"node{node}"
         folder.mkdir(exist_ok=True)
-        enter = ["nsenter", "--target", str(self.process.pid), *users, "--mount", "--net"]
-        enter += ["nsenter", f"--net=/run/netns/node{node}", f"--wd={folder}"]  # the first one has left the folder
+        # The first nsenter has left the folder.
+        enter = [*self.enter, "nsenter", f"--net=/run/netns/node{node}", f"--wd={folder}"]
         self.started.append(Started([*enter, *command], folder, **variables))
         return self.started[-1]
 
     def cut(self, node: int) -> None:
         """Pull a node's end of the cable."""
-        users = ["--user", "--preserve-credentials"] if self._has_users else []
-        enter = ["nsenter", "--target", str(self.process.pid), *users, "--mount", "--net"]
-        subprocess.run([*enter, "ip", "-n", f"node{node}", "link", "set", f"veth{node}", "down"], check=True)
+        self.run(["ip", "-n", f"node{node}", "link", "set", f"veth{node}", "down"])
 
     def close(self) -> None:
         for each in self.started:

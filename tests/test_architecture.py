@@ -20,6 +20,7 @@ LAYERS = [
     {"devices"},
     {"distributed"},
     {"rank_zero"},
+    {"faults"},
     {"hyperparameters", "precision", "checkpoint", "loggers", "profilers"},
     {"overrides"},
     {"data"},
@@ -30,7 +31,7 @@ LAYERS = [
     {"cli", "tools"},
 ]
 """A layer imports the layers before it. Within a layer a part imports only itself."""
-LAUNCH_MAY_IMPORT = {"devices", "distributed", "errors", "launch"}
+LAUNCH_MAY_IMPORT = {"devices", "distributed", "errors", "faults", "launch"}
 LONGEST_FILE = 400
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 BANNED_WORDS = ("utils", "helpers", "misc", "common", "manager", "handler", "connector", "impl")

@@ -117,8 +117,7 @@ def test_a_few_seeds_do_not_differ() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "seeds"),
-    [("resume", 6), ("cuts", 6), ("ranks", 4), ("raw", 6), ("state", 6), ("layers", 6), ("peer", 6)],
+    ("kind", "seeds"), [("resume", 6), ("cuts", 6), ("ranks", 4), ("raw", 6), ("state", 6), ("layers", 6), ("peer", 6)]
 )
 def test_seeds_of_all_kinds_do_not_differ(kind: str, seeds: int) -> None:
     """A few seeds, or one cell under every strategy. `make fuzz` has more."""

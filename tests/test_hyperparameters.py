@@ -21,13 +21,7 @@ from torch.utils.data import TensorDataset
 
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.foreign_formats import is_plain as is_storable
-from trainwright.hyperparameters import (
-    HyperParameters,
-    build,
-    divided,
-    logged_hyper_parameters,
-    read_hyper_parameters,
-)
+from trainwright.hyperparameters import HyperParameters, build, divided, logged_hyper_parameters, read_hyper_parameters
 
 
 def is_plain(value: Any) -> bool:

@@ -112,17 +112,11 @@ def write_file(monkeypatch: pytest.MonkeyPatch, path: Path, *overrides: Override
 
 
 def test_a_file_wins_over_a_flag_and_a_variable(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    launched: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launched: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     launched(**TOLD)
     monkeypatch.setenv("TRAINWRIGHT_TRAINER_MAX_STEPS", "9")
-    overrides = [
-        Override("Engine", "precision", "64-true", "a tool"),
-        Override("Trainer", "max_steps", 5, "a tool"),
-    ]
+    overrides = [Override("Engine", "precision", "64-true", "a tool"), Override("Trainer", "max_steps", 5, "a tool")]
     write_file(monkeypatch, tmp_path / "overrides.json", *overrides)
     trainer = tw.Trainer(**{**QUIET, "accelerator": "cpu"})
     assert (trainer.precision, trainer.strategy.name, trainer.max_steps) == ("64-true", "ddp", 5)

@@ -20,19 +20,9 @@ OPTIONAL = ("omegaconf", "onnxscript", "pydantic")
 DISTRIBUTION_OF = {"yaml": "PyYAML"}
 """Modules whose distribution has another name."""
 EXTRAS = (
-    "deepspeed",
-    "fairscale",
-    "tensorboard",
-    "cli",
-    "rich",
-    "monitor",
-    "wandb",
-    "mlflow",
-    "comet",
-    "plot",
-    "examples",
+    "deepspeed", "fairscale", "tensorboard", "cli", "rich", "monitor", "wandb", "mlflow", "comet", "plot", "examples",
     "s3",
-)
+)  # fmt: skip
 
 
 def test_what_the_package_imports_is_declared() -> None:

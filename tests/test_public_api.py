@@ -23,7 +23,7 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
     overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
     enable_checkpointing enable_progress_bar enable_model_summary enable_report accumulate_grad_batches gradient_clip_val
-    gradient_clip_algorithm deterministic benchmark inference_mode use_distributed_sampler profiler detect_anomaly
+    gradient_clip_algorithm deterministic benchmark inference_mode use_distributed_sampler profiler detect_anomaly nan_policy
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     compile fused_optimizers unknown"""
 METHODS = {
@@ -40,9 +40,9 @@ METHODS = {
         unscale_gradients unwrap_model wait_for_everyone""",
     tw.Strategy: """after_run all_gather allocate_optimizer_state backward barrier broadcast broadcast_buffers check
         check_gradients
-        clip_gradients close connect describe_optimizer finalize join_job model_pieces note_module
-        optimizer_pieces reduce reduce_boolean_decision refresh_trainable refresh_weights resolve run
-        setup_module setup_optimizers step sync_gradients""",
+        clip_gradients close connect describe_optimizer finalize gradient_norm join_job model_pieces note_module
+        optimizer_pieces reduce reduce_boolean_decision refresh_trainable refresh_weights release resolve run
+        setup_module setup_optimizers skip_step step sync_gradients""",
     tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context
         load_state_dict release reset state_dict step step_context track unscale""",
     tw.Trainer: """fit init_module predict print save_checkpoint stop_soon test trial validate""",

@@ -39,11 +39,7 @@ def no_search_for_garbage() -> Iterator[None]:
 # -- one owner for every fact --------------------------------------------------------------------------------------------
 
 MOST_FOREIGN_WRITES = 10
-FOREIGN_WRITES: dict[str, int] = {
-    "trainer/remote_call.py": 2,
-    "trainer/trainer.py": 1,
-    "trainer/training_run.py": 1,
-}
+FOREIGN_WRITES: dict[str, int] = {"trainer/remote_call.py": 2, "trainer/trainer.py": 1, "trainer/training_run.py": 1}
 """Attributes assigned outside their class's file, by the file that assigns them."""
 LIBRARIES_ATTRIBUTES = {
     *("all_gather", "benchmark", "close", "data", "forward", "param_groups", "total", "training"),
@@ -128,25 +124,11 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice run_position settings stage",
-    "logged_value oversights parts sources",
-    "vendor stop",
-    "metrics",
-    "uneven_round",
-    "logbook",
-    "hooks training_data",
-    "epoch_batches run",
-    "evaluate remote_call status",
-    "prepared_run",
-    "training_run",
-    "saving",
-    "optimization",
-    "epoch_end preparation",
-    "resume",
-    "fit",
-    "trainer",
+    "checkpoint_choice run_position settings stage", "logged_value oversights parts sources", "vendor stop",
+    "metrics", "uneven_round", "logbook", "hooks training_data", "epoch_batches run", "evaluate remote_call status",
+    "prepared_run", "training_run", "saving", "optimization", "epoch_end preparation", "resume", "fit", "trainer",
     "tuner",
-]
+]  # fmt: skip
 """trainer/ from the ground up: a file imports only from lower floors, under TYPE_CHECKING too."""
 
 

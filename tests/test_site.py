@@ -17,14 +17,8 @@ import trainwright as tw
 ROOT = Path(__file__).parents[1]
 REFERENCE = "".join(page.read_text() for page in sorted((ROOT / "docs/reference").glob("*.md")))
 LOADED = {
-    "script": "src",
-    "img": "src",
-    "iframe": "src",
-    "source": "src",
-    "video": "src",
-    "audio": "src",
-    "link": "href",
-}
+    "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src", "link": "href",
+}  # fmt: skip
 """Elements that make a browser load a file, and their attributes with the address."""
 
 

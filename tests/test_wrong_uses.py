@@ -264,7 +264,7 @@ CONSTRUCTION = [
 
 FIT = [
     ("no module", {"model": None}, TypeError,
-     r"trainer.fit was given no module.* Pass an instance of trainwright.Module"),
+     r"trainer.fit was given no module.* Pass a trainwright.Module"),
     ("a torch module", {"model": nn.Linear(2, 2)}, TypeError,
      r"given a Linear. Expected .*Subclass trainwright.Module"),
     ("a class", {"model": Classifier}, TypeError, r"trainer.fit was given the class Classifier. Pass an instance"),
@@ -340,7 +340,7 @@ FIT = [
     ("several loaders, no index", {"val_dataloaders": [make_loader(8), make_loader(8)]}, TypeError,
      r"takes no dataloader_idx, but there are 2 loaders. Add .* or pass the loaders in a dict"),
     ("ckpt_path: another type", {"ckpt_path": 3}, TypeError,
-     r"ckpt_path=3 is an int. Expected a path, 'best', 'last' or 'auto'"),
+     r"ckpt_path=3 is an int. Pass a path, 'best', 'last' or 'auto'"),
     ("ckpt_path: best of none", {"ckpt_path": "best"}, tw.CheckpointError,
      r"'best': no checkpoint was saved .*Run fit first"),
     ("ckpt_path: last of none", {"ckpt_path": "last"}, tw.CheckpointError,
@@ -407,7 +407,7 @@ RUNNING = [
 
 OTHERS = [
     WrongUse("validate without a module", lambda s: s.make().validate(), TypeError,
-             r"trainer.validate was given no module, and none was run before. Pass an instance"),
+             r"trainer.validate was given no module, and none was run before. Pass a trainwright.Module"),
     WrongUse("test without test_step", lambda s: s.make().test(OnlyStep(), s.loader), TypeError,
              r"trainer.test needs test_step, which OnlyStep does not define"),
     WrongUse("test without a loader", lambda s: s.make().test(s.module), TypeError,
@@ -426,7 +426,7 @@ OTHERS = [
              r"nothing to save: save_checkpoint works from fit's beginning on"),
     WrongUse("save after a test",
              lambda s: (s.make(logger=False).test(s.module, s.loader), s.trainer.save_checkpoint("a")),
-             RuntimeError, r"latest run was an evaluation.*Pass weights_only=True, or save after fit",
+             RuntimeError, r"an evaluation has no optimizer to save.*Pass weights_only=True, or save after fit",
              has_begun=True),
     WrongUse("stop_soon outside of fit", lambda s: s.make().stop_soon(), RuntimeError,
              r"stop_soon works in trainer.fit only"),

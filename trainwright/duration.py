@@ -34,11 +34,11 @@ def to_seconds(
     return seconds
 
 
-def seconds_of(timeout: float | timedelta | None) -> float | None:
-    """Return a timeout in seconds, or raise ValueError or TypeError."""
+def seconds_of(timeout: float | timedelta | None, name: str = "timeout") -> float | None:
+    """Return a timeout in seconds. Errors (ValueError, TypeError) call the setting `name`."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if seconds is not None and not isinstance(seconds, (int, float)):
-        raise TypeError(f"timeout={timeout!r} is not accepted. Pass seconds, a timedelta, or None.")
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float))):
+        raise TypeError(f"{name}={timeout!r} is not accepted. Pass seconds, a timedelta, or None.")
     if seconds is not None and not 0 < seconds < math.inf:
-        raise ValueError(f"timeout={timeout!r} is not accepted. Pass a positive number of seconds, or None.")
+        raise ValueError(f"{name}={timeout!r} is not positive. Pass seconds, such as 900, a timedelta, or None.")
     return seconds

@@ -20,13 +20,13 @@ from typing import Any, NoReturn, TypeVar
 
 import fsspec
 
+from trainwright.distributed.masking import HIDDEN
 from trainwright.errors import a_type_of
 from trainwright.plain_forms import LEFT_OUT, Form, form_of, readable, rebuild
 from trainwright.rank_zero import warn
 
 T = TypeVar("T")
-CONTENT = "<content>"
-"""The key, among the forms, of the container whose content the hyper-parameters are."""
+CONTENT = "<content>"  # the key, among the forms, of the container whose content the hyper-parameters are
 AS_ARGUMENTS = "kwargs"
 """The `_hparams_name` of hyper-parameters that are the constructor's arguments, not the content of one argument."""
 
@@ -254,7 +254,7 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
         raise ValueError(f"hparams_file={path!r} cannot be read as {kind}: {error!r}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"hparams_file={path!r} holds {a_type_of(values)}. It must hold names and values.")
-    return values
+    return {name: value for name, value in values.items() if value != HIDDEN}  # loggers write no secrets
 
 
 def _constructor_arguments(owner: object, frame: FrameType | None) -> dict[str, Any] | None:

@@ -101,12 +101,8 @@ def test_rows_are_named_by_optimizer_and_group() -> None:
 
     [(_, values), *_] = rows(LearningRateMonitor("epoch", log_momentum=True), Tuned(groups))
     assert values == {
-        "epoch": 0,
-        "lr-SGD/pg1": 0.1,
-        "lr-SGD/pg1-momentum": 0.9,
-        "lr-SGD/rest": 0.5,
-        "lr-SGD/rest-momentum": 0.9,
-    }
+        "epoch": 0, "lr-SGD/pg1": 0.1, "lr-SGD/pg1-momentum": 0.9, "lr-SGD/rest": 0.5, "lr-SGD/rest-momentum": 0.9,
+    }  # fmt: skip
     monitor = LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True)
     [(_, values), *_] = rows(monitor, Tuned(named))
     assert values == {"epoch": 0, "my_rate": 0.1, "my_rate-momentum": 0.9, "my_rate-weight_decay": 0.01}

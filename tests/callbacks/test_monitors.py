@@ -230,11 +230,13 @@ def test_a_spike_ends_the_run(tmp_path: Path, options: dict[str, Any], value: fl
         ({}, 9.0, 0),
     ],
 )
+@pytest.mark.filterwarnings("ignore:the run has ended", "ignore:the loss is nan")
 def test_some_changes_are_no_spike(tmp_path: Path, options: dict[str, Any], value: float, at: int) -> None:
     fit(SpikeDetection(**options, exclude_batches_path=tmp_path / "skipped.json"), Jumps(value, at))
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.filterwarnings("ignore:the run has ended", "ignore:the loss is nan")
 def test_loss_that_is_nan_from_the_first_batch_raises(tmp_path: Path) -> None:
     path = tmp_path / "skipped.json"
     with pytest.raises(TrainingSpikeException, match="batch 3 in epoch 0 is nan, and no batch had a finite one"):

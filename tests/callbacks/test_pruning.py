@@ -96,10 +96,7 @@ class Saves(tw.Callback):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"pruning_fn": "l1_unstructured"},
-        {"pruning_fn": "random_unstructured", **TRAINS_ON},
-    ],
+    [{"pruning_fn": "l1_unstructured"}, {"pruning_fn": "random_unstructured", **TRAINS_ON}],
     ids=["ticket", "random"],
 )
 def test_a_resumed_run_ends_as_an_uninterrupted_one(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,8 @@ def test_a_run_that_ends_with_nan_is_not_shown_as_finished(tmp_path: Path) -> No
         Undefined(), "latest metrics are not finite (NaN or infinity in score)"
     )):  # fmt: skip
         trainer = trainer_in(tmp_path, enable_checkpointing=False, max_epochs=1)
-        trainer.fit(module, make_loader())
+        with warnings.catch_warnings(action="ignore"):
+            trainer.fit(module, make_loader())
         page = Path(f"{trainer.log_dir}/report.html").read_text()
         assert '<span class="state NaN">finished with NaN</span>' in page
         assert f"the {fault}" in page

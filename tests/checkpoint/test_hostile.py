@@ -237,6 +237,21 @@ def file_of(write: Callable[[Path], Any]) -> Callable[[Path], None]:
     return change
 
 
+def nested_in_each_other(path: Path) -> None:
+    """Write 2 KB of lists, each of which contains the next one twice."""
+    content: list[Any] = []
+    for _ in range(200):
+        content = [content, content]
+    torch.save({"state_dict": {}, "hyper_parameters": {"x": content}}, path)
+
+
+def write_sparse(path: Path) -> None:
+    text = json.dumps({"w": entry(0, 1 << 42, shape=(1 << 40,))}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + (1 << 42))
+
+
+COLLIDING: list[Any] = [{"$int": hex(number * sys.hash_info.modulus)} for number in range(50_000)]
 RUN = {"_target_": "os.system", "_args_": ["touch planted"]}
 REFUSED: dict[str, Callable[[Path], None]] = {
     "name-parent": renamed("../outside.json"),
@@ -280,6 +295,8 @@ REFUSED: dict[str, Callable[[Path], None]] = {
     "not-a-number": lambda path: state(path, lambda content: b'{"seed": NaN}'),
     "not-text": lambda path: state(path, lambda content: b"\xff\xfe"),
     "no-dict": lambda path: state(path, lambda content: b"[1]"),
+    "hashes-equal-set": with_state(seed={"$set": COLLIDING}),
+    "hashes-equal-dict": with_state(seed={"$dict": [[key, 0] for key in COLLIDING]}),
     "class": with_state(callbacks={"$class": "os.system"}),
     "object": with_state(extra={"$object": "subprocess.Popen", "args": ["touch", "planted"]}),
     "import": with_state(seed={"$import": "antigravity"}),
@@ -293,9 +310,12 @@ REFUSED: dict[str, Callable[[Path], None]] = {
     "header-shape": header(
         {"net.weight": entry(0, 96, shape=(1 << 40, 1 << 40)), "net.bias": entry(96, 108, shape=(3,))}
     ),
+    "header-shape-long": header({"net.weight": entry(0, 96, shape=[1 << 61] * 300_000)}),
     "header-dtype": header({"net.weight": entry(0, 96, dtype="OBJECT"), "net.bias": entry(96, 108, shape=(3,))}),
     "header-none": header({}, b""),
     "pickle": file_of(lambda path: torch.save({"state_dict": {}, "hyper_parameters": {"x": Planted()}}, path)),
+    "pickle-of-nested-lists": file_of(nested_in_each_other),
+    "safetensors-sparse": file_of(write_sparse),
     "pickle-bare": file_of(lambda path: torch.save(Planted(), path, _use_new_zipfile_serialization=False)),
     "pickle-as-state": lambda path: torch.save(Planted(), path / "state.json"),
     "safetensors-length": file_of(lambda path: path.write_bytes((1 << 62).to_bytes(8, "little") + b"{}")),

@@ -8,11 +8,11 @@ from typing import Any
 import fsspec
 import pytest
 
-from trainwright.checkpoint import filesystem
 from trainwright.checkpoint.discovery import find_checkpoints, is_checkpoint, remove_checkpoint
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
+from trainwright.faults import remote_calls
 
 
 class Death(BaseException):
@@ -53,7 +53,7 @@ def test_an_interrupted_remote_write_is_no_checkpoint(
     failing: str, kind: type[BaseException], memory: Any, monkeypatch: pytest.MonkeyPatch, save: Any, check: Any
 ) -> None:
     save("memory://runs/old.ckpt", 1)
-    monkeypatch.setattr(filesystem, "RETRY_DELAYS_SECONDS", ())
+    monkeypatch.setattr(remote_calls, "DELAYS_SECONDS", ())
     opener, putter = type(memory).open, type(memory).pipe_file
 
     def open_file(self: Any, path: str, mode: str = "rb", **named: Any) -> Any:
@@ -88,7 +88,7 @@ def test_an_interrupted_remote_write_is_no_checkpoint(
 def test_a_transient_remote_failure_is_retried(
     memory: Any, monkeypatch: pytest.MonkeyPatch, save: Any, check: Any
 ) -> None:
-    monkeypatch.setattr(filesystem, "RETRY_DELAYS_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(remote_calls, "DELAYS_SECONDS", (0.0, 0.0))
     putter, failures = type(memory).pipe_file, [1, 1]
 
     def put(self: Any, path: str, data: bytes, **named: Any) -> None:

@@ -58,10 +58,7 @@ def refused(capsys: pytest.CaptureFixture[str], parse: Callable[[list[str]], Any
             "--trainer.max_epochs=-5",
             "Trainer was given wrong settings: max_epochs=-5: expected an integer of at least -1",
         ),
-        (
-            "--trainer.callbacks=[{class_path: Timer, init_args: {interval: x}}]",
-            "interval='x' is unknown",
-        ),
+        ("--trainer.callbacks=[{class_path: Timer, init_args: {interval: x}}]", "interval='x' is unknown"),
         (
             "--trainer.logger={class_path: TensorBoardLogger, dict_kwargs: {nam: x}}",
             "TensorBoardLogger has no argument nam=",
@@ -291,10 +288,7 @@ def test_variables_of_the_environment_are_read(
             "model: {width: 3}\ntrainer:\n  max_epoch: 3\n",
             ["line 3: 'trainer' has no argument 'max_epoch'. Did you mean 'max_epochs'?"],
         ),
-        (
-            "modl:\n  width: 3\ndatas: 1\n",
-            ["line 1: no argument 'modl'. Did you mean 'model'?"],
-        ),
+        ("modl:\n  width: 3\ndatas: 1\n", ["line 1: no argument 'modl'. Did you mean 'model'?"]),
         (
             "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    init_args:\n      monitr: loss\n",
             ["line 6: ModelCheckpoint has no argument 'monitr'. Did you mean 'monitor'?"],
@@ -308,10 +302,7 @@ def test_variables_of_the_environment_are_read(
             "model:\n  width: 3\noptimizer:\n  class_path: SDG\n",
             ["line 3: optimizer: 'SDG' is not an imported class. Did you mean 'SGD'?"],
         ),
-        (
-            "model:\n  width: 3\noptimizer: StepLR\n",
-            ["line 3: optimizer: 'StepLR' is not a class that it accepts."],
-        ),
+        ("model:\n  width: 3\noptimizer: StepLR\n", ["line 3: optimizer: 'StepLR' is not a class that it accepts."]),
         (
             "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: CSVLogger\n",
             ["line 3: trainer.callbacks: 'CSVLogger' is not a class that it accepts."],
@@ -331,11 +322,7 @@ def test_variables_of_the_environment_are_read(
     ],
 )
 def test_a_wrong_config_is_named_with_its_line(
-    text: str,
-    lines: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    parser: TrainwrightArgumentParser,
+    text: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
     (tmp_path / "wrong.yaml").write_text(text)
     said = refused(capsys, parser.parse_args, "--config", str(tmp_path / "wrong.yaml"))

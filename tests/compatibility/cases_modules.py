@@ -298,14 +298,8 @@ def case_type_names(L: Any, folder: Any) -> Any:
 
 def case_names_of_the_package(L: Any, folder: Any) -> Any:
     names = (
-        "Trainer",
-        "LightningModule",
-        "LightningDataModule",
-        "Callback",
-        "seed_everything",
-        "__version__",
-        "pytorch",
-    )
+        "Trainer", "LightningModule", "LightningDataModule", "Callback", "seed_everything", "__version__", "pytorch",
+    )  # fmt: skip
     return [hasattr(L, name) for name in names]
 
 

@@ -24,17 +24,9 @@ VERSION = "2.6.6"
 """Of the Lightning that the recorded results are of."""
 EXPECTED = Path(__file__).parent / "expected.json"
 THEMES = (
-    "hooks",
-    "logging",
-    "trainer",
-    "optimizers",
-    "checkpoints",
-    "evaluation",
-    "callbacks",
-    "data",
-    "modules",
+    "hooks", "logging", "trainer", "optimizers", "checkpoints", "evaluation", "callbacks", "data", "modules",
     "habits",
-)
+)  # fmt: skip
 Case = Callable[[Any, Path], Any]
 
 

@@ -212,11 +212,7 @@ class OwnIteration(DataLoader[Any]):
 
 
 @pytest.mark.parametrize(
-    ("loader", "match"),
-    [
-        ([1, 2], "a list is not a DataLoader"),
-        (OwnIteration(numbers(4)), "overrides __iter__"),
-    ],
+    ("loader", "match"), [([1, 2], "a list is not a DataLoader"), (OwnIteration(numbers(4)), "overrides __iter__")]
 )
 def test_a_loader_that_ranks_cannot_share_is_rejected(loader: Any, match: str) -> None:
     with pytest.raises(TypeError, match=match + ".*use_distributed_sampler=False"):

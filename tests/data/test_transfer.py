@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,30 @@ def test_every_structure_keeps_its_kind() -> None:
     assert moved["list"][1] == (4, None)
     assert moved["own"].value.is_meta
     assert moved["class"] is Own
+
+
+class Strict(dict[str, Any]):
+    """A dict whose constructor requires a name."""
+
+    def __init__(self, data: Any, name: str) -> None:
+        super().__init__(data)
+        self.name = name
+
+
+ROWS = {"x": torch.zeros(2), "y": torch.zeros(3)}
+FROZEN: Any = make_dataclass("Frozen", ["x", "y"], frozen=True)
+
+
+@pytest.mark.parametrize("batch", [defaultdict(list, ROWS), MappingProxyType(ROWS), Strict(ROWS, "strict")])
+def test_mappings_of_other_kinds_are_moved(batch: Any) -> None:
+    moved = to_device(batch, torch.device("meta"))
+    assert type(moved) is type(batch)
+    assert (moved["x"].is_meta, moved["x"].shape, getattr(moved, "name", "strict")) == (True, (2,), "strict")
+
+
+@pytest.mark.parametrize("batch", [FROZEN(**ROWS), SimpleNamespace(**ROWS)])
+def test_objects_without_a_method_to_move_are_passed_on(batch: Any) -> None:
+    assert to_device(batch, torch.device("meta")) is batch
 
 
 def test_map_tensors_leaves_the_rest() -> None:

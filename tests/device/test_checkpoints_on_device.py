@@ -73,22 +73,6 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(tmp_path: Path, 
     assert int(saver.expected["model/steps"]) == 3
 
 
-def test_a_run_that_saves_in_the_background_resumes_exactly(tmp_path: Path) -> None:
-    def train(folder: str, ckpt_path: str | None = None) -> tuple[dict[str, Tensor], Any]:
-        tw.seed_everything(2 if ckpt_path is None else 8)
-        module = Classifier(dropout=0.3)
-        saver = tw.ModelCheckpoint(str(tmp_path / folder), save_top_k=-1, every_n_train_steps=4, async_save=True)
-        settings = {**ON_DEVICE, "enable_checkpointing": True}
-        trainer = tw.Trainer(max_epochs=2, callbacks=[saver], **settings)
-        trainer.fit(module, make_loader(shuffle=True), ckpt_path=ckpt_path)
-        return state_of(trainer, module), trainer
-
-    whole, _ = train("whole")
-    (place,) = (tmp_path / "whole").glob("*step=8.ckpt")
-    resumed, _ = train("part", str(place))
-    assert_equal(resumed, whole)
-
-
 def trained(
     accelerator: str, epochs: int, folder: Path, ckpt_path: Path | None = None
 ) -> tuple[dict[str, Tensor], Path]:

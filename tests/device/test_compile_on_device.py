@@ -124,11 +124,7 @@ def test_a_compiled_run_gives_eager_losses(precision: str, tolerance: float) -> 
 @pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
-    [
-        ({}, 1e-4),
-        ({"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}, 1e-4),
-        ({"precision": "bf16-mixed"}, 3e-2),
-    ],
+    [({}, 1e-4), ({"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}, 1e-4), ({"precision": "bf16-mixed"}, 3e-2)],
     ids=["plain", "accumulation", "bf16-mixed"],
 )
 def test_a_run_of_cuda_graphs_gives_eager_losses(settings: dict[str, Any], tolerance: float) -> None:

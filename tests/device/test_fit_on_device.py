@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import ON_DEVICE, TOLERANCE, adamw, on_host, train_by_hand
-from small import QUIET, Classifier, assert_close, make_data, make_loader, make_net, weights
+from by_hand import ON_DEVICE, TOLERANCE, on_host
+from small import QUIET, Classifier, assert_close, make_data, make_loader, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -101,16 +101,6 @@ def test_all_calls_give_what_they_give_on_the_cpu(name: str) -> None:
     assert there["logged"] == pytest.approx(here["logged"], rel=TOLERANCE, abs=TOLERANCE)
     assert_close(there["outputs"], here["outputs"], TOLERANCE)
     assert torch.equal(there["words"], here["words"])
-
-
-def test_a_run_equals_the_loop_by_hand_on_the_device(device: torch.device) -> None:
-    net = make_net()
-    train_by_hand(net, make_loader(), device)
-    module = Classifier()
-    trainer = tw.Trainer(max_epochs=2, **ON_DEVICE)
-    trainer.fit(module, make_loader())
-    assert_close(on_host(weights(module.net)), on_host(weights(net)), 1e-6)
-    assert bool(trainer.optimizers[0].param_groups[0].get("fused")) == bool(adamw(net).param_groups[0]["fused"])
 
 
 def test_modules_already_on_the_device_are_trained_there(device: torch.device) -> None:
@@ -240,20 +230,6 @@ class Sums(tw.Module):
         return torch.optim.AdamW(self.parameters())
 
 
-class Metered(Classifier):
-    """Keeps a metric of torchmetrics, which moves with the module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from torchmetrics.classification import MulticlassAccuracy
-
-        self.accuracy = MulticlassAccuracy(3, average="micro")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.accuracy(self.net(batch[0]), batch[1])
-        self.log("acc", self.accuracy)
-
-
 def test_lbfgs_calls_its_closure_on_the_device() -> None:
     class Quasi(Classifier):
         def configure_optimizers(self) -> Any:
@@ -268,10 +244,17 @@ def test_lbfgs_calls_its_closure_on_the_device() -> None:
 
 
 def test_metric_objects_count_on_the_device() -> None:
-    pytest.importorskip("torchmetrics", exc_type=ImportError)
-    found = []
-    for settings in (ON_DEVICE, QUIET):
-        module = Metered()
-        (metrics,) = tw.Trainer(**settings).validate(module, make_loader(), verbose=False)
-        found.append(metrics["acc"])
-    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    """The metric moves with the module."""
+    classification = pytest.importorskip("torchmetrics.classification", exc_type=ImportError)
+
+    class Metered(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = classification.MulticlassAccuracy(3, average="micro")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.accuracy(self.net(batch[0]), batch[1])
+            self.log("acc", self.accuracy)
+
+    there, here = (tw.Trainer(**each).validate(Metered(), make_loader(), verbose=False) for each in (ON_DEVICE, QUIET))
+    assert there[0]["acc"] == pytest.approx(here[0]["acc"], abs=1e-6)

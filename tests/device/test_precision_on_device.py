@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import DTYPES, ON_DEVICE, adamw, on_host, train_by_hand
-from small import Classifier, assert_close, assert_equal, make_loader, make_net, weights
+from small import Classifier, assert_close, make_loader, make_net, weights
 from torch import Tensor, nn
 
 import trainwright as tw
@@ -181,31 +181,3 @@ def test_manual_steps_see_the_weights_that_the_step_before_left(device: torch.de
     train_by_hand(net, twice, device, epochs=1, precision=precision)
     tw.Trainer(max_epochs=1, precision=precision, **ON_DEVICE).fit(module, make_loader())
     assert_close(on_host(weights(module.net)), on_host(weights(net)), 1e-5)
-
-
-def test_schedulers_wait_for_steps_that_were_skipped(device: torch.device) -> None:
-    need_autocast(device, "16-mixed")
-
-    class Scheduled(Classifier):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    module = Scheduled()
-    precision = MixedPrecision("16-mixed", device.type, torch.amp.GradScaler(device.type, init_scale=2.0**26))
-    trainer = tw.Trainer(max_epochs=1, precision=precision, **ON_DEVICE)
-    trainer.fit(module, make_loader())
-    made = 11 - trainer.state.skipped_steps
-    assert 0 < made < 11
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**made
-
-
-def test_a_run_is_the_same_each_time(device: torch.device) -> None:
-    found = []
-    for _ in range(2):
-        torch.manual_seed(4)
-        module = Classifier(dropout=0.4)
-        tw.Trainer(max_epochs=1, precision="bf16-mixed", **ON_DEVICE).fit(module, make_loader(shuffle=True))
-        found.append(weights(module))
-    assert_equal(*found)

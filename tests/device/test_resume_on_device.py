@@ -90,7 +90,7 @@ def test_a_resumed_run_is_exact_with_workers_and_windows(tmp_path: Path) -> None
     def train(folder: str, ckpt_path: str | None = None) -> dict[str, Tensor]:
         tw.seed_everything(3 if ckpt_path is None else 5)
         module = Noisy()
-        saver = tw.ModelCheckpoint(str(tmp_path / folder), save_top_k=-1, every_n_train_steps=4)
+        saver = tw.ModelCheckpoint(str(tmp_path / folder), save_top_k=-1, every_n_train_steps=4, async_save=True)
         trainer = tw.Trainer(max_epochs=2, callbacks=[saver], **{**ON_DEVICE, "enable_checkpointing": True}, **settings)
         trainer.fit(module, make_loader(shuffle=True, num_workers=2), ckpt_path=ckpt_path)
         return on_host(weights(module))

@@ -104,7 +104,7 @@ def test_calls_refused() -> None:
     accelerator, *_ = prepared()
     with pytest.raises(ValueError, match="do not belong to one prepared optimizer"):
         accelerator.clip_grad_norm_(nn.Linear(1, 1).parameters(), 1.0)
-    with pytest.raises(ValueError, match=r"no parameters to clip were passed. Pass a list, since an iterator is empty"):
+    with pytest.raises(ValueError, match=r"no parameters to clip were passed. Pass a list: an iterator is empty"):
         accelerator.clip_grad_norm_(iter([]), 1.0)
 
 

@@ -48,10 +48,7 @@ def test_a_loop_of_ones_own_passes_a_closure() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [
-        ({"gradient_accumulation_steps": 2}, "2 batches a step"),
-        ({"mixed_precision": "fp16"}, "'16-mixed'"),
-    ],
+    [({"gradient_accumulation_steps": 2}, "2 batches a step"), ({"mixed_precision": "fp16"}, "'16-mixed'")],
 )
 def test_a_closure_that_cannot_hold_is_refused(settings: dict[str, Any], reason: str) -> None:
     accelerator = tw.Accelerator(cpu=ON_HOST, **settings)

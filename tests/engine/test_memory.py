@@ -129,11 +129,7 @@ def test_the_advice_names_a_strategy(devices: int, megabytes: int, advice: str) 
         (8, 40, r"^strategy='fsdp' would need 26.7 MiB of the 40.0 MiB\.$"),
         (8, 20, r"^no strategy fits it on 8 device\(s\) of 20.0 MiB: use more or larger devices, "),
         (1, 20, r"^no strategy fits it on 1 device\(s\) of 20.0 MiB: use more or larger devices, "),
-        (
-            2,
-            14,
-            r"^no strategy fits .* 14.0 MiB: .*smaller groups under fsdp \(auto_wrap_policy\)",
-        ),
+        (2, 14, r"^no strategy fits .* 14.0 MiB: .*smaller groups under fsdp \(auto_wrap_policy\)"),
     ],
 )
 def test_the_advice_fits_a_deep_net(devices: int, megabytes: int, advice: str) -> None:

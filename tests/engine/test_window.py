@@ -136,12 +136,8 @@ def test_the_length_of_windows_can_be_set() -> None:
 
     assert accelerator.gradient_accumulation_steps == 1
     assert steps_of(accelerator, model, optimizer, loader, {2: set_to(3), 3: set_to(2), 7: set_to(1)}) == [
-        0,
-        1,
-        4,
-        6,
-        7,
-    ]
+        0, 1, 4, 6, 7,
+    ]  # fmt: skip
     for wrong in (0, 1.5, True, "2"):
         with pytest.raises(ValueError, match="integer of at least 1"):
             accelerator.gradient_accumulation_steps = wrong

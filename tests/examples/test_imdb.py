@@ -25,15 +25,10 @@ sys.path.append(str(FOLDER))
 import made  # noqa: E402
 
 CHANGES = {
-    "2_trainer": ("1_plain", 31, 41),
-    "3_mixed_precision": ("2_trainer", 0, 1),
-    "4_compile": ("2_trainer", 0, 1),
-    "5_ddp": ("2_trainer", 1, 2),
-    "6_deepspeed": ("2_trainer", 1, 2),
-    "7_fsdp": ("2_trainer", 1, 2),
-    "8_ddp_sharded": ("2_trainer", 1, 2),
-    "9_raw_loop": ("1_plain", 14, 16),
-}
+    "2_trainer": ("1_plain", 31, 41), "3_mixed_precision": ("2_trainer", 0, 1), "4_compile": ("2_trainer", 0, 1),
+    "5_ddp": ("2_trainer", 1, 2), "6_deepspeed": ("2_trainer", 1, 2), "7_fsdp": ("2_trainer", 1, 2),
+    "8_ddp_sharded": ("2_trainer", 1, 2), "9_raw_loop": ("1_plain", 14, 16),
+}  # fmt: skip
 """By script: the script that it derives from, and the numbers of removed and added lines, without docstrings."""
 
 

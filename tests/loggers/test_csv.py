@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import pickle
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -247,6 +248,7 @@ def test_half_a_row_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None:
         import resource
         import signal
 
+        warnings.simplefilter("ignore")  # a logger that fails warns
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
         again = resumed(tmp_path, state, version=0)

@@ -137,8 +137,8 @@ def test_the_experiment_is_the_summary_writer_on_one_rank(tmp_path: Path) -> Non
     assert pickle.loads(pickle.dumps(logger)).log_dir == logger.log_dir
 
 
-def test_a_full_disk_is_told_with_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_full_disk_is_told_with_the_folder_and_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fill(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -152,11 +152,11 @@ def test_a_full_disk_is_told_with_the_folder(
 
     trainer = tw.Trainer(max_epochs=2, callbacks=Fills(), **{**QUIET, "logger": TensorBoardLogger(tmp_path)})
     says = r"TensorBoardLogger could not write to .*version_0: OSError: .*No space left.*Free space"
-    with pytest.raises(OSError, match=says):
+    with pytest.warns(UserWarning, match="TensorBoardLogger") as warned:
         trainer.fit(Classifier(), make_loader())
-    lines = [line for line in capsys.readouterr().err.splitlines() if " failed too: " in line]
-    assert re.fullmatch(rf"trainwright: \w+\.finalize failed too: OSError: {says}.*", lines[0])
-    assert re.fullmatch(rf"trainwright: \w+\.close failed too: OSError: {says}.*", lines[1])
+    first, last = (str(warning.message) for warning in warned)
+    assert re.search(rf"TensorBoardLogger\.\w+ failed: OSError: {says}", first)
+    assert re.search(r"was closed before it worked again; \d+ rows lost", last)
 
 
 def test_loggers_of_one_run_can_share_a_folder(tmp_path: Path) -> None:

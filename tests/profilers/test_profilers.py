@@ -88,7 +88,7 @@ def test_the_simple_profiler_prints_a_table(capsys: pytest.CaptureFixture[str]) 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Profile of fit"
     assert [cell.strip() for cell in lines[1].split("|")] == [
-        *("Action", "Mean (s)", "Calls", "Total (s)", "%", "Own (s)"),
+        *("Action", "Mean (s)", "Calls", "Total (s)", "%", "Own (s)")
     ]
     total = [cell.strip() for cell in lines[3].split("|")]
     assert (total[0], total[2], total[4]) == ("Total", "32", "100.00")
@@ -353,20 +353,11 @@ def test_hooks_are_actions(tmp_path: Path) -> None:
     durations = profiler.durations
     calls = {action: each.calls for action, each in durations.items()}
     assert {action: number for action, number in calls.items() if "ModelCheckpoint" not in action} == {
-        "[datamodule] prepare_data": 1,
-        "[datamodule] setup": 1,
-        "[module] configure_optimizers": 1,
-        "train_dataloader_next": 3,
-        "[module] transfer_batch_to_device": 2,
-        "[datamodule] on_after_batch_transfer": 2,
-        "training_step": 2,
-        "backward": 2,
-        "[module] optimizer_step": 2,
-        "optimizer_step": 2,
-        "[callback] Slow.on_train_batch_end": 2,
-        "save_checkpoint": 2,
-        "[module] on_train_epoch_end": 1,
-    }
+        "[datamodule] prepare_data": 1, "[datamodule] setup": 1, "[module] configure_optimizers": 1,
+        "train_dataloader_next": 3, "[module] transfer_batch_to_device": 2, "[datamodule] on_after_batch_transfer": 2,
+        "training_step": 2, "backward": 2, "[module] optimizer_step": 2, "optimizer_step": 2,
+        "[callback] Slow.on_train_batch_end": 2, "save_checkpoint": 2, "[module] on_train_epoch_end": 1,
+    }  # fmt: skip
     slow, saving = durations["[callback] Slow.on_train_batch_end"], "[callback] ModelCheckpoint.on_save_point"
     assert slow.own_seconds == slow.seconds >= 0.02
     for outer, inner in ((saving, "save_checkpoint"), ("[module] optimizer_step", "optimizer_step")):

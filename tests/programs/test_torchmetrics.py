@@ -36,14 +36,7 @@ class Measured(Classifier):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         found, expected = self.net(batch[0]), batch[1]
-        for each in (
-            self.collection,
-            self.per_class,
-            self.bounds,
-            self.classwise,
-            self.strapped,
-            self.confusion,
-        ):
+        for each in (self.collection, self.per_class, self.bounds, self.classwise, self.strapped, self.confusion):
             each.update(found, expected)
         self.log_dict(self.collection)
 

@@ -192,7 +192,7 @@ def test_wrong_arguments_of_collectives_are_rejected() -> None:
         tw.synchronize_rng_states("torch")
     with pytest.raises(ValueError, match=r"no generator was given. Pass generator="):
         tw.synchronize_rng_states(["generator"])
-    with pytest.raises(TypeError, match=r"dataloader_config is a dict. Expected a DataLoaderConfiguration"):
+    with pytest.raises(TypeError, match=r"dataloader_config is a dict. Expected a tw.DataLoaderConfiguration"):
         tw.Accelerator(cpu=True, dataloader_config={})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"even_batches=1 is not accepted. Pass True or False"):
         tw.DataLoaderConfiguration(even_batches=1)  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def test_wrong_arguments_of_collectives_are_rejected() -> None:
         tw.skip_first_batches([1, 2], -1)
     with pytest.raises(TypeError, match=r"skip_first_batches was given an int. Expected a loader"):
         tw.skip_first_batches(3)
-    with pytest.raises(ValueError, match="this loader was not prepared"):
+    with pytest.raises(ValueError, match="this loader is not prepared"):
         accelerator.gather_for_metrics(1, loader=DataLoader([1]))
     with (
         pytest.raises(TypeError, match=r"join_uneven_inputs takes a list of models"),

@@ -290,7 +290,7 @@ def test_what_the_launchers_refuse() -> None:
         (ValueError, {"max_restarts": 2}, "only a script can be restarted"),
         (ValueError, {"rdzv_backend": "c10d"}, "start a script on several nodes with trainwright launch"),
         (ValueError, {"num_nodes": 2}, "start a script on several nodes with trainwright launch"),
-        (TypeError, {"args": 1}, r"given args=1. Expected a tuple of the function's arguments, such as args=\(1,\)"),
+        (TypeError, {"args": 1}, r"given args=1. Expected a tuple of arguments, such as args=\(1,\)"),
         (TypeError, {"args": "abc"}, "given args='abc'. Expected a tuple"),
         (TypeError, {"num_proceses": 1}, r"no argument num_proceses= .*Did you mean num_processes="),
         (TypeError, {"mixed_precison": "fp16"}, r"no argument mixed_precison= .*Did you mean mixed_precision="),
@@ -350,7 +350,7 @@ def test_local_sgd_on_one_process_changes_nothing() -> None:
     assert local_sgd.num_steps == 1
     assert not local_sgd.enabled
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    with pytest.raises(ValueError, match="the Linear given to LocalSGD was not prepared"):
+    with pytest.raises(ValueError, match="the Linear of LocalSGD was not prepared"):
         tw.LocalSGD(accelerator, nn.Linear(1, 1), 2)
     with pytest.raises(ValueError, match="local_sgd_steps=0 is not accepted"):
         tw.LocalSGD(accelerator, net, 0)

@@ -44,13 +44,7 @@ def wait_under_ddp(folder: Path) -> str:
     return train(folder, "wait_for_everyone")
 
 
-@pytest.mark.parametrize(
-    ("job", "call"),
-    [
-        (save_under_ddp, "a save of step 2"),
-        (wait_under_ddp, "wait_for_everyone"),
-    ],
-)
+@pytest.mark.parametrize(("job", "call"), [(save_under_ddp, "a save of step 2"), (wait_under_ddp, "wait_for_everyone")])
 def test_a_rank_that_calls_alone_is_told_so(job: Any, call: str, tmp_path: Path) -> None:
     told = run_job(job, 2, tmp_path)
     assert told[0].startswith(f"rank 0 makes a call in which rank 1 is missing: {call}. Rank 1 is elsewhere"), told

@@ -54,10 +54,7 @@ def names(folder: Path) -> list[str]:
 def test_checkpoints_are_numbered_and_limited(tmp_path: Path) -> None:
     loop = Loop(project_config=project(tmp_path, total_limit=2))
     accelerator = loop.accelerator
-    assert (accelerator.project_dir, accelerator.logging_dir, accelerator.save_iteration) == (
-        *[str(tmp_path)] * 2,
-        0,
-    )
+    assert (accelerator.project_dir, accelerator.logging_dir, accelerator.save_iteration) == (*[str(tmp_path)] * 2, 0)
     paths = [accelerator.save_state() for _ in range(3)]
     assert paths == [f"{tmp_path}/checkpoints/checkpoint_{number}" for number in range(3)]
     assert names(tmp_path) == ["checkpoint_1", "checkpoint_2"]
@@ -219,10 +216,7 @@ def test_registered_objects_are_saved(tmp_path: Path) -> None:
     again.accelerator.load_state(path)
     assert torch.equal(other.total, torch.full((2,), 3.0))
     assert other.counts == {"seen": 7}
-    for wrong, match in (
-        (object(), "given an object. Expected objects with state_dict"),
-        (Average, "given a type"),
-    ):
+    for wrong, match in ((object(), "given an object. Expected objects with state_dict"), (Average, "given a type")):
         with pytest.raises(TypeError, match=match):
             again.accelerator.register_for_checkpointing(wrong)
     (saved,) = json.loads((tmp_path / "state.ckpt" / "state.json").read_text())["registered"]
@@ -249,9 +243,9 @@ def test_wrong_arguments_of_states_are_rejected(tmp_path: Path) -> None:
         tw.ProjectConfiguration(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"needs a folder. Pass project_dir="):
         tw.Accelerator(cpu=ON_HOST, project_config=tw.ProjectConfiguration(automatic_checkpoint_naming=True))
-    with pytest.raises(ValueError, match=r"were both given. Pass one folder"):
+    with pytest.raises(ValueError, match=r"were both given. Pass one"):
         tw.Accelerator(cpu=ON_HOST, project_dir="a", project_config=tw.ProjectConfiguration("b"))
-    with pytest.raises(TypeError, match="Expected a ProjectConfiguration"):
+    with pytest.raises(TypeError, match=r"Expected a tw\.ProjectConfiguration"):
         tw.Accelerator(cpu=ON_HOST, project_config="runs")  # type: ignore[arg-type]
 
 

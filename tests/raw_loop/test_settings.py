@@ -82,7 +82,7 @@ def test_options_reach_their_parts() -> None:
     [
         ({"gradient_acumulation_steps": 2}, "Did you mean gradient_accumulation_steps="),
         ({"tpu": True}, "TPUs are not supported"),
-        ({"kwargs_handlers": tw.AutocastKwargs()}, "is not a list. Expected a list of options"),
+        ({"kwargs_handlers": tw.AutocastKwargs()}, "is not a list of options"),
         ({"megatron_lm_plugin": 1}, "Megatron-LM is not supported"),
         ({"mixed_precision": "fp8"}, "Choose from no, fp16, bf16"),
         ({"fsdp_plugin": object()}, "fsdp_plugin is an object. Expected a FullyShardedDataParallelPlugin"),
@@ -314,9 +314,9 @@ def test_none_stays_none_and_a_class_is_refused() -> None:
     with pytest.raises(TypeError, match="Expected torch modules"):
         accelerator.prepare(torch.optim.SGD)
     for placement in (True, [True], "ab"):
-        with pytest.raises(ValueError, match=r"is not a list of 2 items. Give one for each object"):
+        with pytest.raises(ValueError, match=r"is no list of 2 items. Pass one per object"):
             accelerator.prepare(nn.Linear(1, 1), None, device_placement=placement)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Each Accelerator has its own: accelerator\.gradient_state"):
+    with pytest.raises(TypeError, match=r"Each Accelerator has one: accelerator\.gradient_state"):
         tw.GradientState()
     assert (accelerator.state.mixed_precision, accelerator.gradient_state.num_steps) == ("no", 1)
 

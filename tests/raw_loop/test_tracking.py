@@ -108,13 +108,8 @@ def test_the_loggers_continue_in_the_checkpoints_run(tmp_path: Path) -> None:
         again.log({"loss": 10.0 * step}, step)
     again.end_training()
     assert [each["loss"] for each in rows(tmp_path / "run" / "version_0")] == [
-        "0.0",
-        "1.0",
-        "2.0",
-        "30.0",
-        "40.0",
-        "50.0",
-    ]
+        "0.0", "1.0", "2.0", "30.0", "40.0", "50.0",
+    ]  # fmt: skip
     again = begin()
     again.log({"loss": 0.0}, 0)  # another run, which has begun to write
     again.save_state()

@@ -27,7 +27,7 @@ Others are written anew after public training scripts, and stop within an epoch 
 A DeepSpeedPlugin and a FullyShardedDataParallelPlugin, with which Accelerate trains on GPUs, are in test_two_ranks.py, and
 optimizers that are told when to train, as schedule-free ones are, in tests/engine/test_prepared.py.
 
-`wild/recorded.json` has Accelerate's results. To record it again, in an environment that has accelerate and transformers:
+`wild/recorded.json` has Accelerate's results. To record it again, in an environment that has accelerate:
 
     python tests/raw_loop/test_wild.py
 """
@@ -61,7 +61,6 @@ from trainwright.tools.migrate import migrate
 FOLDER = Path(__file__).with_name("wild")
 RECORDED = FOLDER / "recorded.json"
 RUNS: dict[str, list[list[str]]] = {
-    "text_classifier": [["--cpu"]],
     "mid_epoch_resume": [
         ["--checkpointing_steps", "7", "--stop_after", "16"],
         ["--resume_from_checkpoint", "checkpoints/step_14"],
@@ -86,11 +85,7 @@ RUNS: dict[str, list[list[str]]] = {
         ["--resume_from_checkpoint", "checkpoint-5"],  # into the folders of the first run
         ["--resume_from_checkpoint", "latest"],
     ],
-    "glue": [
-        [],
-        ["--checkpointing_steps", "5", "--stop_after", "7"],
-        ["--resume_from_checkpoint", "glue/step_5"],
-    ],
+    "glue": [[], ["--checkpointing_steps", "5", "--stop_after", "7"], ["--resume_from_checkpoint", "glue/step_5"]],
     "causal_lm": [
         [],
         ["--checkpointing_steps", "5", "--stop_after", "8", "--output_dir", "stopped"],
@@ -100,7 +95,7 @@ RUNS: dict[str, list[list[str]]] = {
     "gan": [[], ["--save_every", "4", "--stop_after", "15"], ["--save_every", "4", "--resume"]],
 }
 """The arguments of the scripts' runs, one after another in one folder."""
-ON_TWO = {name: runs for name, runs in RUNS.items() if name != "text_classifier"} | {
+ON_TWO = RUNS | {
     "mid_epoch_resume": [
         ["--checkpointing_steps", "3", "--stop_after", "10"],
         ["--resume_from_checkpoint", "checkpoints/step_9"],
@@ -115,7 +110,6 @@ ON_TWO = {name: runs for name, runs in RUNS.items() if name != "text_classifier"
 """The same on two processes, on which an epoch has half as many steps."""
 TWO = " on 2 processes"
 EXACT = 5e-5
-HEAVY = pytest.param("text_classifier", marks=pytest.mark.slow)  # imports transformers, which takes seconds
 
 
 def metrics_of(output: str, folder: Path) -> dict[str, float]:
@@ -181,22 +175,17 @@ def test_only_import_lines_change(name: str) -> None:
     assert "accelerate " not in "\n".join(after).replace("for Accelerate", "")
 
 
-@pytest.mark.parametrize("name", [HEAVY, *(name for name in RUNS if name != "text_classifier")])
+@pytest.mark.parametrize("name", RUNS)
 def test_the_metrics_are_those_that_accelerate_computed(tmp_path: Path, name: str) -> None:
     from forked import run_python
 
-    if name == "text_classifier":
-        pytest.importorskip("transformers")
-        ours = run_script(converted(name), RUNS[name], tmp_path)
-    else:
-        (tmp_path / "script.py").write_text(converted(name))
-        output = ""
-        for arguments in RUNS[name]:
-            done = run_python("script.py", *arguments, folder=tmp_path)
-            assert done.returncode == 0, done.stdout + done.stderr
-            output += done.stdout
-        ours = metrics_of(output, tmp_path)
-    check(ours, recorded(name))
+    (tmp_path / "script.py").write_text(converted(name))
+    output = ""
+    for arguments in RUNS[name]:
+        done = run_python("script.py", *arguments, folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        output += done.stdout
+    check(metrics_of(output, tmp_path), recorded(name))
 
 
 RESUMED = {"diffusion": "latest", "lora": "latest", "glue": "resumed", "causal_lm": "step_5", "gan": "resumed"}
@@ -217,7 +206,6 @@ def test_a_resumed_run_ends_as_a_whole_one(name: str) -> None:
 def test_what_is_recorded_is_what_accelerate_computes(tmp_path: Path) -> None:
     """All scripts run in one interpreter, since importing Accelerate takes seconds."""
     pytest.importorskip("accelerate")
-    pytest.importorskip("transformers")
     folder = write_programs(tmp_path, source, RUNS)
     for name, metrics in metrics_by_script(start([__file__, str(folder)], folder), folder).items():
         check(metrics, recorded(name))
@@ -292,9 +280,7 @@ def accelerates_on_two(folder: Path) -> dict[str, dict[str, float]]:
 
 def record() -> None:
     """Run all scripts under Accelerate and write their metrics."""
-    figures: dict[str, Any] = {
-        "versions": {name: importlib.metadata.version(name) for name in ("accelerate", "transformers", "torch")}
-    }
+    figures: dict[str, Any] = {"versions": {name: importlib.metadata.version(name) for name in ("accelerate", "torch")}}
     for name, runs in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             figures[name] = run_script(source(name), runs, Path(folder))

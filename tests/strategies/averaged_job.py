@@ -133,11 +133,7 @@ def train(
         trainer.save_checkpoint(saved)
     again = trainer.validate(module, make_loader(20), verbose=False)[0]["val_loss"]
     whole = tw.gather_module(module)
-    return {
-        "weights": None if whole is None else weights(whole),
-        "scores": scores.found,
-        "again": again,
-    }
+    return {"weights": None if whole is None else weights(whole), "scores": scores.found, "again": again}
 
 
 def averaged_quickly(folder: Path) -> dict[str, Any]:

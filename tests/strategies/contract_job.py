@@ -24,11 +24,7 @@ STEPS = 6
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "norm": {"gradient_clip_val": 0.2},
-    "value, 3 batches": {
-        "gradient_clip_val": 0.01,
-        "gradient_clip_algorithm": "value",
-        "accumulate_grad_batches": 3,
-    },
+    "value, 3 batches": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 3},
     "norm, 4 batches": {"gradient_clip_val": 0.2, "accumulate_grad_batches": 4},  # the last window is of 2
 }
 """Runs of six batches: Trainer settings by name."""

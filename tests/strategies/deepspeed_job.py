@@ -49,12 +49,7 @@ OWN = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
     "scheduler": {
         "type": "WarmupLR",
-        "params": {
-            "warmup_min_lr": 0.0,
-            "warmup_max_lr": 0.1,
-            "warmup_num_steps": 8,
-            "warmup_type": "linear",
-        },
+        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 8, "warmup_type": "linear"},
     },
 }
 """An optimizer and a scheduler in DeepSpeed's configuration."""

@@ -102,13 +102,9 @@ def computed() -> nn.Module:
 
 
 NETS = {
-    "batch norms": batch_norms,
-    "other norms": other_norms,
-    "computed": computed,
-    "padded": Padded,
-    "recurrent": Recurrent,
-    "follows": Follows,
-}
+    "batch norms": batch_norms, "other norms": other_norms, "computed": computed, "padded": Padded,
+    "recurrent": Recurrent, "follows": Follows,
+}  # fmt: skip
 
 
 class Net(tw.Module):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from seam_job import gathered
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import trainwright as tw
+from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry, check_coverage
 from trainwright.engine.named_state import model_pieces, named_optimizers, optimizer_pieces
 from trainwright.strategies.base import Strategy
 from trainwright.strategies.ddp.strategy import DDPStrategy
@@ -140,6 +141,32 @@ class Loop:
         self.accelerator.engine.close()
 
 
+def gathered(sections: dict[str, list[Piece]], *, alone: bool = False) -> State:
+    """Return every tensor whole, from pieces that cover every element once. Collective."""
+    mine = {
+        section: [(p.name, p.shape, p.start, p.tensor.detach().clone().reshape(-1), p.writer) for p in pieces]
+        for section, pieces in sections.items()
+    }
+    ranks: list[Any] = [mine]
+    if not alone:
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+    state: State = {}
+    for section in mine:
+        ranges: dict[str, list[StoredPiece]] = {}
+        for rank, shares in enumerate(ranks):
+            for name, shape, start, flat, writer in shares[section]:
+                if (writer is None and rank == 0) or writer == rank:
+                    whole = state.setdefault(section, {}).setdefault(name, torch.empty(shape, dtype=flat.dtype))
+                    whole.view(-1)[start : start + flat.numel()] = flat
+                    ranges.setdefault(name, []).append(StoredPiece(str(rank), name, start, flat.numel()))
+        for name, stored in ranges.items():
+            filled = sorted((p for p in stored if p.numel), key=lambda p: p.start)
+            whole = state[section][name]
+            check_coverage(name, TensorEntry(tuple(whole.shape), whole.dtype, tuple(filled)))
+    return state
+
+
 def cells(world_size: int) -> list[tuple[str, int]]:
     """Return the strategies and numbers of optimizers that can train on so many ranks."""
     names = [name for name in MAKERS if world_size == 1 or name != "single_device"]
@@ -151,7 +178,8 @@ def saves(folder: Path) -> dict[str, Any]:
     warnings.filterwarnings("ignore")  # of DeepSpeed, which another test looks at
     found: dict[str, Any] = {}
     for name, optimizers in cells(world_size()):
-        loop = Loop(name, optimizers)
+        loop, start = Loop(name, optimizers), str(folder / f"start-{world_size()}-{name}-{optimizers}.ckpt")
+        loop.accelerator.save_state(start)
         steps = loop.steps()
         for _ in range(STEPS):
             next(steps)
@@ -161,7 +189,10 @@ def saves(folder: Path) -> dict[str, Any]:
         # Every rank writes its shards, and nothing is gathered.
         assert counted.get_total_counts() == 0, counted.get_comm_counts()
         next(steps)
-        found[f"{name}-{optimizers}"] = (state, loop.state())
+        found[f"{name}-{optimizers}"] = (state, following := loop.state())
+        loop.accelerator.load_state(start)  # when the optimizers had no state
+        assert list(zip(range(STEPS + 1), loop.steps(), strict=False))
+        assert distance(loop, following) <= 1e-6, name
         loop.close()
     return found
 

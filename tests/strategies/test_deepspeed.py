@@ -124,11 +124,7 @@ def test_deepspeed_on_one_process_matches_no_strategy(tmp_path: Path) -> None:
     [
         ({"stage": 4}, ValueError, r"stage=4 is not accepted. Choose from 1, 2 and 3"),
         ({"config": {"zero_optimization": {"stage": 0}}}, ValueError, r"stage=0 is not accepted"),
-        (
-            {"stage": 2, "offload_parameters": True},
-            ValueError,
-            r"needs stage 3, which shards them, not stage 2",
-        ),
+        ({"stage": 2, "offload_parameters": True}, ValueError, r"needs stage 3, which shards them, not stage 2"),
         ({"config": "/nowhere.json"}, ValueError, r"config='/nowhere.json': there is no such file"),
         ({"config": [1]}, TypeError, r"config= is a list. Expected a dict"),
         ({"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, ValueError, r"enables both fp16 and bf16"),

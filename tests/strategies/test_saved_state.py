@@ -189,13 +189,13 @@ def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(ranks: list[Any
     for strategy, (names, newest, warned, refused) in ranks[0][1].items():
         assert newest == ["epoch=0-step=2.ckpt", "epoch=0-step=2.ckpt"], strategy
         assert names == newest
-        assert len(warned) == 3  # of both ModelCheckpoints, and of the save to another path
+        assert len(warned) == 4  # of both ModelCheckpoints, of the run's end, and of the save to another path
         assert (
             "saves nothing in epoch 1, at step 3: the weights are not finite (NaN or infinity in 'net.3.weight"
             in warned[0]
         )
         assert "epoch=0-step=2.ckpt stays as the newest one" in warned[0]
-        assert "own.ckpt is written with them" in warned[2]
+        assert "own.ckpt is written with them" in warned[3]
         assert "and the one that is there stays" in refused
         assert ranks[1][1][strategy] == [names, newest, [], refused]
 

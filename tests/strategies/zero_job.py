@@ -211,14 +211,8 @@ def refusals() -> None:
             (Other(kind), f"{kind.__name__} is not known to step every element .* strategy='deepspeed_stage_")
             for kind in (torch.optim.Adafactor, torch.optim.Muon, Layers, torch.optim.LBFGS)
         ),
-        (
-            Other(sgd, torch.zeros(2, 2, dtype=torch.complex64)),
-            "'odd' in complex64.*but DeepSpeed",
-        ),
-        (
-            Other(sgd, torch.zeros(2, 2, dtype=torch.float64)),
-            "'odd' in float64.*but DeepSpeed",
-        ),
+        (Other(sgd, torch.zeros(2, 2, dtype=torch.complex64)), "'odd' in complex64.*but DeepSpeed"),
+        (Other(sgd, torch.zeros(2, 2, dtype=torch.float64)), "'odd' in float64.*but DeepSpeed"),
     ]
     for module, text in refused:
         for stage in STAGES:
@@ -248,9 +242,7 @@ def zero(folder: Path) -> dict[str, Any]:
             config = {"data_types": {"grad_accum_dtype": "bf16"}}
             found[stage].append(windows(partial(DeepSpeedStrategy, stage=stage, config=config), "bf16-true"))
         offload = partial(
-            DeepSpeedStrategy,
-            stage=stage,
-            config={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            DeepSpeedStrategy, stage=stage, config={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
         )
         streams(offload, own / "stream.ckpt", gradient_clip_val=0.3)
         with pytest.raises(RuntimeError, match=r"under offloading DeepSpeed keeps gradients where .* Clip by norm"):

@@ -86,17 +86,9 @@ def test_a_number_of_parameters_is_enough(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_class_of_a_script_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     options = (
-        "--args",
-        '{"width": 1000, "depth": 3}',
-        "--optimizer",
-        "SGD",
-        "--devices",
-        "2",
-        "--strategies",
-        "ddp",
-        "--precision",
-        "all",
-    )
+        "--args", '{"width": 1000, "depth": 3}', "--optimizer", "SGD", "--devices", "2", "--strategies", "ddp",
+        "--precision", "all",
+    )  # fmt: skip
     found = estimated(capsys, "net.py:Net", *options)
     assert found["parameters"] == 3_000_000
     assert [(each["precision"], each["optimizer"]) for each in found["rows"]] == [
@@ -148,7 +140,7 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
         (["bert-base-cased"], "Models of a hub are not fetched: name a function that returns one, or pass --params."),
         (["net.py:Data"], "Data is a class, but not of a torch module. Name a class of a torch module, or a function"),
         (["net.py:Nett"], "net.py has no 'Nett'. It defines Net, Reads. Did you mean 'Net'?"),
-        (["net.py"], "net.py defines Net, Reads; add the class, or a function that returns the module: net.py:NAME."),
+        (["net.py"], "net.py defines Net, Reads; add the class, or a function that returns it: net.py:NAME."),
         (["net.py:Net"], 'Net needs width. Pass them as --args \'{"width": "..."}\', or name a function'),
         (
             ["net.py:Net", "--args", '{"widht": 2}'],
@@ -156,10 +148,7 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
         ),
         (["net.py:Net", "--args", '{"widht": 2}'], "Did you mean 'width'?"),
         (["net.py:Net", "--args", "width=2"], "--args width=2 is not JSON"),
-        (
-            ["net.py:made", "--args", "{}"],
-            "--args {} was passed, but made is a module already. Omit --args",
-        ),
+        (["net.py:made", "--args", "{}"], "--args {} was passed, but made is a module already. Omit --args"),
         (["net.py:Net", "--args", "[2]"], "--args [2] is not an object. Pass one such as"),
         (["net.py:Net", "--args", '{"width": "wide"}'], "Net cannot be made on the meta device"),
         (["net.py:Reads"], "Reads cannot be made on the meta device, whose tensors have no values (RuntimeError"),
@@ -170,10 +159,7 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
         ([], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
         (["--params", "9e18"], "--params 9e18: expected at most 1e+18 parameters, such as 7e9 or 7B."),
         (["bad.py"], "the import of bad.py failed (ValueError: a wrong number). Put its work under"),
-        (
-            ["--params", "1", "--devices", "8", "--strategies", "single_device"],
-            "selects nothing: single_device is",
-        ),
+        (["--params", "1", "--devices", "8", "--strategies", "single_device"], "selects nothing: single_device is"),
         (["--params", "1", "--precision", "64-true", "--strategies", "deepspeed_stage_2"], "DeepSpeed has no 64 bits."),
         (["--params", "many"], "--params many: expected a number such as 7e9 or 7B."),
         (["--params", "1", "--memory", "80GiBs"], "--memory 80GiBs: expected a number such as 80GiB."),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from small import ON_HOST, QUIET, Classifier, assert_equal, loss_of, make_loader, weights
+from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
@@ -420,22 +420,6 @@ def test_a_hook_may_take_schedulers_and_callbacks_out(tmp_path: Path) -> None:
     trainer = fit(Scheduled(), path, 3, **stopping)
     assert trainer.current_epoch == 3
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
-
-
-def test_save_state_replaces_an_earlier_checkpoint(tmp_path: Path) -> None:
-    path = str(tmp_path / "state")
-    accelerator = tw.Accelerator(cpu=ON_HOST)
-    net: Any = torch.nn.Linear(2, 2)
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
-    for step in range(4):
-        accelerator.save_state(path, blocking=step % 2 == 0)
-        accelerator.finish_save()
-        assert open_checkpoint(path).step == step
-        accelerator.backward(net(torch.ones(1, 2, device=accelerator.device)).sum())
-        optimizer.step()
-    with pytest.raises(tw.CheckpointError, match="exists already, and overwrite=False was given"):
-        accelerator.save_state(path, overwrite=False)
-    assert os.listdir(tmp_path) == ["state"]
 
 
 def test_a_save_that_waits_for_its_windows_end_overwrites_too(tmp_path: Path) -> None:

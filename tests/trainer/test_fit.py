@@ -397,18 +397,6 @@ def test_loaders_of_other_kinds_train_alike(accumulate: int) -> None:
             torch.testing.assert_close(value, weights(expected)[key], rtol=1e-6, atol=1e-6)
 
 
-def test_training_flags_are_kept_through_validation() -> None:
-    class Frozen(Classifier):
-        def on_train_start(self) -> None:
-            self.net[0].eval()
-
-        def on_train_epoch_end(self) -> None:
-            assert self.training
-            assert not self.net[0].training
-
-    tw.Trainer(max_epochs=2, **QUIET).fit(Frozen(), make_loader(), make_loader())
-
-
 # Torch's compiler meets these itself, and hides them where they are no errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")

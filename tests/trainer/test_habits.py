@@ -558,10 +558,7 @@ def test_an_export_leaves_the_mode_of_each_child(monkeypatch: pytest.MonkeyPatch
             lambda: tw.Trainer(**QUIET).fit(Classifier(), val_dataloader=[]),
             r"fit has no argument val_dataloader=.*mean val_dataloaders=",
         ),
-        (
-            lambda: tw.Trainer().test(Classifier(), dataloader=[]),
-            r"test has no argument dataloader= .*dataloaders=",
-        ),
+        (lambda: tw.Trainer().test(Classifier(), dataloader=[]), r"test has no argument dataloader= .*dataloaders="),
         (lambda: tw.ModelCheckpoint(monitr="loss"), r"ModelCheckpoint has no argument monitr= .*monitor="),
         (lambda: tw.EarlyStopping("loss", patiense=2), r"EarlyStopping has no argument patiense= .*patience="),
         (

@@ -14,71 +14,29 @@ from trainwright.trainer.logged_value import LOG_RULES, LoggedValue
 from trainwright.trainer.metrics import MetricCollector, flat_items
 
 DEFAULTS: dict[str, Any] = {
-    "prog_bar": False,
-    "logger": None,
-    "on_step": None,
-    "on_epoch": None,
-    "reduce_fx": "mean",
-    "enable_graph": False,
-    "sync_dist": False,
-    "sync_dist_group": None,
-    "add_dataloader_idx": True,
-    "batch_size": None,
-    "metric_attribute": None,
-    "rank_zero_only": False,
-}
+    "prog_bar": False, "logger": None, "on_step": None, "on_epoch": None, "reduce_fx": "mean", "enable_graph": False,
+    "sync_dist": False, "sync_dist_group": None, "add_dataloader_idx": True, "batch_size": None,
+    "metric_attribute": None, "rank_zero_only": False,
+}  # fmt: skip
 
 STEP_HOOKS = [
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "training_step",
-    "on_before_backward",
-    "backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "configure_gradient_clipping",
-    "clip_gradients",
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-]
+    "on_train_batch_start", "on_train_batch_end", "training_step", "on_before_backward", "backward",
+    "on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping",
+    "clip_gradients", "on_before_zero_grad", "optimizer_zero_grad",
+]  # fmt: skip
 EVALUATION_HOOKS = [
-    "validation_step",
-    "test_step",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_test_batch_start",
+    "validation_step", "test_step", "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start",
     "on_test_batch_end",
-]
+]  # fmt: skip
 EPOCH_HOOKS = [
-    "on_train_start",
-    "on_validation_start",
-    "on_test_start",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
-    "on_test_epoch_start",
-    "on_test_epoch_end",
-]
+    "on_train_start", "on_validation_start", "on_test_start", "on_train_epoch_start", "on_train_epoch_end",
+    "on_validation_epoch_start", "on_validation_epoch_end", "on_test_epoch_start", "on_test_epoch_end",
+]  # fmt: skip
 CLOSED_HOOKS = [
-    "on_fit_start",
-    "on_fit_end",
-    "on_train_end",
-    "on_validation_end",
-    "on_test_end",
-    "on_sanity_check_start",
-    "on_sanity_check_end",
-    "predict_step",
-    "on_predict_batch_end",
-    "setup",
-    "teardown",
-    "transfer_batch_to_device",
-    "lr_scheduler_step",
-    "configure_optimizers",
-    "on_save_checkpoint",
-    "on_load_checkpoint",
-]
+    "on_fit_start", "on_fit_end", "on_train_end", "on_validation_end", "on_test_end", "on_sanity_check_start",
+    "on_sanity_check_end", "predict_step", "on_predict_batch_end", "setup", "teardown", "transfer_batch_to_device",
+    "lr_scheduler_step", "configure_optimizers", "on_save_checkpoint", "on_load_checkpoint",
+]  # fmt: skip
 
 
 class Measured(nn.Module):
@@ -160,12 +118,8 @@ def test_a_dict_and_a_collection_are_logged_by_part() -> None:
     log(collector, "loss", {"a": 1.0, "b": torch.tensor(2.0), "c": {"d": module.mean}})
     log(collector, "all", module.several)
     assert [name for _, name, _ in collector.values] == [
-        "loss/a",
-        "loss/b",
-        "loss/c/d",
-        "all/val_MulticlassAccuracy",
-        "all/val_MulticlassPrecision",
-    ]
+        "loss/a", "loss/b", "loss/c/d", "all/val_MulticlassAccuracy", "all/val_MulticlassPrecision",
+    ]  # fmt: skip
     assert collector.values["validation_step", "all/val_MulticlassAccuracy", None].key.attribute == (
         "several.MulticlassAccuracy"
     )

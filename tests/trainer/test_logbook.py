@@ -184,10 +184,7 @@ def evaluate(logbook: Logbook, batches: dict[Any, list[tuple[float, int]]]) -> l
     return finish(logbook, len(batches))
 
 
-BATCHES = {
-    (0, None): [(1.0, 4), (2.0, 2), (3.0, 4)],
-    (1, "noisy"): [(10.0, 1), (0.0, 3)],
-}
+BATCHES = {(0, None): [(1.0, 4), (2.0, 2), (3.0, 4)], (1, "noisy"): [(10.0, 1), (0.0, 3)]}
 
 
 def expected(pairs: list[tuple[float, int]], suffix: str) -> dict[str, float]:
@@ -325,13 +322,9 @@ def test_half_precision_and_mixed_kinds_add_up_exactly() -> None:
 
 def test_a_table_has_a_column_per_loader() -> None:
     assert format_table("test metric", [{"acc": 0.5, "loss/step": 1234.5678}]).splitlines() == [
-        "----------------------",
-        "  test metric  value",
-        "----------------------",
-        "  acc          0.5",
-        "  loss/step    1234.57",
-        "----------------------",
-    ]
+        "----------------------", "  test metric  value", "----------------------", "  acc          0.5",
+        "  loss/step    1234.57", "----------------------",
+    ]  # fmt: skip
     two = [{"acc/dataloader_idx_0": 0.5, "all": 1.0}, {"acc/dataloader_idx_1": 0.25, "own": 3.0, "all": 1.0}]
     assert format_table("test metric", two, [None, "noisy"]).splitlines()[1:-1] == [
         "  test metric  loader 0  noisy",

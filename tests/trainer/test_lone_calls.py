@@ -70,15 +70,7 @@ ALONE = {
 @pytest.mark.parametrize("case", ALONE)
 def test_a_rank_that_is_waited_for_in_vain_is_named(tmp_path: Path, case: str) -> None:
     started = Started(
-        [
-            sys.executable,
-            "-m",
-            "trainwright.launch.processes",
-            '{"num_processes": 2}',
-            sys.executable,
-            __file__,
-            case,
-        ],
+        [sys.executable, "-m", "trainwright.launch.processes", '{"num_processes": 2}', sys.executable, __file__, case],
         tmp_path,
     )
     began = time.monotonic()

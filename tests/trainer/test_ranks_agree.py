@@ -59,13 +59,9 @@ class Followed(Plain):
 
 
 FOLLOWED = {
-    (1.0, None, True): 0.005,
-    (-1.0, None, True): 0.5,
-    (1.0, None, False): 0.005,
-    (1.0, 0, True): 0.005,
-    (1.0, 0, False): 0.005,
-    (-1.0, 1, False): 0.5,
-}
+    (1.0, None, True): 0.005, (-1.0, None, True): 0.5, (1.0, None, False): 0.005, (1.0, 0, True): 0.005,
+    (1.0, 0, False): 0.005, (-1.0, 1, False): 0.5,
+}  # fmt: skip
 """The slope of rank 0's value (rank 1's is its negative), the logging rank (None: both), strict, and the resulting
 rate."""
 

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import trainwright as tw
-from trainwright.data.combined import CombinedLoader
 from trainwright.loggers import CSVLogger
 
 
@@ -144,39 +143,6 @@ def test_index_zero_is_passed_to_hooks_of_one_loader(stage: str) -> None:
 
 
 # -- saves and resumed runs ----------------------------------------------------------------------------------------------
-
-
-class Noisy(Classifier):
-    """Draws in its step. It takes batches of one loader or of several."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        parts = [batch] if isinstance(batch[0], Tensor) else batch
-        return torch.stack([loss_of(self.net, each) for each in parts if each is not None]).sum()
-
-
-def streams(mode: Any) -> Any:
-    if mode is None:
-        return DataLoader(Samples(8), batch_size=2)
-    return CombinedLoader([DataLoader(Samples(6), batch_size=2), DataLoader(Samples(8), batch_size=2)], mode)
-
-
-@pytest.mark.parametrize("mode", [None, "min_size", "max_size", "max_size_cycle", "sequential"])
-def test_streams_can_resume_at_any_batch(tmp_path: Path, mode: Any) -> None:
-    """From an epoch's last batch too, though nobody has read the stream's end yet."""
-    torch.manual_seed(3)
-    whole = Noisy()
-    trainer = fit(whole, streams(mode), max_epochs=2, **saving(tmp_path))
-    length = {None: 4, "min_size": 3, "sequential": 7}.get(mode, 4)
-    assert trainer.global_step == 2 * length
-    for step in (length - 1, length, length + 1, 2 * length):
-        torch.manual_seed(5)
-        resumed = Noisy()
-        again = fit(resumed, streams(mode), max_epochs=2, ckpt_path=tmp_path / f"{step}.ckpt")
-        assert_equal(weights(resumed), weights(whole))
-        assert (again.global_step, again.current_epoch) == (2 * length, 2)
 
 
 class Averaged(Classifier):

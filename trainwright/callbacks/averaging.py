@@ -266,9 +266,7 @@ class Averaging(Callback):
             return
         averaging = [type(each).__name__ for each in trainer.callbacks if isinstance(each, Averaging)]
         if len(averaging) > 1:
-            raise ValueError(
-                f"{' and '.join(averaging)} average the same weights, and a module can have one average; remove one of them."
-            )
+            raise ValueError(f"{' and '.join(averaging)} average the same weights; remove one of them.")
         self.n_averaged, self._is_final, self._is_loaded = 0, False, False
         self._pieces = AveragedPieces(self._fold(), self._device, self._use_buffers)
 

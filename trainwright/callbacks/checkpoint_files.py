@@ -9,18 +9,13 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_policy import Kept
-from trainwright.checkpoint.discovery import (
-    is_checkpoint,
-    is_replaceable,
-    remove_older,
-    replace_checkpoint,
-    same_path,
-)
+from trainwright.checkpoint.discovery import is_checkpoint, is_replaceable, remove_older, replace_checkpoint, same_path
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.last_link import is_last_link, point_to, remove_link
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.data.seeding import isolate_rng
 from trainwright.errors import CheckpointError
+from trainwright.faults.failing_loggers import outlived
 from trainwright.loggers.base import KeptCheckpoints
 from trainwright.loggers.files import CHECKPOINTS
 from trainwright.loggers.remote import RemoteLogger
@@ -173,7 +168,7 @@ def link_newest(links: tuple[str, str], path: str, trainer: TrainerProtocol) -> 
 def tell_loggers(kept: KeptCheckpoints, trainer: TrainerProtocol) -> None:
     """Tell the loggers, on rank 0, that a checkpoint is complete."""
     for logger in trainer.loggers if trainer.is_global_zero else ():
-        logger.after_save_checkpoint(kept)
+        outlived(logger, "after_save_checkpoint", kept)
 
 
 def loaded(state: Mapping[str, Any], folder: str, *, ranks_others: bool) -> Kept:

@@ -56,7 +56,7 @@ def chosen_mode(mode: str | None, monitor: str | None, callback: str) -> str:
     if mode is None and isinstance(monitor, str) and direction_of(monitor.replace("score", "")) == "max":
         rank_zero_warn(
             f"{callback}(monitor={monitor!r}) keeps the lowest value, as always without a mode, but the name says that higher "
-            "is better: pass mode='max', or mode='min' if that is meant.",
+            "is better: pass mode='max', or mode='min' if that is meant."
         )
     return mode or "min"
 
@@ -105,9 +105,7 @@ def check_template(template: str) -> None:
     """Raise ValueError for an unpaired brace, and for "::"."""
     absolute(template)
     if set("{}") & set(re.sub(FIELD, "", template)):
-        raise ValueError(
-            f"filename={template!r} has a brace without its pair. Write fields as {{epoch}} or {{val_loss:.3f}}."
-        )
+        raise ValueError(f"filename={template!r} has a brace without its pair. Write {{epoch}} or {{val_loss:.3f}}.")
 
 
 def filled(template: str, values: Mapping[str, Any], equals: str | None) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback
+from trainwright.faults.failing_loggers import outlived
 from trainwright.loggers.base import Logger
 
 if TYPE_CHECKING:
@@ -157,9 +158,7 @@ class ClassificationReport(Callback):
         self.class_names = None if class_names is None else [str(name) for name in class_names]
         if self.class_names is not None:
             if num_classes not in (None, len(self.class_names)):
-                raise ValueError(
-                    f"num_classes={num_classes}, but class_names has {len(self.class_names)} names; leave one out."
-                )
+                raise ValueError(f"num_classes={num_classes}, but class_names has {len(self.class_names)}; pass one.")
             num_classes = len(self.class_names)
         self.num_classes, self.predictions, self.targets = num_classes, predictions, targets
         self.verbose, self.log_classes = verbose, log_classes
@@ -271,7 +270,7 @@ class ClassificationReport(Callback):
             canvas.draw()
             pixels = numpy.asarray(canvas.buffer_rgba())[..., :3].copy()
             for logger in loggers:
-                logger.log_images({f"{prefix}/confusion": pixels}, trainer.state.logged_step)
+                outlived(logger, "log_images", {f"{prefix}/confusion": pixels}, trainer.state.logged_step)
 
     def _sum_of_ranks(self, trainer: TrainerProtocol, confusion: Tensor) -> Tensor:
         """Return the sum of the confusion matrices of all ranks. Collective."""

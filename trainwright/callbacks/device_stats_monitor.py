@@ -9,6 +9,7 @@ import torch
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback, require_logger
+from trainwright.faults.failing_loggers import outlived
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -67,7 +68,7 @@ class DeviceStatsMonitor(Callback):
             return
         values = {f"DeviceStatsMonitor.{hook}/{name}": value for name, value in self._statistics().items()}
         for logger in trainer.loggers if values else ():
-            logger.log_metrics(values, step - 1)  # as the values that this step logs
+            outlived(logger, "log_metrics", values, step - 1)  # as the values that this step logs
 
     def _statistics(self) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -33,9 +33,7 @@ class GradientAccumulationScheduler(Callback):
     @refuses_unknown
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not isinstance(scheduling, dict) or not scheduling:
-            raise TypeError(
-                f"scheduling={scheduling!r} is not accepted; pass a dict of epoch and number of batches: {{0: 8, 4: 1}}."
-            )
+            raise TypeError(f"scheduling={scheduling!r}: pass a dict of epoch and number of batches: {{0: 8, 4: 1}}.")
         for epoch, batches in scheduling.items():
             for name, value, least in (("epoch", epoch, 0), ("number of batches", batches, 1)):
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback, require_logger
+from trainwright.faults.failing_loggers import outlived
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
@@ -54,9 +55,7 @@ class LearningRateMonitor(Callback):
         log_key_prefix: str | None = None,
     ) -> None:
         if logging_interval not in (None, *INTERVALS):
-            raise ValueError(
-                f"logging_interval={logging_interval!r} is unknown; choose from step, epoch, or pass None."
-            )
+            raise ValueError(f"logging_interval={logging_interval!r} is unknown; choose from step, epoch or None.")
         self.logging_interval = logging_interval
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
         self.log_key_prefix = log_key_prefix or ""
@@ -115,7 +114,7 @@ class LearningRateMonitor(Callback):
                 self.last_weight_decay_values[name] = value
         trainer.metrics.record(values)
         for logger in trainer.loggers if values and trainer.is_global_zero else ():
-            logger.log_metrics({"epoch": trainer.current_epoch, **values}, step)
+            outlived(logger, "log_metrics", {"epoch": trainer.current_epoch, **values}, step)
 
     def _values(self, trainer: TrainerProtocol, interval: str) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -163,7 +163,7 @@ class Facts:
         summary = f"at step {trainer.global_step:,}, after {took}"
         if result == "success":
             summary = f"after {trainer.current_epoch:,} epochs and {trainer.global_step:,} steps, in {took}"
-        if state == "finished" and (fault := self._not_finite()):
+        if error is None and result != "interrupted" and (fault := self._not_finite()):
             state, summary = "finished with NaN", f"{summary}: {fault}"
         panels, notes = self._panels()
         profile = trainer.profiler.summary()

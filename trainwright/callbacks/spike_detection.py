@@ -9,17 +9,23 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback, check_integers
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.errors import TrainwrightError
+from trainwright.faults.tensor_checks import read_losses
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.module import Module
     from trainwright.module_hooks import AnyTrainer
+
+
+INTERVAL = 50
+"""Batches between two decisions of a run that writes no rows."""
 
 
 class TrainingSpikeException(TrainwrightError):
@@ -37,7 +43,7 @@ class TrainingSpikeException(TrainwrightError):
 class SpikeDetection(Callback):
     """Ends the run, on every rank, when a batch's loss is far worse than the mean of the latest ones.
 
-    It reads the loss of every batch, and on several processes exchanges the decision, so every batch waits for the device.
+    It reads the losses, and exchanges them between processes, every `log_every_n_steps` batches and at an epoch's end.
 
     Args:
         mode: "min" if a lower loss is better, "max" if a higher one is.
@@ -81,6 +87,8 @@ class SpikeDetection(Callback):
         self.finite_only = finite_only
         self._losses: deque[float] = deque(maxlen=window)
         self._seen = 0
+        self._waiting: list[tuple[int, Tensor | None]] = []
+        """The batches since the latest decision, with the losses of this rank."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self._losses), "seen": self._seen}
@@ -91,14 +99,29 @@ class SpikeDetection(Callback):
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         if stage == "fit":
-            self._losses, self._seen = deque(maxlen=self.window), 0
+            self._losses, self._seen, self._waiting = deque(maxlen=self.window), 0, []
 
     def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        value = None if loss is None or trainer.is_dummy_batch else float(torch.as_tensor(loss))
-        values = [each for each in trainer.engine.ranks.exchange(value, "SpikeDetection") if each is not None]
-        if not values:
-            return
+        self._waiting.append((batch_idx, None if loss is None or trainer.is_dummy_batch else torch.as_tensor(loss)))
+        if len(self._waiting) >= (trainer.log_every_n_steps or INTERVAL):
+            self._decide(trainer)
+
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
+        self._decide(trainer)
+
+    def _decide(self, trainer: TrainerProtocol) -> None:
+        """Look for a spike in the batches since the latest decision, with one read of the device. Collective."""
+        waiting, self._waiting = self._waiting, []
+        numbers = iter(read_losses([loss for _, loss in waiting if loss is not None]))
+        local = [None if loss is None else next(numbers) for _, loss in waiting]
+        everywhere = trainer.engine.ranks.exchange(local, "SpikeDetection")
+        for (batch_idx, _), losses in zip(waiting, zip(*everywhere, strict=True), strict=True):
+            if values := [loss for loss in losses if loss is not None]:
+                self._judge(trainer, batch_idx, values)
+
+    def _judge(self, trainer: TrainerProtocol, batch_idx: int, values: list[float]) -> None:
+        """Raise TrainingSpikeException if the mean of the ranks' losses is a spike."""
         # fsum raises for inf and -inf together.
         mean = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
         self._seen += 1

@@ -12,6 +12,7 @@ import torch
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback, require_logger
+from trainwright.faults.failing_loggers import outlived
 
 if TYPE_CHECKING:
     from trainwright.module import Module
@@ -133,7 +134,7 @@ class ThroughputMonitor(Callback):
             self._moments.append(Moment(self._busy, self._waited, self._batches, self._samples, self._length))
             values = self._rates(trainer.world_size, module.device) if len(self._moments) > 1 else {}
             for logger in trainer.loggers if values and trainer.is_global_zero else ():
-                logger.log_metrics(values, trainer.state.logged_step)
+                outlived(logger, "log_metrics", values, trainer.state.logged_step)
 
     def _rates(self, world_size: int, device: torch.device) -> dict[str, float]:
         first, last = self._moments[0], self._moments[-1]

@@ -180,9 +180,7 @@ class EMAWeightAveraging(WeightAveraging):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay={decay!r} is not accepted; pass a number from 0 (the latest weights) to 1.")
         if update_every_n_steps == 0 and update_starting_at_epoch is None:
-            raise ValueError(
-                "update_every_n_steps=0 makes no update. Pass 1 or more, or update_starting_at_epoch to update after epochs."
-            )
+            raise ValueError("update_every_n_steps=0 makes no update. Pass 1 or more, or update_starting_at_epoch.")
         super().__init__(device, use_buffers)
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps

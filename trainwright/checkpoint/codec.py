@@ -25,6 +25,7 @@ import torch
 
 from trainwright.checkpoint.tensors import RankPart
 from trainwright.errors import CheckpointError, a_type_of, with_article
+from trainwright.faults.hostile_data import check_hashes
 
 __all__ = ["decode", "encode"]
 
@@ -207,7 +208,9 @@ class _Decoder:
         if isinstance(plain, list):
             if depth < MAX_DEPTH and _are_plain_integers(plain):
                 return plain
-            return [self.decode(item, depth + 1) for item in plain]
+            if depth == MAX_DEPTH or {list, dict} & {*map(type, plain)}:
+                return [self.decode(item, depth + 1) for item in plain]
+            return list(plain)  # a call per number or text would take most of the time
         if not isinstance(plain, dict):
             return plain
         tag = next(iter(plain), "")
@@ -219,11 +222,14 @@ class _Decoder:
         if tag in self._leaves:
             return self._leaves[tag](content)
         if tag in _COLLECTIONS:
-            return _COLLECTIONS[tag](self.decode(_expect(content, list), depth))
+            items = self.decode(_expect(content, list), depth)
+            return _COLLECTIONS[tag](check_hashes(items) if tag in ("$set", "$frozenset") else items)
         if tag in _DICTS:
             return _DICTS[tag](_expect(self.decode(content, depth + 1), dict))
         if tag == "$dict":
-            return dict(self._pairs(_expect(content, list), depth + 1))
+            pairs = list(self._pairs(_expect(content, list), depth + 1))
+            check_hashes([key for key, _ in pairs])
+            return dict(pairs)
         raise CheckpointError(f"the checkpoint's plain data has a type {tag!r} that this version does not know.")
 
     def _pairs(self, pairs: list[Any], depth: int) -> Iterator[tuple[Any, Any]]:

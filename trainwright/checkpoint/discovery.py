@@ -16,14 +16,13 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trainwright.checkpoint.filesystem import Files, describe, resolve, temporary_path
+from trainwright.checkpoint.filesystem import OUR_FILE, Files, describe, resolve, temporary_path
 from trainwright.checkpoint.last_link import is_last_link
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, FormatRefused, Manifest, parse
 from trainwright.errors import CheckpointError, MissingCheckpoint
 
 __all__ = ["CheckpointEntry", "find_candidates", "same_path"]
 
-_OURS = re.compile(r"(?:[a-z][a-z0-9_]*-\d{5}\.safetensors|rank-\d{5}\.json)", re.ASCII)
 _STEP_IN_NAME = re.compile(r"step=(\d+)", re.ASCII)
 _STEP_IN_MANIFEST = re.compile(rb'"step": ?(\d{1,18})\b')
 
@@ -129,7 +128,7 @@ def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> li
         listed = files.listing(inside)
     except OSError:
         listed = {}
-    is_ours = path.endswith(".ckpt") or any(_OURS.fullmatch(name) for name in listed)
+    is_ours = path.endswith(".ckpt") or any(OUR_FILE.fullmatch(name) for name in listed)
     if not is_ours or (MANIFEST_NAME not in listed and not files.has_rename):
         return []
     named = _STEP_IN_NAME.search(os.path.basename(path))
@@ -270,7 +269,7 @@ def _objection(files: Files, path: str) -> str:
         read_manifest(files, path)
     except CheckpointError as error:
         names = files.listing(path) if os.path.isdir(path) else (MANIFEST_NAME,)
-        if any(name == MANIFEST_NAME or _OURS.fullmatch(name) for name in names):
+        if any(name == MANIFEST_NAME or OUR_FILE.fullmatch(name) for name in names):
             return str(error).removesuffix(".")
     return ""
 

@@ -17,24 +17,27 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec.core
 
 from trainwright.distributed.environment import rung_file
 from trainwright.errors import CheckpointError
+from trainwright.faults.remote_calls import RemoteFilesystem, repeated
 from trainwright.paths import is_process_alive, machine, process_start_time
 
 __all__ = ["NEW_PATHS", "resolve"]
 
-RETRY_DELAYS_SECONDS = (0.5, 2.0)
-_NOT_RETRIED = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+Result = TypeVar("Result")
 DRAINED_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2
 NEW_PATHS = "new_paths.txt"
 """The file in a rung's folder that lists the paths that its script has created."""
+OUR_FILE, COMMIT = re.compile(r"(?:[a-z][a-z0-9_]*-\d{5}\.safetensors|rank-\d{5}\.json)", re.ASCII), "manifest.json"
+"""The names of files that only a checkpoint has, and the name of the file that is written last."""
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 # .<name>.tmp-<machine>-<pid>-<start of the process>-<unique>, so that one mkdir also records the writer.
 _TEMPORARY = re.compile(r"\..+\.tmp-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{12}", re.ASCII | re.DOTALL)
@@ -130,6 +133,10 @@ class LocalFiles:
             yield cast(BinaryIO, _Draining(cast(BinaryIO, stream)))
             os.fsync(stream.fileno())
 
+    def write(self, path: str, write: Callable[[BinaryIO], Result]) -> Result:
+        """Create a file with the content that `write` writes, which may be called again, and return its result."""
+        return _write_once(self, path, write)
+
     def put(self, path: str, data: bytes) -> None:
         """Write a small file durably, atomically if the file system can."""
         with self.create(path) as stream:
@@ -197,12 +204,16 @@ class RemoteFiles:
     has_rename = False
 
     def __init__(self, filesystem: Any) -> None:
-        self._fs = filesystem
+        self._fs = RemoteFilesystem(filesystem)
+
+    @property
+    def protocol(self) -> str:
+        return str(self._fs.unstrip_protocol("")).partition(":")[0]
 
     def exists(self, path: str) -> bool:
         # Otherwise fsspec may return a listing from before another process's write.
         self._fs.invalidate_cache()
-        return bool(self._fs.exists(path))
+        return self._fs.exists(path)
 
     def listing(self, path: str) -> dict[str, int | None]:
         self._fs.invalidate_cache()
@@ -226,20 +237,16 @@ class RemoteFiles:
     def make_new_directory(self, path: str) -> None:
         self._fs.makedirs(path, exist_ok=False)
 
-    @contextlib.contextmanager
-    def create(self, path: str) -> Iterator[BinaryIO]:
-        with self._fs.open(path, "wb") as stream:
-            yield stream
+    def create(self, path: str) -> contextlib.AbstractContextManager[BinaryIO]:
+        return cast(contextlib.AbstractContextManager[BinaryIO], self._fs.open(path, "wb"))
+
+    def write(self, path: str, write: Callable[[BinaryIO], Result]) -> Result:
+        return cast(
+            Result, repeated(partial(_write_once, self, path, write), "the upload", self._fs.unstrip_protocol(path))
+        )
 
     def put(self, path: str, data: bytes) -> None:
-        for delay in (*RETRY_DELAYS_SECONDS, None):
-            try:
-                self._fs.pipe_file(path, data)
-                return
-            except OSError as error:
-                if delay is None or isinstance(error, _NOT_RETRIED):
-                    raise
-                time.sleep(delay)
+        self._fs.pipe_file(path, data)
 
     def open(self, path: str) -> BinaryIO:
         return cast(BinaryIO, self._fs.open(path, "rb"))
@@ -262,8 +269,29 @@ class RemoteFiles:
         with contextlib.suppress(OSError, NotImplementedError):
             self._fs.rmdir(path)
 
+    def sweep_uploads(self, folder: str) -> list[str]:
+        """Remove checkpoints without a manifest, and unfinished multipart uploads, directly in a folder that this run has."""
+        swept = []
+        with contextlib.suppress(FileNotFoundError):
+            for name in [name for name, size in sorted(self.listing(folder).items()) if size is None]:
+                names = self.tree(f"{folder}/{name}").keys()
+                if COMMIT not in names and any(OUR_FILE.fullmatch(other) for other in names):
+                    self.remove_tree(f"{folder}/{name}")
+                    swept.append(name)
+        bucket, _, prefix = folder.partition("/")
+        with contextlib.suppress(Exception):  # only s3fs has these calls, and they need a permission
+            for upload in self._fs.list_multipart_uploads(bucket):
+                if upload["Key"].startswith(f"{prefix}/"):
+                    self._fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+        return swept
+
 
 Files = LocalFiles | RemoteFiles
+
+
+def _write_once(files: Files, path: str, write: Callable[[BinaryIO], Result]) -> Result:
+    with files.create(path) as stream:
+        return write(stream)
 
 
 def resolve(path: str) -> tuple[Files, str]:
@@ -322,9 +350,11 @@ def note_new(path: str) -> None:
 
 
 def sweep_temporaries(directory: str) -> list[str]:
-    """Remove the temporary directories of dead writers, and return their names."""
+    """Remove the temporary directories, or half uploads, of dead writers, and return their names. The folder is locked."""
     files, inside = resolve(directory)
-    if not files.has_rename or not os.path.isdir(inside):
+    if isinstance(files, RemoteFiles):
+        return files.sweep_uploads(inside)
+    if not os.path.isdir(inside):
         return []
     swept = []
     for name, size in sorted(files.listing(inside).items()):

@@ -27,6 +27,7 @@ from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES
 from trainwright.distributed.failures import summarize
 from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
+from trainwright.faults.hostile_data import check_sharing
 from trainwright.tensor_names import clean_name, is_extra_state
 
 LARGEST_PLAIN_TENSOR = 1000
@@ -98,8 +99,8 @@ def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weigh
                 return _from_safetensors(name, stream.read())
     except MissingCheckpoint:
         raise
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be read: {error}") from error
+    except (OSError, MemoryError) as error:  # a sparse file can claim any size
+        raise CheckpointError(f"{name} cannot be read: {str(error) or 'it does not fit into memory'}") from error
     raise CheckpointError(f"{name} is not a checkpoint: it begins with {start!r}; expected {ACCEPTED}.")
 
 
@@ -170,6 +171,7 @@ def _from_torch_file(path: str, source: Any) -> Weights:
     try:
         # weights_only rejects every object that could run code while it is unpickled.
         content = torch.load(source, map_location="cpu", weights_only=True)
+        check_sharing(content)
     except Exception as error:  # damaged data causes errors of many types
         _refuse(path, error)
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):

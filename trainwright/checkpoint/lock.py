@@ -1,8 +1,8 @@
 """The lock of a checkpoint folder. Without it two runs in one folder would remove each other's checkpoints.
 
 It is a POSIX record lock on the file `.lock` in the folder, whose text names the holder. The kernel releases the lock when
-the process ends in any way. Forked loader workers do not inherit it, and it works over NFS. A file system without locks and
-a remote folder (any fsspec URL that is not a local path) have none, because object stores have no suitable atomic operation.
+the process ends in any way. Forked loader workers do not inherit it, and it works over NFS. A file system without locks has
+none. Object stores, which have no suitable atomic operation, have an object that its holder renews (`remote_lock.py`).
 
 NOTE: a process that closes any descriptor of a file loses its POSIX locks on the file. So this process opens the file once.
 """
@@ -14,18 +14,23 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import threading
 import time
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
-from trainwright.checkpoint.filesystem import Files, describe, resolve
+from trainwright.checkpoint.filesystem import Files, RemoteFiles, describe, resolve
+from trainwright.checkpoint.remote_lock import (
+    LOCK_NAME,
+    RemoteLock,
+    describe_holder,
+    lock_remote_folder,
+    parse_holder,
+    refusal,
+    this_holder,
+)
 from trainwright.errors import CheckpointError
-from trainwright.paths import machine, process_start_time
 
-LOCK_NAME = ".lock"
 ATTEMPTS = 20
 NAMED_SECONDS = 0.5
 """How long a process waits for the holder to write its name."""
@@ -83,14 +88,15 @@ class FolderLock:
                     os.rmdir(directory)
 
 
-def lock_folder(folder: str) -> FolderLock:
+def lock_folder(folder: str) -> FolderLock | RemoteLock:
     """Lock a folder for this process, and create it if it is missing. The same process may lock it several times.
 
     CheckpointError if another process has locked it, or if it cannot be written.
     """
     files, inside = resolve(folder)
-    if not files.has_rename:
-        return FolderLock(folder, None)
+    if isinstance(files, RemoteFiles):
+        with _guard:
+            return lock_remote_folder(files, inside, folder)
     path, missing = f"{inside}/{LOCK_NAME}", _missing(inside)
     with _guard:
         try:
@@ -128,40 +134,23 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in _IS_HELD:
-                    raise _refusal(folder, path, _read_soon(descriptor)) from None
+                    raise refusal(folder, path, _read_soon(descriptor)) from None
                 if error.errno not in _NO_LOCKS:
                     raise
             with contextlib.suppress(FileNotFoundError):
                 if _key(os.stat(path)) == _key(os.fstat(descriptor)):  # otherwise the holder has just removed the file
                     previous = _read(descriptor)
                     _write(descriptor)
-                    return descriptor, _describe(previous) if previous else ""
+                    return descriptor, describe_holder(previous) if previous else ""
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
 
 
-def _refusal(folder: str, path: str, holder: dict[str, Any]) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint folder {folder} is in use by another run: {_describe(holder)}. Wait until it ends, stop it, or pass "
-        f"ModelCheckpoint another dirpath. (If you are sure that this process no longer runs, remove {path}.)"
-    )
-
-
-def _describe(holder: dict[str, Any]) -> str:
-    if not holder:
-        return "a run that has just started"
-    return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
-
-
 def _read(descriptor: int) -> dict[str, Any]:
     """Return the holder that the file names, or an empty dict."""
-    try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return {}
-    return holder if isinstance(holder, dict) and type(holder.get("pid")) is int and "start" in holder else {}
+    return parse_holder(os.pread(descriptor, 4096, 0))
 
 
 def _read_soon(descriptor: int) -> dict[str, Any]:
@@ -174,16 +163,8 @@ def _read_soon(descriptor: int) -> dict[str, Any]:
 
 
 def _write(descriptor: int) -> None:
-    pid = os.getpid()
-    holder = {
-        "host": socket.gethostname(),
-        "pid": pid,
-        "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
-        "machine": machine(),
-        "start": process_start_time(pid),
-    }
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    os.pwrite(descriptor, json.dumps(this_holder()).encode(), 0)
 
 
 def _missing(directory: str) -> list[str]:

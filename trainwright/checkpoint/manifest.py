@@ -20,9 +20,10 @@ from itertools import starmap
 from pathlib import PurePosixPath
 from typing import Any
 
-from trainwright.checkpoint.shards import FileRecord, unique_keys
+from trainwright.checkpoint.shards import MAX_DIMENSIONS, FileRecord, unique_keys
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, StoredPiece, TensorEntry, check_coverage
 from trainwright.errors import CheckpointError
+from trainwright.faults.hostile_data import without_collection
 
 __all__ = ["FORMAT_VERSION"]
 
@@ -30,7 +31,6 @@ FORMAT = "trainwright-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 MAX_JSON_BYTES = 512 << 20
-MAX_DIMENSIONS = 64
 _HEAD = b'{"sha256": "%s", "manifest": '
 _TAIL = b"}\n"
 _HEAD_BYTES = len(_HEAD) - 2 + 64
@@ -98,6 +98,7 @@ def dump_json(value: Any, name: str) -> bytes:
     return data
 
 
+@without_collection()
 def load_json(data: bytes, name: str) -> Any:
     """Return the content of a JSON file. CheckpointError if it is damaged or nested too deeply."""
     try:

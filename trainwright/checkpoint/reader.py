@@ -21,6 +21,7 @@ from trainwright.checkpoint.shards import CHUNK_BYTES, FileRecord, StoredArray, 
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
+from trainwright.faults.hostile_data import without_collection
 
 __all__ = ["StoredCheckpoint", "Verdict", "candidates", "examine", "open_checkpoint"]
 
@@ -125,7 +126,13 @@ class StoredCheckpoint:
         if absent := sorted(set(names or ()) - entries.keys()):
             raise CheckpointError(f"{self.path} has no {section} tensor {absent[0]!r}.")
         wanted = [name for name in entries if names is None or name in names]
-        tensors = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype) for name in wanted}
+        try:
+            tensors = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype) for name in wanted}
+        except (RuntimeError, MemoryError) as error:  # a sparse file can claim any size
+            size = sum(entries[name].numel * entries[name].dtype.itemsize for name in wanted)
+            raise CheckpointError(
+                f"{self.path}: its {section} tensors need {size} bytes of memory. {REMEDY}"
+            ) from error
         self.read_into(section, [Piece(name, entries[name].shape, 0, tensor) for name, tensor in tensors.items()])
         return tensors
 
@@ -166,7 +173,8 @@ class StoredCheckpoint:
             raise CheckpointError(f"{self.path}: {name} does not match its digest: it is damaged. {REMEDY}")
         tensors = self.read_tensors(section) if section in self._manifest.sections else {}
         try:
-            return decode(load_json(data, name), tensors)
+            with without_collection():
+                return decode(load_json(data, name), tensors)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {name}: {error}") from error
 

@@ -24,6 +24,7 @@ CHUNK_BYTES = 8 << 20
 THREADED_BYTES = 1 << 20
 """The size from which hashing in another thread pays for its start (about 0.1 ms)."""
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library reads no longer header
+MAX_DIMENSIONS = 64
 METADATA_KEY = "__metadata__"
 _OR_ELSE = "or remove it from its state_dict (a buffer by persistent=False)."
 
@@ -210,8 +211,9 @@ def _parse_header(table: Mapping[str, Any]) -> dict[str, tuple[StoredArray, int]
         if key == METADATA_KEY:
             continue
         shape, (begin, stop) = item["shape"], item["data_offsets"]
-        if any(type(number) is not int or number < 0 for number in (*shape, begin, stop)):
-            raise ValueError(f"{key!r} has a size that is not a count")
+        # The product of a million sizes would take minutes.
+        if len(shape) > MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in (*shape, begin, stop)):
+            raise ValueError(f"{key!r} has a size that is not a count, or more than {MAX_DIMENSIONS} dimensions")
         arrays[key] = (StoredArray(DTYPES[item["dtype"]], math.prod(shape), begin), stop)
     return arrays
 

@@ -17,9 +17,10 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from operator import methodcaller
+from typing import Any, BinaryIO
 
 from trainwright.checkpoint.contents import Contents, HostMemory, collect
 from trainwright.checkpoint.discovery import refuse_irreplaceable, replace_checkpoint
@@ -179,7 +180,7 @@ class BackgroundSave(threading.Thread):
         self.path = path
         self.error: CheckpointError | None = None
         """The save's failure, the same on every rank, or None."""
-        self._write = write
+        self._write, self._process = write, os.getpid()
         # Not Thread.is_alive, because up to Python 3.12 a join interrupted by Ctrl-C marks a running thread as ended.
         self._has_ended = threading.Event()
 
@@ -189,8 +190,8 @@ class BackgroundSave(threading.Thread):
         return self._has_ended.is_set() and self.error is None
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the save has committed or failed. Return whether it has within this time."""
-        return self._has_ended.wait(seconds)
+        """Wait until the save has committed or failed. Return whether it has within this time, or this is a forked child."""
+        return os.getpid() != self._process or self._has_ended.wait(seconds)  # a child does not have the thread
 
     def run(self) -> None:
         _lower_priority()
@@ -291,9 +292,7 @@ class _RankFiles:
         for section, pieces in contents.sections.items():
             self._write_shard(section, f"{section}-{rank:05d}.safetensors", pieces)
         for name, (value, tensors) in contents.plain.items():
-            data = dump_json(value, f"{name}.json")
-            with self._file(f"{name}.json") as out:
-                out.write(data)
+            self._write_file(f"{name}.json", methodcaller("write", dump_json(value, f"{name}.json")))
             self._write_shard(name, f"{name}.safetensors", tensors)
         return self._table
 
@@ -305,18 +304,21 @@ class _RankFiles:
 
     def _write_shard(self, section: str, name: str, pieces: Sequence[Piece]) -> None:
         if pieces:
-            with self._file(name) as out:
-                self._table["sections"][section] = table_to_json(write_shard(out, name, pieces))
+            table = self._write_file(name, lambda out: write_shard(out, name, pieces))
+            self._table["sections"][section] = table_to_json(table)
 
-    @contextlib.contextmanager
-    def _file(self, name: str) -> Iterator[HashingStream]:
+    def _write_file(self, name: str, content: Callable[[HashingStream], Any]) -> Any:
+        """Write a file, and return the result of `content`, which is called again after a passing failure."""
         path = f"{self._directory}/{name}"
         # First, because an object store may have the file despite an error.
         self._created.append(name)
+
+        def write(stream: BinaryIO) -> tuple[Any, FileRecord]:
+            out = HashingStream(stream)
+            return content(out), out.record()
+
         try:
-            with self._files.create(path) as stream:
-                out = HashingStream(stream)
-                yield out
+            result, self._table["files"][name] = self._files.write(path, write)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{name}: the directory that rank 0 created does not exist here ({error}). "
@@ -324,7 +326,7 @@ class _RankFiles:
             ) from error
         except OSError as error:
             raise CheckpointError(f"{path}: {describe(error, path)}. Earlier checkpoints are unchanged.") from error
-        self._table["files"][name] = out.record()
+        return result
 
 
 def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool, staged: str | None) -> str:

@@ -9,9 +9,7 @@ a wrong key                       config_errors.py: its file and line, and the n
 try:
     import jsonargparse as _jsonargparse  # noqa: F401 - for a plain error, before the files that need it
 except ImportError as error:
-    raise ImportError(
-        'trainwright.cli needs jsonargparse, which is not installed: pip install "trainwright[cli]".'
-    ) from error
+    raise ImportError('trainwright.cli needs jsonargparse: pip install "trainwright[cli]".') from error
 
 from trainwright.cli.argument_parser import (
     LRSchedulerCallable,

@@ -94,9 +94,7 @@ class TrainwrightArgumentParser(ArgumentParser):
 
     def add_config_argument(self) -> None:
         """Add `--config` (`-c`), and with it `--print_config`."""
-        self.add_argument(
-            "-c", "--config", action=ConfigFile, help="A configuration file in YAML or JSON, or its text."
-        )
+        self.add_argument("-c", "--config", action=ConfigFile, help="A configuration file (YAML or JSON), or its text.")
 
     def add_subcommand_parsers(self, parsers: Mapping[str, tuple[TrainwrightArgumentParser, str]]) -> None:
         """Add subcommands: their parsers and help texts, by name."""

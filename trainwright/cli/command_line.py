@@ -322,9 +322,7 @@ class TrainwrightCLI:
                     "one, or link them to the model in the program (link_to=)."
                 )
         if schedulers and not optimizers:
-            parser.error(
-                f"--{schedulers[0]} needs an optimizer. Pass --{next(iter(parser.optimizers), 'optimizer')} too."
-            )
+            parser.error(f"--{schedulers[0]} needs an optimizer. Pass --{next(iter(parser.optimizers), 'optimizer')}.")
 
     def _chosen(self, linked: Mapping[str, Linked]) -> list[str]:
         """Return the keys of the config's objects for configure_optimizers."""

@@ -65,11 +65,7 @@ def _pairs(root: yaml.Node | None) -> Iterator[tuple[Any, int, yaml.Node]]:
 
 
 def explain(
-    message: str,
-    sources: Sequence[ConfigSource],
-    is_reading: bool,
-    arguments: Sequence[str],
-    names: Sequence[str],
+    message: str, sources: Sequence[ConfigSource], is_reading: bool, arguments: Sequence[str], names: Sequence[str]
 ) -> str:
     """Return a clearer message than jsonargparse's, with the line in the config.
 

@@ -57,9 +57,7 @@ class SaveConfigCallback(Callback):
         if not isinstance(config_filename, str) or not config_filename or "/" in config_filename:
             raise ValueError(f"config_filename={config_filename!r} is not accepted; pass a file name without a folder.")
         if multifile:
-            rank_zero_warn(
-                "save_config_kwargs has multifile=True, but the config is written as one file. Remove it.", stacklevel=3
-            )
+            rank_zero_warn("save_config_kwargs has multifile=True, but one file is written. Remove it.", stacklevel=3)
         self.parser = parser
         self.config = config
         self.config_filename = config_filename

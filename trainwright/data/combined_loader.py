@@ -156,6 +156,4 @@ def _check_leaf(name: str, leaf: Any) -> None:
     if isinstance(leaf, CombinedLoader):
         raise TypeError(f"{subject} is a CombinedLoader, which cannot be combined again. Pass its loaders instead.")
     if isinstance(leaf, (str, bytes, Tensor)) or not isinstance(leaf, Iterable):
-        raise TypeError(
-            f"{subject} is {a_type_of(leaf)}. Pass DataLoaders or other iterables of batches, in lists, tuples or dicts."
-        )
+        raise TypeError(f"{subject} is {a_type_of(leaf)}. Pass DataLoaders or iterables, in lists, tuples or dicts.")

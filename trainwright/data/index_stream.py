@@ -26,6 +26,9 @@ from trainwright.data.workers import SeededBatch, SeededIndex
 CHUNK = 256
 """Batches of torch's samplers drawn at once, because swapping RNG states costs about as much as drawing 100 batches."""
 
+RECENT = 256
+"""More batches than a loader reads ahead."""
+
 
 class IndexStream(StreamShard):
     """The batch sampler of one rank, around the loader's batch sampler.
@@ -56,6 +59,8 @@ class IndexStream(StreamShard):
         self._resumed_at: StreamPosition | None = None
         """The position that was passed as the start."""
         self._noted: deque[list[Any]] | None = None
+        self.recent: deque[tuple[int, Any]] = deque(maxlen=RECENT)
+        """The latest items for workers, with the numbers of their batches."""
         count = self.source_length
         if count is not None and 0 < count < self.world_size and self.drops_short_round:
             raise ValueError(
@@ -78,7 +83,10 @@ class IndexStream(StreamShard):
         for number, item in enumerate(items, start=self.start_batch):
             if noted is not None:
                 noted.append(list(item) if self.batched else [item])
-            yield mark(item, self.batch_seed(number), self.epoch) if self.gives_seeds else item
+            if self.gives_seeds:
+                item = mark(item, self.batch_seed(number), self.epoch)
+                self.recent.append((number, item))
+            yield item
 
     def note_indices(self) -> deque[list[Any]]:
         """Return a queue. Iterations that begin from now on append the indices of their batches to it."""

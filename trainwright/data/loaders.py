@@ -36,6 +36,7 @@ from trainwright.data.vendor import (
 )
 from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart, set_epoch_of_parts
 from trainwright.errors import a_type_of
+from trainwright.faults.vendor import check_memory
 from trainwright.rank_zero import rank_zero_warn
 
 
@@ -205,6 +206,7 @@ class ShardedLoader(StatefulLoader):
         return {**ranks, "cycles": self._cycles}
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
+        check_memory(self._with_workers)
         self.start_batch = start_batch
         position, source = next(iter(self._loaded["places"]), None), next(iter(self._loaded["sources"]), None)
         if isinstance(self.shard, BatchStream):
@@ -320,9 +322,7 @@ def with_last(
 
 def refuse_length(length: int) -> NoReturn:
     """Raise for a loader that yields more batches than its length (RuntimeError)."""
-    raise RuntimeError(
-        f"the loader yields more batches than its length, {length}. Make its sampler's __len__ match its __iter__."
-    )
+    raise RuntimeError(f"the loader yields more batches than its length, {length}. Correct its sampler's __len__.")
 
 
 def _is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:

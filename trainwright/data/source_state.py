@@ -256,14 +256,7 @@ class SourceStates:
 
     def _beginning(self) -> SourceState:
         return {
-            "passes": self._passes,
-            "items": 0,
-            "readers": self._begun,
-            "num_workers": self._num_workers,
-            "ranks": self._ranks,
-            "latest": 0,
-            "generators": None,
-            "following": None,
-            "ended": False,
+            "passes": self._passes, "items": 0, "readers": self._begun, "num_workers": self._num_workers,
+            "ranks": self._ranks, "latest": 0, "generators": None, "following": None, "ended": False,
             "begun": self._begun,
-        }
+        }  # fmt: skip

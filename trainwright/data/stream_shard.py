@@ -141,13 +141,7 @@ class StreamShard:
         begun, passes, items = next(beginning for beginning in reversed(self._begun) if beginning[0] <= batch)
         items, exact = items + (batch - begun) * self.world_size, self.exact_source_length
         items = items if exact is None else min(items, exact)  # the last round may be short
-        return {
-            "batch": batch,
-            "passes": passes,
-            "items": items,
-            "size": self.item_size,
-            "order": self.order,
-        }
+        return {"batch": batch, "passes": passes, "items": items, "size": self.item_size, "order": self.order}
 
     @property
     def _base(self) -> int:
@@ -267,9 +261,7 @@ class StreamShard:
             for drawn, item in enumerate(items, start=1):  # noqa: B007 - read after the loop
                 yield item
             if drawn == 0 and start == 0:
-                raise RuntimeError(
-                    "an empty loader cannot be cycled to match a longer loader. Give it data, or remove it."
-                )
+                raise RuntimeError("an empty loader cannot be cycled to match a longer loader. Add data, or remove it.")
             number += drawn
             if pass_number == 0 and self.evaluates:
                 self._first_items, self._first_pass = start + drawn, self.rounds(start + drawn)

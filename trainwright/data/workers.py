@@ -9,7 +9,6 @@ still returns the user's dataset.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing.util
 import os
 import signal
 import sys
@@ -35,6 +34,7 @@ from trainwright.data.seeding import derive_seed, seed_generators
 from trainwright.data.vendor import is_loop_done, is_split_after_shuffle
 from trainwright.devices.abilities import copies_aside
 from trainwright.distributed.signals import STOP_SIGNALS
+from trainwright.faults.vendor import remove_if_last
 from trainwright.rank_zero import rank_zero_warn
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def hear_signals() -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, leave_if_done)
-    multiprocessing.util.get_temp_dir()  # now, because a signal during its creation would leave it behind
+    remove_if_last(parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -12,10 +12,8 @@ from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 
 Variables = Mapping[str, str]
 
-FIRST_PORT, NUM_PORTS = 12000, 20000
-"""The range of ports derived from a job's number, below the ports that the kernel assigns."""
-REQUEUE_SECONDS = 30.0
-"""How long to wait for scontrol."""
+FIRST_PORT, NUM_PORTS = 12000, 20000  # the ports derived from a job's number, below the ports that the kernel assigns
+REQUEUE_SECONDS = 30.0  # for scontrol
 NO_STEP_OF_TASKS = ("4294967290", "4294967291", "4294967292", "4294967293", "4294967294")
 """SLURM's numbers of steps that srun did not start, such as the interactive shell and the batch script."""
 
@@ -81,9 +79,8 @@ def read_slurm(variables: Variables) -> Task | None:
     # Concurrent steps of a job need different ports too; 7919 is coprime to the number of ports.
     port = FIRST_PORT + (job + 7919 * (int(step) if step.isdigit() else 0)) % NUM_PORTS
     address = LOOPBACK if len(hosts) == 1 else variables.get("MASTER_ADDR") or hosts[0]
-    port = main_port(variables, port)
-    name = f"{variables.get('SLURM_CLUSTER_NAME', 'SLURM')} {job}.{step}"
-    return Task(rank, local_rank, world_size, tasks[node_rank], node_rank, len(hosts), address, port, name)
+    place = rank, local_rank, world_size, tasks[node_rank], node_rank, len(hosts), address, main_port(variables, port)
+    return Task(*place, f"{variables.get('SLURM_CLUSTER_NAME', 'SLURM')} {job}.{step}")
 
 
 def tasks_without_srun(variables: Variables) -> int:
@@ -160,8 +157,8 @@ def _read_mpi(variables: Variables, names: tuple[str, ...]) -> Task | None:
     names_of_job = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")
     job = next((variables[name] for name in names_of_job if name in variables), "")
     port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS if job else DEFAULT_PORT
-    port = main_port(variables, port)
-    return Task(rank, local_rank, world_size, local_size, rank // local_size, num_nodes, address, port, job)
+    node = rank // local_size
+    return Task(rank, local_rank, world_size, local_size, node, num_nodes, address, main_port(variables, port), job)
 
 
 def main_port(variables: Variables, otherwise: int) -> int:
@@ -202,9 +199,8 @@ def _tasks_per_node(variables: Variables, world_size: int, num_nodes: int) -> li
 
 
 def _first_name(variables: Variables, names: tuple[str, ...], starter: str) -> str:
-    for name in names:
-        if variables.get(name):
-            return name
+    if found := next((name for name in names if variables.get(name)), ""):
+        return found
     raise ValueError(
         f"the environment has variables of {starter}, but no {' or '.join(names)}; a job of several processes needs it. Start "
         f"the job with {starter}, or unset its variables to run as one process."

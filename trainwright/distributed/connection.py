@@ -62,6 +62,7 @@ class Connection:
     store: Store | None = None
     owns_group: bool = False
     """False if the user's script opened the group, which it then also closes."""
+    polls: dict[str, Callable[[Store], None]] = field(default_factory=dict)
     _sync_points: SyncPoints = field(default_factory=lambda: SyncPoints(None, 0, 1), repr=False)
     _watch: PeerWatch | None = field(default=None, repr=False)
     _holders: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list, repr=False)
@@ -188,7 +189,8 @@ def open_process_group(
     shared = stores().PrefixStore(f"generation/{_generation}", control)
     positions = RankPositions(environment.rank)
     FailureLog(control).announce_join(environment.rank)
-    watch, sync_points = _start_watch(environment, backend, shared, job.clone(), store_host, positions)
+    polls: dict[str, Callable[[Store], None]] = {}
+    watch, sync_points = _start_watch(environment, backend, shared, job.clone(), store_host, positions, polls)
     atexit.register(watch.stop)
     plain_hook = sys.excepthook
     try:
@@ -208,7 +210,9 @@ def open_process_group(
         watch.wrap_excepthook()
     channel = StoreChannel(shared, environment.rank, environment.world_size, positions=positions)
     _generation += 1
-    _connection = Connection(environment, dist.get_backend(), channel, control, not is_joined, sync_points, watch)
+    _connection = Connection(
+        environment, dist.get_backend(), channel, control, not is_joined, polls, sync_points, watch
+    )
     atexit.register(_connection.close)
     return _connection
 
@@ -225,6 +229,7 @@ def _start_watch(
     watched: Store,
     store_host: int | None,
     positions: RankPositions,
+    polls: dict[str, Callable[[Store], None]],
 ) -> tuple[PeerWatch, SyncPoints]:
     """Start the watcher thread, and return it with the sync points that it polls."""
     sync_points = SyncPoints(
@@ -238,6 +243,8 @@ def _start_watch(
     def poll() -> None:
         sync_points.poll(watched_shared)
         positions.answer(watched_shared)
+        for watch_more in list(polls.values()):
+            watch_more(watched)
 
     watch = PeerWatch(
         watched,

@@ -23,10 +23,8 @@ from trainwright.distributed.network import LOOPBACK, interface_towards, loopbac
 
 __all__ = ["RUNG_VARIABLE", "Environment", "rung_file"]
 
-JOB_VARIABLE = "TRAINWRIGHT_JOB"
-"""One JSON object that our launcher passes to its workers."""
-RUNG_VARIABLE = "TRAINWRIGHT_RUNG"
-"""The file of the rung under which `trainwright ladder` runs a script."""
+JOB_VARIABLE = "TRAINWRIGHT_JOB"  # one JSON object that our launcher passes to its workers
+RUNG_VARIABLE = "TRAINWRIGHT_RUNG"  # the file of the rung under which `trainwright ladder` runs a script
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from types import TracebackType
+from typing import NoReturn
 
 from trainwright.distributed.job_store import Store, post
 
@@ -20,14 +22,11 @@ __all__ = ["shortened"]
 
 PEER_FAILED_EXIT_CODE = 79
 """The exit code by which our launchers know a rank that ends only because another rank failed."""
-PRINT_SECONDS = 0.5
-"""How long the other ranks wait for the first failing rank to print its traceback."""
-SECONDARY_SECONDS = 2.0
-"""How long an error about a lost peer waits for the peer's error, because a process takes a moment to end."""
-REPORT_SECONDS = 0.5
-"""How long the text of a failure may take after its number."""
-LONGEST = 600
-"""The limit on the characters of an error's message."""
+PRINT_SECONDS = 0.5  # for the first failing rank to print its traceback before the others leave
+SECONDARY_SECONDS = 2.0  # that an error about a lost peer waits for the peer's error: a process takes a moment to end
+REPORT_SECONDS = 0.5  # that the text of a failure may take after its number
+LONGEST, LONGEST_TRACE, MOST_REPORTS = 600, 100_000, 1000
+"""The limits on the characters of an error's message and of a traceback, and on the reports that are read."""
 LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
 """Reports of gloo, NCCL and the store, in lower case, when the other end of a connection has gone."""
 SIGNAL_HINTS: dict[int, str] = {
@@ -46,6 +45,20 @@ class FailureReport:
     is_secondary: bool = False
     """Whether the rank only reports that another rank has gone."""
     was_printed: bool = False
+
+    @classmethod
+    def parse(cls, data: bytes, was_printed: bool) -> FailureReport | None:
+        """Return a posted report, or None for other data. Every process that reaches the store can post."""
+        try:
+            report = cls(**{**json.loads(data), "was_printed": was_printed})
+        except (ValueError, TypeError, RecursionError):
+            return None
+        if [*map(type, astuple(report))] != [int, str, str, int, bool, bool] or report.rank < 0:
+            return None
+        code = report.code if -65 < report.code < 256 else 1  # a process has 8 bits for it, so 256 would be a success
+        return replace(
+            report, code=code, summary=report.summary[: 2 * LONGEST], traceback=report.traceback[-LONGEST_TRACE:]
+        )
 
 
 class FailureLog:
@@ -103,24 +116,26 @@ class FailureLog:
 
     def stop_code(self) -> int | None:
         """Return the exit code of ranks whose run a signal has stopped, or None."""
-        return int(self._store.get("stopped/code")) if self._store.check(["stopped/code"]) else None
+        posted = bytes(self._store.get("stopped/code")) if self._store.check(["stopped/code"]) else b""
+        return int(posted) if re.fullmatch(rb"[1-9][0-9]{0,2}", posted) else None
 
     def count(self) -> int:
         return self._store.add("failure/count", 0)
 
     def reports(self) -> list[FailureReport]:
         """Return the failures in the order of their posts."""
-        names = [f"failure/{number}" for number in range(1, self.count() + 1)]
+        names = [f"failure/{number}" for number in range(1, min(self.count(), MOST_REPORTS) + 1)]
         # The count comes first, so the text of a counted failure may still be on its way.
         _wait_until(lambda: not names or self._store.check(names), REPORT_SECONDS)
         was_printed = self._store.check(["failure/printed"])
-        fields = [json.loads(self._store.get(name)) for name in names if self._store.check([name])]
-        return [FailureReport(**{**each, "was_printed": was_printed}) for each in fields]
+        posted = [
+            FailureReport.parse(self._store.get(name), was_printed) for name in names if self._store.check([name])
+        ]
+        return [report for report in posted if report is not None]
 
     def first(self) -> FailureReport | None:
         """Return the first failure, preferably one that is no consequence of another, or None if none was posted."""
-        reports = self.reports()
-        return min(reports, key=lambda report: report.is_secondary, default=None)
+        return min(self.reports(), key=lambda report: report.is_secondary, default=None)
 
 
 class PeerWatch:
@@ -246,13 +261,10 @@ class PeerWatch:
             self._log.mark_printed()
 
 
-def _wait_until(is_done: Callable[[], bool], timeout_seconds: float) -> bool:
+def _wait_until(is_done: Callable[[], bool], timeout_seconds: float) -> None:
     deadline = time.monotonic() + timeout_seconds
-    while not is_done():
-        if time.monotonic() > deadline:
-            return False
+    while not is_done() and time.monotonic() < deadline:
         time.sleep(0.01)
-    return True
 
 
 def summarize(error: BaseException) -> str:
@@ -263,9 +275,7 @@ def summarize(error: BaseException) -> str:
 
 def shortened(text: str) -> str:
     """Return the text, or its beginning and "..." if it is longer than LONGEST."""
-    if len(text) <= LONGEST:
-        return text
-    return f"{text[: LONGEST - 4]} ..."
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
 
 
 def is_secondary_failure(error: BaseException) -> bool:
@@ -301,8 +311,8 @@ def flush_streams() -> None:
             stream.flush()
 
 
-def leave(code: int) -> None:
-    """Flush the streams and end this process at once, without cleanup. Never returns."""
+def leave(code: int) -> NoReturn:
+    """Flush the streams and end this process at once, without cleanup."""
     # In a thread with a limit, because the main thread may have locked a stream in a write that never ends.
     flusher = threading.Thread(target=flush_streams, daemon=True)
     flusher.start()

@@ -12,24 +12,25 @@ __all__ = ["HIDDEN", "shown"]
 _SECRET = re.compile(
     r"\b(?:secrets?|passwords?|passwd|credentials?|o?auth|authorization|cookies?|(?:api|access|private|auth) ?keys?)\b"
     r"|\b(?:token|key|pass)$"
-)
-"""Words that mark a name as secret. The last three count only at its end, because token_dim and key_dim are not secret."""
+)  # words that mark a name as secret: the last three only at its end, because token_dim and key_dim are not secret
 _ORDINARY = re.compile(
     r"\b(?:max|min|num|pad|eos|bos|unk|cls|sep|mask|start|end|stop|image|text|label|input|target|output|sort|batch|loss|cache"
     r"|primary|foreign|group|query|metric|data|forward|backward) (?:token|key|pass)$"
-)
-"""Names of parts of data, such as pad_token and label_key, which are not secret."""
+)  # names of parts of data, such as pad_token and label_key, which are not secret
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 HIDDEN = "(not shown)"
-SHORTEST = 8
-"""Hidden values of at least this length are also searched for in other texts. Shorter ones are words such as "true"."""
-_LOGIN = re.compile(r"(://)[^/\s]*:[^/\s]*@")
-"""A name and a password in an address."""
+SHORTEST = (
+    8  # characters of a hidden value that is also searched for in other texts: shorter ones are words such as "true"
+)
+_LOGIN = re.compile(r"(://)[^/\s]*:[^/\s]*@")  # a name and a password in an address
+_TOKEN = re.compile(
+    r"\b(?:(?:hf|gh[pousr])_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{20,}"
+    r"|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{35}|sk-[\w-]{0,20}?(?=[A-Za-z]{0,40}\d)[A-Za-z0-9]{20,}[\w-]*)"
+)  # tokens of services, whatever their names are
 _PAIR = re.compile(
     r"""([\w.-]*(?:secret|pass|credential|auth|cookie|key|token)[\w.-]*)(["']?\s*[:=]\s*["']?)([^\s"',&}\]]+)""",
     re.IGNORECASE,
-)
-"""A possibly secret name and its value within an argument, as in a dict or in the query of an address."""
+)  # a possibly secret name and its value within an argument, as in a dict or in the query of an address
 
 
 def is_secret(name: str) -> bool:
@@ -43,16 +44,18 @@ def is_secret(name: str) -> bool:
 
 
 def shown(name: str, value: Any) -> Any:
-    """Return a named value of plain data without values of secret names and passwords in addresses."""
-    if value is None or isinstance(value, bool):
+    """Return a named value of plain data without values of secret names, and passwords and tokens in texts."""
+    is_number = isinstance(value, (int, float)) and name.lower().endswith(("token", "key"))
+    if value is None or isinstance(value, bool) or is_number:
         return value
     if is_secret(name):
         return HIDDEN
     if isinstance(value, Mapping):
         return {key: shown(str(key), item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [shown("", item) for item in value]
-    return _without_logins(value) if isinstance(value, str) else value
+        items = [shown("", item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return _without_secrets(value) if isinstance(value, str) else value
 
 
 class Masked(NamedTuple):
@@ -66,7 +69,7 @@ class Masked(NamedTuple):
         """Return another text, such as an error message, without these values and passwords in addresses."""
         for value in self.hidden:
             text = text.replace(value, HIDDEN)
-        return _without_logins(text)
+        return _without_secrets(text)
 
 
 def masked(arguments: Sequence[str]) -> Masked:
@@ -94,10 +97,10 @@ def masked(arguments: Sequence[str]) -> Masked:
             hidden |= {found[3] for found in pairs}
             for found in reversed(pairs):
                 argument = f"{argument[: found.start(3)]}{HIDDEN}{argument[found.end(3) :]}"
-            parts.append(shlex.quote(_without_logins(argument)))
+            parts.append(shlex.quote(_without_secrets(argument)))
     long = {value for value in hidden if len(value) >= SHORTEST}
     return Masked(" ".join(parts), tuple(sorted(long, key=len, reverse=True)))
 
 
-def _without_logins(text: str) -> str:
-    return _LOGIN.sub(rf"\1{HIDDEN}@", text)
+def _without_secrets(text: str) -> str:
+    return _TOKEN.sub(HIDDEN, _LOGIN.sub(rf"\1{HIDDEN}@", text))

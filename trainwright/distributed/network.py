@@ -15,8 +15,7 @@ __all__ = ["DEFAULT_PORT", "LOOPBACK"]
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
-ELSEWHERE = "192.0.2.1"
-"""An unassigned address (RFC 5737), which the default route leads to."""
+ELSEWHERE = "192.0.2.1"  # an unassigned address (RFC 5737), which the default route leads to
 SIOCGIFADDR = 0x8915  # Linux: the first IPv4 address of an interface
 
 

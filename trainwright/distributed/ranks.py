@@ -6,11 +6,11 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from trainwright.distributed.job_store import stores
-from trainwright.distributed.store_channel import Locate, StoreChannel
+from trainwright.distributed.store_channel import StoreChannel
 from trainwright.errors import CheckpointError, MissingCheckpoint
 
 KINDS = (MissingCheckpoint, CheckpointError, ValueError)
@@ -46,14 +46,6 @@ class Ranks:
         """Make a call that waits in another thread raise, and every later call. Not collective."""
         self._channel.give_up()
 
-    def locate_by(self, locate: Locate) -> None:
-        """See `RankPositions.locate_by`."""
-        self._channel.positions.locate_by(locate)
-
-    def located_by(self, locate: Locate) -> AbstractContextManager[None]:
-        """See `RankPositions.located_by`."""
-        return self._channel.positions.located_by(locate)
-
     def exchange(self, value: Any, call: str) -> list[Any]:
         """Return the values of all ranks, by rank."""
         return [json.loads(reply) for reply in self._exchange(json.dumps(value).encode(), call)]
@@ -64,8 +56,7 @@ class Ranks:
 
     def broadcast(self, value: Any, call: str) -> Any:
         """Return rank 0's value."""
-        payload = json.dumps(value).encode() if self.rank == 0 else b""
-        return json.loads(self._exchange(payload, call)[0])
+        return json.loads(self._exchange(json.dumps(value).encode() if self.rank == 0 else b"", call)[0])
 
     def differing(self, value: Any, call: str) -> list[Any]:
         """Return the values of all ranks if they differ, or an empty list. Large values are sent only if they differ."""

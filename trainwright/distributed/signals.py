@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -23,6 +24,7 @@ STOP_SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SI
 ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 STOPPED_EXIT_CODE = 75
 """The exit code of a run that a signal has stopped after a save: "try again later" (EX_TEMPFAIL)."""
+TWICE_SECONDS = 0.5
 
 
 def is_interactive() -> bool:
@@ -36,6 +38,17 @@ def exit_code(number: int, is_saved: bool) -> int:
     return STOPPED_EXIT_CODE
 
 
+class Presses:
+    """Counts Ctrl-C. Within some seconds it counts once, since a launcher may forward the terminal's."""
+
+    def __init__(self, seconds: float = TWICE_SECONDS) -> None:
+        self.count, self._latest, self._seconds = 0, float("-inf"), seconds
+
+    def add(self) -> None:
+        if time.monotonic() - self._latest > self._seconds or is_interactive():  # nobody forwards one to a prompt
+            self.count, self._latest = self.count + 1, time.monotonic()
+
+
 class SignalWatch:
     """Records SIGTERM, SIGUSR1 and Ctrl-C between `open` and `close`, instead of their default action.
 
@@ -46,15 +59,16 @@ class SignalWatch:
     `request` is called at the first signal, in any thread. It must neither block nor raise.
     """
 
-    def __init__(self, request: Callable[[], object]) -> None:
+    def __init__(self, request: Callable[[], object], twice_seconds: float = TWICE_SECONDS) -> None:
         self.first = 0
         """The number of the first signal, or 0."""
-        self._request = request
-        self._previous: dict[int, Any] = {}
+        self.num_terms, self._request = 0, request  # the SIGTERMs so far
+        self.previous: dict[int, Any] = {}
+        """The handlers from before `open`, by signal."""
         self._wakeup = self._outer_wakeup = self._reader = -1
         self._outer: SignalWatch | None = None
         self._thread: threading.Thread | None = None
-        self._interrupts = {"handler": 0, "thread": 0}
+        self._interrupts = {"handler": Presses(twice_seconds), "thread": Presses(twice_seconds)}
         """How many Ctrl-C the handler and the thread have seen. Either may be delayed."""
 
     def open(self) -> None:
@@ -68,7 +82,7 @@ class SignalWatch:
         self._outer_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                self._previous[number] = signal.getsignal(number)
+                self.previous[number] = signal.getsignal(number)
                 signal.signal(number, self._handle)
         _notice_forks()
         self._outer, _open = _open, self
@@ -88,23 +102,23 @@ class SignalWatch:
     def deliver(self) -> None:
         """Send a recorded signal to this process again, after `close`, if nothing has acted on it."""
         # `_handle` has called any handler of the user.
-        if self.first and self._previous.get(self.first) in (signal.SIG_DFL, signal.default_int_handler):
+        if self.first and self.previous.get(self.first) in (signal.SIG_DFL, signal.default_int_handler):
             os.kill(os.getpid(), self.first)
 
     def _restore(self) -> None:
         present = signal.set_wakeup_fd(-1)
         with contextlib.suppress(OSError, ValueError):  # it may have been closed since
             signal.set_wakeup_fd(self._outer_wakeup if present == self._wakeup else present)
-        for number, previous in self._previous.items():
+        for number, previous in self.previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._record(number, "handler")
-        previous = self._previous.get(number)
+        previous = self.previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
-        if self._interrupts["handler"] > 1:  # at a prompt, because elsewhere the process has ended
+        if self._interrupts["handler"].count > 1:  # at a prompt, because elsewhere the process has ended
             raise KeyboardInterrupt
 
     def _read(self) -> None:
@@ -115,13 +129,14 @@ class SignalWatch:
                 if self._outer_wakeup != -1:
                     with contextlib.suppress(OSError):
                         os.write(self._outer_wakeup, bytes([number]))
-                if number in self._previous:
+                if number in self.previous:
+                    self.num_terms += number == signal.SIGTERM
                     self._record(number, "thread")
 
     def _record(self, number: int, where: str) -> None:
         if number == signal.SIGINT:
-            self._interrupts[where] += 1
-            if self._interrupts[where] > 1 and not is_interactive():
+            self._interrupts[where].add()
+            if self._interrupts[where].count > 1 and not is_interactive():
                 leave(128 + number)
         if not self.first:
             self.first = number

@@ -21,8 +21,7 @@ from collections.abc import Callable
 
 from trainwright.distributed.job_store import Store, post
 
-REQUESTS = "requests"
-"""The only key that the watchers read while nothing is requested: the number of requests so far."""
+REQUESTS = "requests"  # the number of requests so far, the only key that the watchers read while nothing is requested
 
 
 class SyncPoints:

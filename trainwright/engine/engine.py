@@ -26,6 +26,7 @@ from trainwright.engine.job import join_job
 from trainwright.engine.named_state import ReplacedParameters, refuse_unlike_models
 from trainwright.engine.nests import broadcast, gather_tensor
 from trainwright.engine.script_settings import ScriptSettings, refuse_unlike_optimizers
+from trainwright.faults.hangs import HangWatch
 from trainwright.precision import Precision
 from trainwright.precision.base import Closure, Sender
 from trainwright.strategies import Strategy
@@ -90,6 +91,7 @@ class Engine(EngineCheckpoints):
         self.local_rank = environment.local_rank
         """This process's number on its node, from 0."""
         self.ranks = Ranks(self.connection.channel, seconds)
+        self.hangs = HangWatch(self.connection, seconds)
         self.writer = CheckpointWriter(self.ranks, lambda: self.connection.has_failed)
         self.strategy.connect(environment.rank, environment.world_size, self.device, joined)
         self.strategy.join_job(self)

@@ -192,8 +192,8 @@ class EngineCheckpoints:
     def find_fault(self) -> str:
         """Return a text that names weights that are not finite on any rank, or "" if all are. Collective.
 
-        Other buffers than running statistics, and frozen parameters, are not checked, because they may contain such values by
-        design (a mask of -inf). If the text is empty, the next save does not check again.
+        Frozen parameters, buffers that are no running statistics, and optimizer states of one element are not checked, because
+        they may contain such values by design (a mask of -inf). If the text is empty, the next save does not check again.
         """
         fault = self._fault(model_pieces(self.strategy, self.modules))
         self._is_known_finite = not fault
@@ -206,10 +206,14 @@ class EngineCheckpoints:
             for name, tensor in named_tensors(module)
             if tensor.requires_grad or name.endswith(STATISTICS)
         }
-        found = self.ranks.exchange(_not_finite(trained, pieces), SAVE)
-        names = list(dict.fromkeys(name for local in found for name in local))
-        more = f" and {len(names) - 1} more" if names[1:] else ""
-        return f"the weights are not finite (NaN or infinity in {names[0]!r}{more})" if names else ""
+        state = optimizer_pieces(self.strategy, named_optimizers(self.modules, self.optimizers))
+        stored = {piece.name for piece in state if piece.shape not in ((), (1,))}
+        found = self.ranks.exchange((_not_finite(trained, pieces), _not_finite(stored, state)), SAVE)
+        for subject, local in zip(("weights are", "optimizer's state is"), zip(*found, strict=True), strict=True):
+            if names := list(dict.fromkeys(chain.from_iterable(local))):
+                more = f" and {len(names) - 1} more" if names[1:] else ""
+                return f"the {subject} not finite (NaN or infinity in {names[0]!r}{more})"
+        return ""
 
     def _edited(
         self, path: str, state: dict[str, Any], pieces: list[Piece], header: dict[str, int], edit: Edit

@@ -20,7 +20,7 @@ from trainwright.engine.optimizers import clear_gradients
 from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.window import AccumulationWindows, ModelWindow
 from trainwright.precision.base import Closure
-from trainwright.strategies.base import Clipping, StepResult, release
+from trainwright.strategies.base import Clipping, StepResult
 
 
 class PreparedOptimizer(Optimizer):
@@ -184,7 +184,7 @@ class PreparedOptimizer(Optimizer):
         else:
             self.optimizer.zero_grad(set_to_none)
         if self.optimizer in self._engine.strategy.finalized:  # by a clip without a step
-            release(self._engine.strategy, self.optimizer)
+            self._engine.strategy.release(self.optimizer)
 
     def _drop_waiting(self) -> None:
         if self._cleared_at is not None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from trainwright.distributed.masking import masked
 from trainwright.errors import did_you_mean
 from trainwright.launch.config import KEYS, OTHER_WORDS, LaunchSetting, NameCheck, find_config, flag_of, resolve
 from trainwright.launch.manifests import FLAGS, emit
@@ -55,7 +55,7 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     print(f"trainwright launch: {job.num_processes} process(es) of {script} on this machine", file=sys.stderr)
     print(config.table(settings), file=sys.stderr, flush=True)
     if options.dry_run:
-        print(f"would run {shlex.join(job.command)}")
+        print(f"would run {masked(job.command).text}")
         return 0
     return supervise(job)
 

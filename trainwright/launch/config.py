@@ -140,9 +140,9 @@ def check_env(names: Iterable[str]) -> None:
             raise ValueError(f"env has {name}, which trainwright launch sets itself. Remove it, or set its key.")
 
 
-def printable(text: str) -> str:
-    """Return a text on one line, with control characters as escapes: they would change a terminal."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+def printable(text: str, allowed: str = "") -> str:
+    """Return a text with escapes for control characters other than the allowed ones: they would change a terminal."""
+    return "".join(each if each.isprintable() or each in allowed else ascii(each)[1:-1] for each in text)
 
 
 def flag_of(name: str) -> str:

@@ -19,7 +19,7 @@ from trainwright.distributed.network import LOOPBACK, listen_at
 from trainwright.distributed.signals import ENDING_SIGNALS
 from trainwright.errors import LaunchError
 from trainwright.launch.command import own_command
-from trainwright.launch.config import Config, nodes_of, setting_of, settings_of
+from trainwright.launch.config import Config, nodes_of, printable, setting_of, settings_of
 from trainwright.launch.nodes import Job, JobOutcome, Nodes, Place
 from trainwright.launch.supervisor import ENTRY, Supervisor, catch_signals
 
@@ -106,7 +106,11 @@ def run_machine(job: Job, supervisor: Supervisor) -> JobOutcome:
     port = int(listener.getsockname()[1])
     open_store = cache(lambda: serve_store(listener, LOOPBACK))
     for start in range(job.max_restarts + 1):
-        outcome = supervisor.run(Place(LOOPBACK, port, (job.num_processes,), ("",), start=start), open_store)
+        try:
+            outcome = supervisor.run(Place(LOOPBACK, port, (job.num_processes,), ("",), start=start), open_store)
+        except RuntimeError as error:  # torch's, of a request that the store cannot answer
+            cause = printable(str(error).partition("\n")[0])
+            return JobOutcome(1, f"the store of this job at {LOOPBACK} port {port} failed ({cause})")
         if not outcome.reason or supervisor.signal:
             break
         if start < job.max_restarts:

@@ -17,7 +17,9 @@ from typing import IO, Any, TextIO
 
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog, FailureReport
 from trainwright.distributed.job_store import STORE_PREFIX, Store, stores
-from trainwright.distributed.signals import STOPPED_EXIT_CODE
+from trainwright.distributed.signals import STOPPED_EXIT_CODE, Presses
+from trainwright.faults.out_of_memory import OutOfMemoryKills
+from trainwright.launch.config import printable
 from trainwright.launch.nodes import Job, JobOutcome, Place
 
 LEAVE_SECONDS = 1.0  # for ranks to flush their output and exit after a failure is posted
@@ -38,13 +40,15 @@ class Supervisor:
         self.signal = 0  # the number of the signal that was passed on, or 0
         self.failures: FailureLog
         self._job = job
-        self._interrupts, self._deadline = 0, float("inf")
+        self._kills = OutOfMemoryKills()
+        self._interrupts, self._deadline = Presses(), float("inf")
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._printers: list[threading.Thread] = []
 
     def on_signal(self, number: int, _: FrameType | None = None) -> None:
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1:
+        if number == signal.SIGINT:
+            self._interrupts.add()
+        if self._interrupts.count > 1:
             self.signal, self._deadline = signal.SIGINT, 0.0
         elif not self.signal:
             self.signal = number
@@ -143,7 +147,7 @@ class Supervisor:
         if time.monotonic() < self._deadline:
             return None
         number, text = self.signal or signal.SIGTERM, "second Ctrl-C; the ranks were killed."
-        if self._interrupts < 2:
+        if self._interrupts.count < 2:
             text = (
                 f"the ranks had not left {self._job.grace_seconds:g} s after {signal.Signals(number).name} and were killed. "
                 "The last complete checkpoint is unchanged. Set TRAINWRIGHT_GRACE_SECONDS to give them more time."
@@ -169,7 +173,7 @@ class Supervisor:
 
     def _name(self, place: Place, report: FailureReport, codes: dict[int, int], failed: dict[int, int]) -> JobOutcome:
         """Return the exit code of a failed job, and which rank failed first."""
-        code = report.code or failed.get(report.rank, 1)
+        code = failed.get(report.rank) or report.code or 1  # never 0, whatever was posted
         if code < 0:
             # A rank that had posted its error and was killed while it was ending counts as an error.
             code = 1 if report.traceback else 128 - code
@@ -182,8 +186,8 @@ class Supervisor:
             rest = f"trainwright: before that, rank {ended} had reached the end of its script or exited with code 0.\n"
         # A rank of another node has printed its traceback there only.
         if not (report.was_printed and report.rank in self._ranks):
-            rest += report.traceback
-        reason = f"rank {report.rank} of {place.world_size}{where} failed first ({report.summary})"
+            rest += printable(report.traceback, "\t\n")
+        reason = f"rank {report.rank} of {place.world_size}{where} failed first ({printable(report.summary)})"
         return JobOutcome(1 if code == PEER_FAILED_EXIT_CODE else code, reason, rest)
 
     def _post_exits(self, codes: dict[int, int]) -> None:
@@ -195,7 +199,10 @@ class Supervisor:
         ] or ([] if known else codes)
         silent = [rank for rank in counted if codes[rank] and rank not in known]
         for rank in sorted(silent, key=lambda rank: (codes[rank] != -signal.SIGKILL, rank)):
-            self.failures.post_exit(rank, codes[rank])
+            if codes[rank] == -signal.SIGKILL and (reason := self._kills.describe()):
+                self.failures.post(rank, f"killed by SIGKILL{reason}", code=codes[rank])
+            else:
+                self.failures.post_exit(rank, codes[rank])
 
     def _exit_codes(self) -> dict[int, int]:
         """Return the exit codes of the ended ranks (negative: killed by a signal)."""

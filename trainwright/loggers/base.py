@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, Literal, Protocol, Self
 
 from trainwright.distributed.environment import Environment
+from trainwright.distributed.masking import shown
 from trainwright.errors import a_type_of
 
 Params = Mapping[str, Any] | argparse.Namespace
@@ -228,12 +229,11 @@ def _number(name: str, value: Any) -> float:
 
 
 def to_dict(params: Params) -> dict[str, Any]:
-    """Return hyper-parameters as a dict, or raise TypeError if they are not a Mapping or a Namespace."""
-    if isinstance(params, argparse.Namespace):
-        return dict(vars(params))
+    """Return hyper-parameters as a dict without secrets, or raise TypeError if they are not a Mapping or a Namespace."""
+    params = vars(params) if isinstance(params, argparse.Namespace) else params
     if not isinstance(params, Mapping):
         raise TypeError(f"log_hyperparams got {params!r:.80}, {a_type_of(params)}; expected a dict or a Namespace.")
-    return dict(params)
+    return {name: shown(str(name), value) for name, value in params.items()}
 
 
 def flattened(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,8 +15,9 @@ import fsspec
 
 from trainwright.arguments import refuses_unknown
 from trainwright.distributed.environment import Environment
+from trainwright.faults.failing_loggers import outlived
 from trainwright.loggers.base import SilentExperiment
-from trainwright.loggers.files import TABLE_NAME, is_local, write_file
+from trainwright.loggers.files import TABLE_NAME, filesystem_of, is_local, write_file
 from trainwright.loggers.folder import FolderLogger, Row
 
 
@@ -84,10 +85,16 @@ class CSVLogger(FolderLogger):
     def _written(self) -> dict[str, Any]:
         """Write all rows, and return their number."""
         self._take_open_row()
-        self.flush()
+        outlived(self, "flush")
+        if self._file is None and self._writer.is_late:  # it may be about to open the file
+            return {}
         file = self._open()
         file.sync()
         return {"rows": file.num_rows}
+
+    @property
+    def num_missing(self) -> int:  # type: ignore[override]
+        return len(self._rows) + (self._file.num_failed if self._file is not None else 0)
 
     def close(self) -> None:
         self.flush()
@@ -158,7 +165,7 @@ class CSVExperiment:
 
 def set_aside(path: str) -> None:
     """Rename the table of an earlier run, so that its rows stay separate."""
-    filesystem, inside = fsspec.core.url_to_fs(path)
+    filesystem, inside = filesystem_of(path)
     if filesystem.exists(inside):
         names = (f"{inside.removesuffix('.csv')}-{number}.csv" for number in count())
         free = next(name for name in names if not filesystem.exists(name))
@@ -202,6 +209,11 @@ class MetricsFile:
             used = {at for row in rows for at, value in enumerate(row) if value}
             self._columns = [name for at, name in enumerate(self._columns) if at in used]
         self.num_rows = len(rows)
+
+    @property
+    def num_failed(self) -> int:
+        """Return the number of rows that are not written yet after a failure."""
+        return len(self._failed)
 
     def append(self, rows: list[Row]) -> None:
         """Append rows, or rewrite the file if they have new columns. Failed rows are retried with the next ones."""
@@ -250,8 +262,8 @@ class MetricsFile:
         if self._text:
             return self._text
         try:
-            with fsspec.open(self._path, "r", newline="", encoding="utf-8") as file:
-                return str(file.read())
+            filesystem, inside = filesystem_of(self._path)
+            return str(filesystem.cat_file(inside), "utf-8")
         except FileNotFoundError:
             return ""
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from trainwright.faults.remote_calls import RemoteFilesystem
 from trainwright.paths import is_process_alive, machine, process_start_time
 
 __all__ = ["CHECKPOINTS", "TABLE_NAME", "write_file"]
@@ -26,7 +27,15 @@ HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
 """The files of the hyper-parameters."""
 IDLE_SECONDS = 5.0
 """The time after which a thread without work ends."""
+FLUSH_SECONDS, END_SECONDS = 20.0, 120.0
+"""How long a flush waits for slow writes, so that it does not delay a checkpoint, and how long the end of a run does."""
 Work = Callable[[], None]
+
+
+def filesystem_of(path: str) -> tuple[Any, str]:
+    """Return the file system of a path or URL, with limited calls if it is remote, and the path within it."""
+    filesystem, inside = fsspec.core.url_to_fs(path)
+    return filesystem if isinstance(filesystem, LocalFileSystem) else RemoteFilesystem(filesystem), inside
 
 
 def is_local(path: str) -> bool:
@@ -35,7 +44,7 @@ def is_local(path: str) -> bool:
 
 def write_file(path: str, data: bytes) -> None:
     """Write a whole file. On a local disk this is atomic and durable, and removes leftovers of killed writers."""
-    filesystem, inside = fsspec.core.url_to_fs(path)
+    filesystem, inside = filesystem_of(path)
     if not isinstance(filesystem, LocalFileSystem):
         filesystem.pipe_file(inside, data)
         return
@@ -71,7 +80,7 @@ def _sweep(path: str) -> None:
 
 def claim_folder(root: str, version: int | str | None) -> str:
     """Create the folder of a run and return its path. The default version is the next free number."""
-    filesystem, inside = fsspec.core.url_to_fs(root)
+    filesystem, inside = filesystem_of(root)
     with _explained_for(root):
         filesystem.makedirs(inside, exist_ok=True)
         if version is not None:
@@ -137,6 +146,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._error: Exception | None = None
+        self._late: threading.Event | None = None
         self._process = os.getpid()
 
     def submit(self, work: Work) -> None:
@@ -153,14 +163,29 @@ class BackgroundWriter:
                     return
             self._queue.put(work)
 
-    def wait(self) -> None:
-        """Wait until all submitted work is done, and raise the first failure since the last call."""
+    @property
+    def is_late(self) -> bool:
+        """Return whether the thread has not caught up since a `wait` has ended with TimeoutError."""
+        return self._late is not None and not self._late.is_set()
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the next `wait` raises a failure."""
+        return self._error is not None
+
+    def wait(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Wait until all submitted work is done, and raise the first failure since the last call, or TimeoutError."""
         if os.getpid() != self._process:
             return
         if self._thread is not None:
             done = threading.Event()
             self.submit(done.set)
-            done.wait()
+            # Not for every row, while a store does not answer.
+            if done.wait(0.0 if self.is_late and seconds < END_SECONDS else seconds):
+                self._late = None
+            else:
+                self._late = done
+                raise self._error or TimeoutError(f"its writes have not ended within {seconds:g} s")
         error, self._error = self._error, None
         if error is not None:
             raise error

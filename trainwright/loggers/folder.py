@@ -16,13 +16,18 @@ import yaml
 
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
+from trainwright.faults.failing_loggers import outlived
+from trainwright.faults.remote_calls import is_outage
 from trainwright.history import CURVES_NAME, History
 from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_json, to_numbers
 from trainwright.loggers.files import (
+    END_SECONDS,
+    FLUSH_SECONDS,
     HPARAMS_NAME,
     HPARAMS_YAML,
     BackgroundWriter,
     claim_folder,
+    filesystem_of,
     flush_at_exit,
     is_local,
     next_number,
@@ -47,6 +52,8 @@ class FolderLogger(Logger):
     """
 
     kind = ""
+    num_missing = 0
+    """The rows that are lost, or not written yet after a failure."""
 
     def __init__(
         self,
@@ -113,7 +120,7 @@ class FolderLogger(Logger):
         """Return the version of this run, or of the next one unless another run comes first."""
         if self._version is not None or self._has_started:
             return self._version
-        return next_number(*fsspec.core.url_to_fs(self.root_dir))
+        return next_number(*filesystem_of(self.root_dir))
 
     @property
     def log_dir(self) -> str | None:  # type: ignore[override]
@@ -139,7 +146,7 @@ class FolderLogger(Logger):
         current = self._folder or (None if self._version is None else self.folder_of(self._version))
         if current is not None and self._is_given:
             return [current]
-        filesystem, inside = fsspec.core.url_to_fs(self.root_dir)
+        filesystem, inside = filesystem_of(self.root_dir)
         others = [self.folder_of(number) for number in sorted(run_numbers(filesystem, inside), reverse=True)]
         return others if current is None else list(dict.fromkeys([current, *others]))
 
@@ -174,7 +181,7 @@ class FolderLogger(Logger):
 
     def _written(self) -> dict[str, Any]:
         """Write the buffered rows, and return the position in the files."""
-        self.flush()
+        outlived(self, "flush")
         return {}
 
     def start(self, agreed: Callable[[str], str], *, is_writer: bool) -> None:
@@ -244,6 +251,8 @@ class FolderLogger(Logger):
             flush_at_exit(self, keep=True)
         if is_due:
             self._submit_rows()
+        if self._writer.has_failed and self._has_owner:
+            outlived(self, "flush")
 
     def _add_row(self, row: Row) -> None:
         self._rows.append(row)
@@ -260,8 +269,8 @@ class FolderLogger(Logger):
         """Write the buffered rows."""
         self.flush()
 
-    def flush(self) -> None:
-        """Write the buffered rows and wait for the thread; OSError if it cannot write."""
+    def flush(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Write the buffered rows and wait for the thread; OSError if it cannot write, or not within this time."""
         if self._is_writer and (self._rows or self._hparams):
             self._start_alone()
         if self._folder is None or not self._is_writer:
@@ -269,12 +278,15 @@ class FolderLogger(Logger):
         self._submit_hparams()
         self._submit_rows()
         self._submit_flush()
-        self._wait()
+        self._wait(seconds)
 
-    def _wait(self) -> None:
+    def _wait(self, seconds: float = FLUSH_SECONDS) -> None:
         try:
-            self._writer.wait()
+            self._writer.wait(seconds)
         except Exception as error:  # the writers of other libraries raise other types
+            self._hparams_digest = ""  # written again by the next flush
+            if not is_outage(error):
+                raise
             raise OSError(
                 f"{type(self).__name__} could not write to {self.log_dir}: {type(error).__name__}: {error}. Free space "
                 "there, or pass the logger another save_dir."
@@ -305,14 +317,17 @@ class FolderLogger(Logger):
         return target
 
     def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
-        """Add the folder of the checkpoint to the run's record."""
-        if work := self._record.note_checkpoints(checkpoint_callback.last_model_path.rstrip("/").rpartition("/")[0]):
+        self.note_checkpoint(checkpoint_callback.last_model_path)
+
+    def note_checkpoint(self, path: str) -> None:
+        """Add the folder of a checkpoint to the run's record, by which a resumed run knows it."""
+        if work := self._record.note_checkpoints(path.rstrip("/").rpartition("/")[0]):
             self._writer.submit(work)
 
     def finalize(self, status: RunResult) -> None:
         """Write the buffered rows, and the result into the run's record."""
         try:
-            self.flush()
+            self.flush(END_SECONDS)
         finally:
             self._has_owner = False
             step = self._step if self._has_rows else None

@@ -8,17 +8,19 @@ from typing import Any
 
 import fsspec
 
+from trainwright.faults.failing_loggers import outlived
 from trainwright.loggers.base import Logger
 from trainwright.loggers.files import CHECKPOINTS
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.remote import RemoteLogger
+from trainwright.loggers.run_record import find_record
 
 __all__ = ["CHECKPOINTS"]
 
 
 def logger_states(loggers: Sequence[Logger]) -> list[dict[str, Any]]:
     """Return the positions of the loggers as plain data, after writing all earlier rows. On rank 0."""
-    states = [(type(logger).__name__, logger.state_dict()) for logger in loggers]
+    states = [(type(logger).__name__, outlived(logger, "state_dict")) for logger in loggers]
     return [{"class": name, "state": state} for name, state in states if state]
 
 
@@ -71,7 +73,11 @@ def _fits(logger: Logger, state: dict[str, Any], path: str) -> bool:
     if not isinstance(logger, FolderLogger):
         return True
     folder = logger.folder_of(state["version"])
-    is_its = _is_same(folder, state["folder"]) or lies_in(path, logger, folder)
+    # A checkpoint of another run may name the same folder, for example if both ran in containers.
+    saved_to = getattr(find_record(folder).record, "checkpoint_folders", lambda _: ())(folder)
+    inside = str(fsspec.core.url_to_fs(folder)[1]).rstrip("/")
+    is_known = not saved_to or any(_is_same(path.rstrip("/").rpartition("/")[0], other) for other in saved_to)
+    is_its = lies_in(path, logger, folder) or (inside == state["folder"].rstrip("/") and is_known)
     return is_its and any(_is_same(folder, other) for other in logger.run_folders())
 
 

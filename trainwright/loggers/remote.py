@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainwright.distributed.environment import Environment
+from trainwright.faults.failing_loggers import outlived
 from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_numbers
-from trainwright.loggers.files import BackgroundWriter, flush_at_exit
+from trainwright.loggers.files import END_SECONDS, FLUSH_SECONDS, BackgroundWriter, flush_at_exit
 
 RETRY_SECONDS = 5.0
 """After a failed write the next rows wait this long, since a client may block as long at every attempt."""
@@ -311,7 +312,7 @@ class RemoteLogger(Logger):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        self.flush()
+        outlived(self, "flush")
         state = {"id": self._id, "step": self._step, "time": self._time, "uploaded": self._uploaded}
         return state if self._id is not None else {}
 
@@ -335,11 +336,11 @@ class RemoteLogger(Logger):
         self._position = self._step, int(state.get("time", 0))
         self._time = max(self._time, self._position[1])
 
-    def flush(self) -> None:
-        """Wait until all rows are written or have failed."""
+    def flush(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Wait until all rows are written or have failed, or raise TimeoutError."""
         if self._is_open:
             self._writer.submit(lambda: self._deliver(at_once=True))
-            self._writer.wait()
+            self._writer.wait(seconds)
 
     def save(self) -> None:
         self.flush()
@@ -348,7 +349,7 @@ class RemoteLogger(Logger):
         if not self._is_open:
             return
         try:
-            self.flush()
+            self.flush(END_SECONDS)
             for callback in self._checkpoints:
                 self._upload_new(callback)
         finally:

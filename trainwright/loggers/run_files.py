@@ -15,7 +15,7 @@ import fsspec
 import numpy as np
 
 from trainwright.history import History, Numbers, Series
-from trainwright.loggers.files import CHECKPOINTS, TABLE_NAME
+from trainwright.loggers.files import CHECKPOINTS, TABLE_NAME, filesystem_of
 from trainwright.loggers.run_record import RECORD_NAME
 
 __all__ = ["EVENTS", "listing", "read_history"]
@@ -45,7 +45,7 @@ def read_history(folder: str, *, kind: str = "", log_dir: str | None = None, mos
         ValueError: a file has another format.
         ImportError: there are only event files, and tensorboard is not installed.
     """
-    filesystem, inside = fsspec.core.url_to_fs(folder)
+    filesystem, inside = filesystem_of(folder)
     has_table = filesystem.isfile(f"{inside}/{TABLE_NAME}")
     events = list(_event_files(filesystem, inside if log_dir is None else fsspec.core.url_to_fs(log_dir)[1]))
     if events and (kind == "tensorboard" or not has_table):

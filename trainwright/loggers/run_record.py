@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 import fsspec
 
 from trainwright.loggers.base import RunResult
-from trainwright.loggers.files import Work, is_local, write_file
+from trainwright.loggers.files import Work, filesystem_of, is_local, write_file
 from trainwright.paths import absolute, is_process_alive, machine, process_start_time
 
 __all__ = ["RECORD_NAME", "RunRecord", "RunState", "find_record"]
@@ -114,7 +114,7 @@ def find_record(folder: str) -> FoundRecord:
     """Look for the record of a run folder."""
     path = f"{folder}/{RECORD_NAME}"
     try:
-        filesystem, inside = fsspec.core.url_to_fs(path)
+        filesystem, inside = filesystem_of(path)
         if not filesystem.exists(inside):
             return FoundRecord()
         if not filesystem.isfile(inside):  # a pipe would block
@@ -205,7 +205,7 @@ class RunRecorder:
         if self._before is not None:
             self._write(self._folder, self._before)
         else:
-            filesystem, inside = fsspec.core.url_to_fs(f"{self._folder}/{RECORD_NAME}")
+            filesystem, inside = filesystem_of(f"{self._folder}/{RECORD_NAME}")
             with contextlib.suppress(OSError):  # it was perhaps never written
                 filesystem.rm_file(inside)
 

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -86,6 +86,8 @@ class TensorBoardLogger(FolderLogger):
         self._has_hp_metric = False
         self._latest_step = -1
         self._synced: dict[str, int] = {}
+        self._num_unflushed = 0
+        """The rows since the latest flush, which are lost if the next one fails."""
         self._earlier: dict[str, int] = {}
         """The event files that existed when the current one was opened, and their sizes."""
 
@@ -286,7 +288,20 @@ class TensorBoardLogger(FolderLogger):
         self._rows.append({**row, _WALL_TIME: time.time()})
         self._latest_step = max(self._latest_step, int(row["step"]))
 
+    def _try(self, write: Callable[[], None]) -> None:
+        """Write. After a failure the next row begins another file, since the thread of this file's writer has ended."""
+        try:
+            write()
+        except OSError:
+            self.num_missing, self._num_unflushed = self.num_missing + self._num_unflushed, 0
+            self._experiment = None
+            raise
+
     def _write_rows(self, rows: list[Row]) -> None:
+        self._num_unflushed += len(rows)
+        self._try(partial(self._add_rows, rows))
+
+    def _add_rows(self, rows: list[Row]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
         writer = self._open()._get_file_writer()  # type: ignore[no-untyped-call]
@@ -302,8 +317,9 @@ class TensorBoardLogger(FolderLogger):
                 writers: dict[str, Any] = self._experiment.all_writers or {}
                 for writer in list(writers.values()):  # add_scalars may add one meanwhile
                     writer.flush()
+            self._num_unflushed = 0
 
-        self._writer.submit(flush)
+        self._writer.submit(partial(self._try, flush))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_experiment": None, "_opening": None}

@@ -34,9 +34,7 @@ def image_of(panels: Sequence[Panel], axis: str) -> bytes:
             'A PNG needs matplotlib: pip install "trainwright[plot]", or pass a name that ends in .html, which needs nothing.'
         ) from error
     if len(panels) > MOST_PANELS:
-        raise ValueError(
-            f"{len(panels)} panels are too many for one image, whose limit is {MOST_PANELS}. Choose metrics, or write .html."
-        )
+        raise ValueError(f"{len(panels)} panels are more than the {MOST_PANELS} of one image. Choose metrics or .html.")
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     with warnings.catch_warnings():

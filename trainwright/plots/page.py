@@ -8,16 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from trainwright.plots.curves import (
-    Curve,
-    Panel,
-    line_of,
-    log_ticks,
-    names_of_runs,
-    smoothed,
-    thinning_of,
-    ticks,
-)
+from trainwright.plots.curves import Curve, Panel, line_of, log_ticks, names_of_runs, smoothed, thinning_of, ticks
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 40

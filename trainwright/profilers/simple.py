@@ -54,10 +54,7 @@ class SimpleProfiler(Profiler):
 
     @refuses_unknown
     def __init__(
-        self,
-        dirpath: str | os.PathLike[str] | None = None,
-        filename: str | None = None,
-        extended: bool = True,
+        self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None, extended: bool = True
     ) -> None:
         super().__init__(dirpath, filename)
         self.extended = extended

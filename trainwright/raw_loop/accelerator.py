@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,13 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.arguments import check_flags, refuse_unknown, refuses_unknown
 from trainwright.checkpoint.reader import Verify
+from trainwright.data.seeding import rng_state, set_rng_state
+from trainwright.duration import seconds_of
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared import PreparedOptimizer, PreparedScheduler
 from trainwright.engine.prepared_loader import PreparedLoader
 from trainwright.engine.script_settings import refuse_unlike_arguments
+from trainwright.faults.nan_policy import CHECK_EVERY, NanGuard, RunParts
 from trainwright.overrides import overridden
 from trainwright.precision import Precision
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
@@ -74,9 +78,9 @@ class Accelerator(Collectives):
             "cpu", "cuda", "mps", "xpu", or the name of a backend that another package registers.
         devices: number of processes on this node, one per device, or a list of devices. "auto": the launcher's count if
             launched, otherwise every device of the accelerator, otherwise 1.
-        strategy: a name or a Strategy.
         precision: any precision of the Trainer, instead of mixed_precision.
-        num_nodes: nodes of the job, as for the Trainer.
+        nan_policy: "raise" ends the loop at a loss or weights that are not finite, "skip" skips such steps.
+        strategy, num_nodes, hang_timeout: as for the Trainer.
         log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for all that can be used here, a Logger, or a
             list of these.
         project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs, a path or an fsspec URL.
@@ -120,6 +124,8 @@ class Accelerator(Collectives):
         strategy: str | Strategy = "auto",
         precision: str | int | Precision | None = None,
         num_nodes: int = 1,
+        nan_policy: str | None = None,
+        hang_timeout: float | timedelta | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
@@ -135,28 +141,19 @@ class Accelerator(Collectives):
         # Every setting is checked before the Engine is made, which may start the job's processes.
         project, loggers = chosen_project(project_dir, project_config), chosen_loggers(log_with)
         settings = LoopSettings(
-            mixed_precision,
-            precision,
-            cpu,
-            accelerator,
-            strategy,
-            deepspeed_plugin,
-            fsdp_plugin,
-            gradient_accumulation_steps,
-            gradient_accumulation_plugin,
-            kwargs_handlers,
-            dynamo_backend,
-        )
+            mixed_precision, precision, cpu, accelerator, strategy, deepspeed_plugin, fsdp_plugin, gradient_accumulation_steps,
+            gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, nan_policy,
+        )  # fmt: skip
         loaders = loader_options(dataloader_config, split_batches, rng_types, device_placement)
         engine = Engine(
             devices=devices,
             strategy=settings.chosen_strategy,
             precision=settings.chosen_precision,
             accelerator=settings.device_type,
-            timeout_seconds=settings.timeout_seconds,
+            timeout_seconds=seconds_of(hang_timeout, "hang_timeout") or settings.timeout_seconds,
             num_nodes=num_nodes,
         )
-        super().__init__(engine)
+        super().__init__(engine, project.logging_dir)
         steps = settings.accumulation.num_steps or 1
         steps = overridden("Accelerator", "gradient_accumulation_steps", steps, is_open=steps == 1)
         self._optimization = engine.strategy.resolve(Optimization(accumulate=steps, clip_norm=settings.clip_norm))
@@ -178,6 +175,8 @@ class Accelerator(Collectives):
         self._preparations = self._new_preparation()
         self._trackers = Trackers(engine.ranks, loggers, project.logging_dir)
         self._states = SavedStates(engine, project, self._trackers)
+        parts = RunParts(lambda: self.step_count, self.logging_dir or self.project_dir or ".", rng_state, set_rng_state)
+        NanGuard(engine, nan_policy, parts, CHECK_EVERY).install()
         arguments = {field.name: getattr(settings, field.name) for field in fields(settings)}
         arguments |= {"gradient_accumulation_steps": steps, "split_batches": loaders.configuration.split_batches}
         refuse_unlike_arguments(arguments, "Accelerator", engine.ranks)

@@ -98,9 +98,7 @@ def loader_options(
     if configuration is None:
         configuration = DataLoaderConfiguration()
     elif not isinstance(configuration, DataLoaderConfiguration):
-        raise TypeError(
-            f"dataloader_config is {a_type_of(configuration)}. Expected a DataLoaderConfiguration of trainwright."
-        )
+        raise TypeError(f"dataloader_config is {a_type_of(configuration)}. Expected a tw.DataLoaderConfiguration.")
     check_flags(split_batches=split_batches, device_placement=moves)
     if split_batches:
         configuration = replace(configuration, split_batches=True)

@@ -27,9 +27,9 @@ from trainwright.raw_loop.job_states import PartialState, Processes
 class Collectives(Processes):
     """The collectives of an Engine's job. Call its methods on every rank."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, folder: str | None) -> None:
         super().__init__(engine)
-        engine.ranks.locate_by(_position)
+        engine.hangs.locate_by(_position, folder)
         self._is_triggered = False
 
     def gather(self, tensor: Any) -> Any:

@@ -248,9 +248,7 @@ class GradientState:
 
     def __init__(self, windows: AccumulationWindows | None = None, iterations: Iterations | None = None) -> None:
         if windows is None or iterations is None:
-            raise TypeError(
-                "the process has no GradientState. Each Accelerator has its own: accelerator.gradient_state."
-            )
+            raise TypeError("the process has no GradientState. Each Accelerator has one: accelerator.gradient_state.")
         self._windows, self._iterations = windows, iterations
 
     @property

@@ -15,17 +15,13 @@ from trainwright.precision import MIXED
 
 NODES = "the processes run on this machine; start a script on several nodes with trainwright launch"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "num_nodes": ((1,), NODES),
-    "node_rank": ((0,), NODES),
-    "master_addr": ((LOOPBACK, "localhost"), NODES),
-    "rdzv_backend": (("static",), NODES),
-    "rdzv_endpoint": (("",), NODES),
-    "rdzv_conf": ((None,), NODES),
+    "num_nodes": ((1,), NODES), "node_rank": ((0,), NODES), "master_addr": ((LOOPBACK, "localhost"), NODES),
+    "rdzv_backend": (("static",), NODES), "rdzv_endpoint": (("",), NODES), "rdzv_conf": ((None,), NODES),
     "rdzv_id": (("none",), NODES),
     "max_restarts": ((0,), "only a script can be restarted, by trainwright launch --max-restarts"),
     "monitor_interval": ((0.1,), "the launcher looks after its processes 20 times a second"),
     "log_line_prefix_template": ((None,), "lines of rank 1 and up begin with [rank1] and so on"),
-}
+}  # fmt: skip
 """Arguments of Accelerate's with the only values that are accepted, and why."""
 
 
@@ -104,9 +100,7 @@ def _launch(
     if not callable(function):
         raise TypeError(f"{name} was given {a_type_of(function)}. Expected a function, with its arguments in args=.")
     if not isinstance(args, (list, tuple)):
-        raise TypeError(
-            f"{name} was given args={args!r}. Expected a tuple of the function's arguments, such as args=(1,)."
-        )
+        raise TypeError(f"{name} was given args={args!r}. Expected a tuple of arguments, such as args=(1,).")
     if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 1:
         raise ValueError(
             f"num_processes={num_processes!r} is not accepted. Pass an integer of at least 1, or to notebook_launcher None for "

@@ -61,9 +61,7 @@ class LocalSGD:
             )
         module = extract_model_from_parallel(model)
         if module not in engine.modules:
-            raise ValueError(
-                f"the {type(module).__name__} given to LocalSGD was not prepared. Pass what prepare returned."
-            )
+            raise ValueError(f"the {type(module).__name__} of LocalSGD was not prepared. Pass what prepare returned.")
         self.enabled = enabled and accelerator.use_distributed
         self.num_steps = 0
         """How many times `step` was called."""

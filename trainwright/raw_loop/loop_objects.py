@@ -75,9 +75,7 @@ class Preparation(Preparations):
         """Return the prepared objects for those given. See `Accelerator.prepare`. Collective."""
         objects = [self.to_prepare(each) for each in given]
         if placement is not None and (not isinstance(placement, (list, tuple)) or len(placement) != len(objects)):
-            raise ValueError(
-                f"device_placement={placement!r} is not a list of {len(objects)} items. Give one for each object."
-            )
+            raise ValueError(f"device_placement={placement!r} is no list of {len(objects)} items. Pass one per object.")
         if self._observer is not None:
             strategy = self._engine.strategy
             self._observer.begin(strategy.device, strategy.name, strategy.precision.name, strategy.world_size)
@@ -112,8 +110,8 @@ class Preparation(Preparations):
                 "parameters. Prepare the model before its optimizer, or in the same call."
             )
         is_mixed = self._engine.precision.forward_context() is not None
-        # Otherwise the module's forward does everything that a wrapper would.
-        is_wrapped = is_mixed or module in self._engine.strategy.wrapped
+        # Otherwise the module's forward does everything that a wrapper would. A nan_policy replaces the engine's `run`.
+        is_wrapped = is_mixed or module in self._engine.strategy.wrapped or "run" in vars(self._engine)
         self.models.append(PreparedModule(self._engine, module, to_float32=is_mixed) if is_wrapped else module)
         return self.models[-1]
 
@@ -127,9 +125,7 @@ class Preparation(Preparations):
         """Return the prepared optimizer whose parameters are to be clipped (ValueError)."""
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
         if not given:
-            raise ValueError(
-                "no parameters to clip were passed. Pass a list, since an iterator is empty once it was read."
-            )
+            raise ValueError("no parameters to clip were passed. Pass a list: an iterator is empty once it was read.")
         for prepared in self.optimizers:
             own = {each for each in stepped_by(prepared) if each.requires_grad}
             # Parameters that no optimizer steps may be among them, if they have no gradient that the norm would miss.
@@ -147,9 +143,7 @@ class Preparation(Preparations):
         """
         prepared = self.of(loader) if loader is not None else None
         if loader is not None and not isinstance(prepared, PreparedLoader):
-            raise ValueError(
-                "gather_for_metrics: this loader was not prepared. Pass one that accelerator.prepare returned."
-            )
+            raise ValueError("gather_for_metrics: this loader is not prepared. Pass what accelerator.prepare returned.")
         if prepared is None:
             iteration = self.iterations.current()
             prepared = None if iteration is None else iteration.loader

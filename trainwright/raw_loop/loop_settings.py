@@ -10,6 +10,7 @@ import torch
 
 from trainwright.devices.hardware import resolve_device_type
 from trainwright.errors import a_type_of, did_you_mean
+from trainwright.faults.nan_policy import check_policy
 from trainwright.overrides import overridden
 from trainwright.precision import MIXED, Precision, resolve_precision
 from trainwright.raw_loop.options import (
@@ -69,9 +70,11 @@ class LoopSettings:
     gradient_accumulation_plugin: GradientAccumulationPlugin | None
     kwargs_handlers: Sequence[Any] | None
     dynamo_backend: Any
+    nan_policy: str | None
 
     def __post_init__(self) -> None:
         self._check_precision()
+        check_policy(self.nan_policy)
         if self.cpu and self.accelerator not in ("auto", "cpu"):
             raise ValueError(f"cpu=True and accelerator={self.accelerator!r} were both given. Pass one.")
         check_length(self.gradient_accumulation_steps, "gradient_accumulation_steps")
@@ -82,8 +85,7 @@ class LoopSettings:
         self.accumulation = self._accumulation()
         self.chosen_strategy = self._strategy(find(DistributedDataParallelKwargs))
         self.chosen_precision = self._precision(find(GradScalerKwargs))
-        group: InitProcessGroupKwargs | None = find(InitProcessGroupKwargs)
-        timeout = group.timeout if group is not None else None
+        timeout = (find(InitProcessGroupKwargs) or InitProcessGroupKwargs()).timeout
         self.timeout_seconds = None if timeout is None else timeout.total_seconds()
         self.compiler: str | None = overridden(
             "Accelerator",

@@ -70,9 +70,7 @@ def size_of(text: int | str) -> int:
         return text
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or not float(match[1]):
-        raise ValueError(
-            f"max_shard_size={text!r} is not accepted. Pass a number of bytes, or one with a unit such as '10GB' or '512MiB'."
-        )
+        raise ValueError(f"max_shard_size={text!r} is not accepted. Pass bytes, or for example '10GB' or '512MiB'.")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -237,9 +235,7 @@ def load_object(path: str | os.PathLike[str]) -> Any:
     # A safetensors file begins with its header's length in 8 bytes, then JSON. `save` writes other files as plain JSON.
     if data[8:9] != b"{" or length > len(data) - 8:
         if data.startswith(PICKLE_STARTS):
-            raise CheckpointError(
-                f"{path} is not valid JSON but a pickle, as torch.save writes. Read it with torch.load."
-            )
+            raise CheckpointError(f"{path} is not valid JSON but a pickle, as torch.save writes. Use torch.load.")
         return decode(load_json(data, str(path)), {})
     try:
         tensors: dict[str, torch.Tensor] = load(data)

@@ -177,9 +177,7 @@ class DistributedDataParallelKwargs(NamedArguments):
             ),
         ):
             if (value := getattr(self, name)) != needed:
-                raise ValueError(
-                    f"DistributedDataParallelKwargs({name}={value!r}) is not accepted: {reason}. Leave it out."
-                )
+                raise ValueError(f"DistributedDataParallelKwargs({name}={value!r}) is not accepted: {reason}. Omit it.")
 
     def strategy(self, chosen: str | Strategy) -> str | Strategy:
         """Return the strategy "ddp" with these settings, if that or "auto" was chosen, or else the chosen one."""
@@ -251,9 +249,7 @@ class InitProcessGroupKwargs(NamedArguments):
 
     def __post_init__(self) -> None:
         if self.backend not in (None, "nccl", "gloo"):
-            raise ValueError(
-                f"InitProcessGroupKwargs(backend={self.backend!r}) is not accepted; the device decides: leave it out."
-            )
+            raise ValueError(f"InitProcessGroupKwargs(backend={self.backend!r}): the device decides; leave it out.")
         if self.init_method is not None:
             raise ValueError(
                 f"InitProcessGroupKwargs(init_method={self.init_method!r}) is not accepted: the processes meet at the "
@@ -262,12 +258,8 @@ class InitProcessGroupKwargs(NamedArguments):
 
 
 KINDS: tuple[type, ...] = (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-)
+    AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs,
+)  # fmt: skip
 
 
 def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Callable[[type], Any]:
@@ -278,9 +270,7 @@ def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Cal
         ValueError: two of one kind.
     """
     if given is not None and not isinstance(given, Iterable):
-        raise TypeError(
-            f"kwargs_handlers={given!r} is not a list. Expected a list of options, such as [AutocastKwargs()]."
-        )
+        raise TypeError(f"kwargs_handlers={given!r} is not a list of options, such as [AutocastKwargs()].")
     found: dict[type, Any] = {}
     for each in given or ():
         kind = next((kind for kind in kinds if isinstance(each, kind)), None)

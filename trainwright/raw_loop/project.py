@@ -84,15 +84,11 @@ def chosen_project(
     if project_config is None:
         return ProjectConfiguration(project_dir)  # type: ignore[arg-type] # which it converts
     if not isinstance(project_config, ProjectConfiguration):
-        raise TypeError(
-            f"project_config is {a_type_of(project_config)}. Expected a ProjectConfiguration of trainwright."
-        )
+        raise TypeError(f"project_config is {a_type_of(project_config)}. Expected a tw.ProjectConfiguration.")
     if project_dir is not None:
         given, own = os.fspath(project_dir), project_config.project_dir
         if own not in (None, given):
-            raise ValueError(
-                f"project_dir={given!r} and project_config.project_dir={own!r} were both given. Pass one folder."
-            )
+            raise ValueError(f"project_dir={given!r} and project_config.project_dir={own!r} were both given. Pass one.")
         project_config.set_directories(given)
     if project_config.automatic_checkpoint_naming and project_config.project_dir is None:
         raise ValueError("automatic_checkpoint_naming=True needs a folder. Pass project_dir= too.")

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of, did_you_mean
+from trainwright.faults.failing_loggers import outlived
 from trainwright.loggers import available_loggers, logger_class, name_of
 from trainwright.loggers.base import Logger, SilentLogger, to_dict, to_numbers
 from trainwright.loggers.files import flush_at_exit
@@ -53,7 +54,7 @@ class Tracker:
         """Write a row's numbers, and its other values apart from them. A user's logger gets the row unchanged."""
         write_others = getattr(self.logger, "log_texts", None)
         if write_others is None:
-            self.logger.log_metrics(values, step, **options)
+            outlived(self.logger, "log_metrics", values, step, **options)
             return
         numbers: dict[str, Any] = {}
         others: dict[str, Any] = {}
@@ -75,15 +76,15 @@ class Tracker:
                 stacklevel=4,
             )
         if numbers or not others:
-            self.logger.log_metrics(numbers, step, **options)
+            outlived(self.logger, "log_metrics", numbers, step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Write images, if the logger can."""
-        self.logger.log_images(values, step, **options)
+        outlived(self.logger, "log_images", values, step, **options)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write hyper-parameters."""
-        self.logger.log_hyperparams(values)
+        outlived(self.logger, "log_hyperparams", values)
 
 
 def chosen_loggers(log_with: Any) -> Chosen:
@@ -203,8 +204,8 @@ class Trackers:
             # A run without a row gets its hyper-parameters and its end too.
             self._start()
             for tracker in reversed(self._trackers):
-                tracker.logger.finalize("success")
-                tracker.logger.close()
+                outlived(tracker.logger, "finalize", "success")
+                outlived(tracker.logger, "close")
                 if isinstance(tracker.logger, RemoteLogger):
                     tracker.logger.end_run()
         self._trackers, self._is_made, self._is_started, self._resumed = [], False, False, ([], "")
@@ -244,7 +245,7 @@ class Trackers:
             if isinstance(logger, FolderLogger):
                 logger.drop_later_rows()
         for logger in loggers if self._config else ():
-            logger.log_hyperparams(self._config)
+            outlived(logger, "log_hyperparams", self._config)
         for logger in loggers:  # rows are buffered, and a loop may end without end_training
             flush_at_exit(logger)
 

@@ -7,6 +7,7 @@ methods in which its engine differs. Nothing outside this folder asks for its na
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -265,6 +266,21 @@ class Strategy(JobView):
             self.finalized.pop(optimizer, None)
         return StepResult(norm, skipped) if skipped or norm is not None else PLAIN_STEP
 
+    def release(self, optimizer: Optimizer) -> None:
+        """Forget an optimizer's finalized gradients, which were discarded without a step."""
+        self.finalized.pop(optimizer, None)
+        self.precision.release(unwrap_optimizer(optimizer))
+
+    def skip_step(self, optimizer: Optimizer) -> StepResult:
+        """Discard an optimizer's gradients in place of a step."""
+        optimizer.zero_grad()
+        self.release(optimizer)
+        return StepResult(None, True)
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
+        """Return the total norm of the finalized gradients, or None if the engine computes it in its step. Collective."""
+        return self.clip_gradients(optimizer, Clipping(norm=math.inf))  # multiplies by 1.0
+
     def check_gradients(self, exchange: Exchange = gather_object) -> None:
         """Raise RuntimeError on every rank if the gradients of the ranks cannot have been combined. Collective."""
 
@@ -362,12 +378,6 @@ class SingleDeviceStrategy(Strategy):
         super().__init__()
         device = "pass accelerator= to the Trainer, and devices=[index] for any but the first"
         refuse_options(SingleDeviceStrategy, unknown, {"device": device})
-
-
-def release(strategy: Strategy, optimizer: Optimizer) -> None:
-    """Forget an optimizer's finalized gradients, which were discarded without a step."""
-    strategy.finalized.pop(optimizer, None)
-    strategy.precision.release(unwrap_optimizer(optimizer))
 
 
 def scale_and_clip_value(parameters: list[nn.Parameter], clipping: Clipping) -> None:

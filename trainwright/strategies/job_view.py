@@ -131,6 +131,4 @@ def _construct(kind: type[JobView], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _refuse_group(group: Any, call: str) -> None:
     if group is not None:
-        raise ValueError(
-            f"strategy.{call} was given the group {group!r}; expected None: all ranks of the job take part."
-        )
+        raise ValueError(f"strategy.{call} was given the group {group!r}; expected None: all ranks take part.")

@@ -76,21 +76,12 @@ OF_DEEPSPEED = {
     "exclude_frozen_parameters": "a checkpoint holds frozen parameters too",
 }  # fmt: skip
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "start_method": ("popen",),
-    "broadcast_buffers": (True,),
-    "init_sync": (True,),
-    "state_dict_type": ("full", "sharded"),
-    "use_orig_params": (True,),
-    "sync_module_states": (True,),
-    "limit_all_gathers": (True,),
-    "backward_prefetch": ("BACKWARD_PRE",),
-    "forward_prefetch": (False,),
-    "zero_optimization": (True,),
-    "offload_params_device": ("cpu",),
-    "offload_optimizer_device": ("cpu",),
-    "load_full_weights": (True, False),
-    "exclude_frozen_parameters": (False,),
-}
+    "start_method": ("popen",), "broadcast_buffers": (True,), "init_sync": (True,),
+    "state_dict_type": ("full", "sharded"), "use_orig_params": (True,), "sync_module_states": (True,),
+    "limit_all_gathers": (True,), "backward_prefetch": ("BACKWARD_PRE",), "forward_prefetch": (False,),
+    "zero_optimization": (True,), "offload_params_device": ("cpu",), "offload_optimizer_device": ("cpu",),
+    "load_full_weights": (True, False), "exclude_frozen_parameters": (False,),
+}  # fmt: skip
 """Accepted values, which ask for the behavior that is the only one here, as None does."""
 
 

@@ -23,13 +23,9 @@ from trainwright.tools.choices import best_precision, why_missing
 
 INTERRUPTED = 130
 DEFAULTS = {
-    "devices": "auto",
-    "cpu": "false",
-    "strategy": "auto",
-    "precision": "32-true",
-    "gradient_accumulation_steps": "1",
+    "devices": "auto", "cpu": "false", "strategy": "auto", "precision": "32-true", "gradient_accumulation_steps": "1",
     "num_nodes": "1",
-}
+}  # fmt: skip
 """The keys of the questions for every machine, and their values if neither a script nor a config sets them."""
 Answers = dict[str, str | dict[str, str]]
 """The values by key. The value of `env` is a dict."""
@@ -41,9 +37,7 @@ def config_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         prog="trainwright config", description="Asks for the settings of `trainwright launch`, and writes them as YAML."
     )
     parser.add_argument("what", nargs="?", metavar="show", help="print the config that launch would read")
-    parser.add_argument(
-        "--default", action="store_true", help="write only the settings that suit this machine, without questions"
-    )
+    parser.add_argument("--default", action="store_true", help="write the settings for this machine, without questions")
     parser.add_argument("--force", action="store_true", help="replace a config that exists")
     parser.add_argument(
         "--config-file", metavar="PATH", help="the file (or the variable TRAINWRIGHT_CONFIG; default: "

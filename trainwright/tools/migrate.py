@@ -101,9 +101,7 @@ def migrate_command(arguments: Sequence[str], _: Any) -> int:
 def read_script(path: str) -> tuple[str, str]:
     """Return the text of a script with its line endings, and its encoding."""
     if path.endswith(".ipynb"):
-        raise ValueError(
-            "this is a notebook. Save it as a script, with `jupyter nbconvert --to script`, and migrate that"
-        )
+        raise ValueError("this is a notebook. Save it as a script (`jupyter nbconvert --to script`) and migrate that")
     data = Path(path).read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     return data.decode(encoding), encoding

@@ -133,9 +133,7 @@ def _find(source: ModuleType, origin: str, name: str) -> tuple[Any, str]:
             raise ValueError(f"{origin} has no {name!r}. It defines {listed}.{did_you_mean(name, vars(source))}")
         return vars(source)[name], name
     if len(classes) != 1:
-        raise ValueError(
-            f"{origin} defines {listed}; add the class, or a function that returns the module: {origin}:NAME."
-        )
+        raise ValueError(f"{origin} defines {listed}; add the class, or a function that returns it: {origin}:NAME.")
     return next((value, key) for key, value in classes.items())
 
 

@@ -58,9 +58,7 @@ def trials_command(arguments: Sequence[str], _: Any) -> int:
     parser.add_argument(
         "--strategies", metavar="NAME,NAME", help=f"of {', '.join(LISTED_STRATEGIES)} (default: all), or others"
     )
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", default="120", help="the longest time of one training (default: 120)"
-    )
+    parser.add_argument("--timeout", metavar="SECONDS", default="120", help="the longest training (default: 120)")
     parser.add_argument("--config-file", metavar="PATH", help="set the variables of this config, as launch does")
     options = parser.parse_args(arguments)
     try:

@@ -194,9 +194,7 @@ class CheckpointSearch:
 def _checked(ckpt_path: Any) -> str | None:
     """Return the text of ckpt_path, which may be None (TypeError, ValueError)."""
     if ckpt_path is not None and not isinstance(ckpt_path, (str, os.PathLike)):
-        raise TypeError(
-            f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}. Expected a path, 'best', 'last' or 'auto'."
-        )
+        raise TypeError(f"ckpt_path={ckpt_path!r} is {a_type_of(ckpt_path)}. Pass a path, 'best', 'last' or 'auto'.")
     if ckpt_path == "":
         raise ValueError(
             "ckpt_path='' is an empty path. Pass a checkpoint's path, 'best', 'last' or 'auto', or None. (A best_model_path is "

@@ -89,13 +89,7 @@ UNTIMED_HOOKS = ("on_tune", "on_run_end")
 class HookTable:
     """The bound methods to call for every hook, timed by the profiler if there is one."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        module: Module | None,
-        logbook: Logbook,
-        profiler: Profiler | None = None,
-    ) -> None:
+    def __init__(self, trainer: Any, module: Module | None, logbook: Logbook, profiler: Profiler | None = None) -> None:
         self._trainer, self._module, self._logbook, self._profiler = trainer, module, logbook, profiler
         ordered = sorted(trainer.callbacks, key=_priority_of, reverse=True)
         calls = {name: self._of_callbacks(name, ordered) + self._of_module(name) for name in HOOKS}
@@ -207,9 +201,7 @@ def check_hooks(owner: Module | Callback) -> None:
             continue
         who = f"{type(owner).__name__}.{name}"
         if name in EARLIER_HOOKS:
-            raise TypeError(
-                f"{who} is never called. Define {EARLIER_HOOKS[name]} instead, and keep outputs that you need on self."
-            )
+            raise TypeError(f"{who} is never called. Define {EARLIER_HOOKS[name]} instead, and keep outputs on self.")
         is_own = method.__module__.partition(".")[0] in ("trainwright", "torch")
         meant = "" if is_own else RENAMED_HOOKS.get(name) or nearest_hook(name, base)
         if meant and not is_overridden(meant, owner, base):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.engine.engine import Engine
+from trainwright.faults.failing_loggers import outlived
 from trainwright.loggers.base import Logger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.position import logger_states
@@ -204,6 +205,12 @@ class Logbook:
         """Return the loggers' positions for a checkpoint, after a flush. Empty on ranks other than 0."""
         return logger_states(self._loggers)
 
+    def note_checkpoint(self, path: str) -> None:
+        """Let the loggers record the folder of a checkpoint."""
+        for logger in self._loggers:
+            if isinstance(logger, FolderLogger):
+                logger.note_checkpoint(path)
+
     def drop_later_rows(self) -> None:
         """Let the loggers of a resumed run drop the rows after its checkpoint, which the run writes again."""
         for logger in self._loggers:
@@ -269,7 +276,7 @@ class Logbook:
 
     def flush(self) -> None:
         for logger in self._loggers:
-            logger.flush()
+            outlived(logger, "flush")
 
     def _keep_steps(self) -> None:
         """Keep new step values, which stay visible after the epoch that logged them."""
@@ -304,7 +311,7 @@ class Logbook:
             return
         step = int(numbers.pop("step", step))
         for logger in self._loggers:
-            logger.log_metrics({"epoch": self._state.epoch, **numbers}, step)
+            outlived(logger, "log_metrics", {"epoch": self._state.epoch, **numbers}, step)
 
 
 def format_table(title: str, metrics: Sequence[Mapping[str, float]], loaders: Sequence[str | None] = (None,)) -> str:

@@ -267,9 +267,7 @@ def choose_levels(name: str, hook: str, settings: LogSettings) -> tuple[bool, bo
             "no step. Leave on_step at False and on_epoch at True."
         )
     if not on_step and not on_epoch:
-        raise ValueError(
-            f"self.log({name!r}, ...) has on_step=False and on_epoch=False. Set at least one of them to True."
-        )
+        raise ValueError(f"self.log({name!r}, ...) has on_step=False and on_epoch=False. Set at least one of them.")
     return on_step, on_epoch
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from trainwright.engine.optimizers import SchedulerConfig, clear_gradients
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import Clipping, release
+from trainwright.strategies.base import Clipping
 from trainwright.strategies.divided_optimizers import parameters_of
 from trainwright.trainer.epoch_batches import Batch
 from trainwright.trainer.evaluate import skip_none
@@ -147,7 +147,7 @@ def step_by_module(run: TrainingRun, optimizer: Optimizer, batch: Batch, loss: T
     else:
         prepared.step()
     if optimizer in run.engine.strategy.finalized:  # the module left the step out, and with it these gradients
-        release(run.engine.strategy, optimizer)
+        run.engine.strategy.release(optimizer)
 
 
 def clip_gradients(run: TrainingRun, optimizer: Optimizer) -> None:

@@ -37,7 +37,7 @@ TRIAL: dict[str, Any] = {
     "callbacks": None, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
     "enable_report": False, "max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "limit_val_batches": 0,
     "num_sanity_val_steps": 0, "val_check_interval": None, "check_val_every_n_epoch": 1, "profiler": None,
-    "fast_dev_run": False, "barebones": False, "log_every_n_steps": 0,
+    "fast_dev_run": False, "barebones": False, "log_every_n_steps": 0, "nan_policy": None,
 }  # fmt: skip
 """The arguments of a trial run."""
 DEFAULTS: tuple[tuple[str, type[Callback], type[Callback], Any], ...] = (
@@ -161,9 +161,7 @@ def choose_precision(precision: Any, plugins: Any) -> Any:
     )
     for plugin in _as_list(plugins, Precision, "plugins= holds", expected):
         if precision is not None:
-            raise ValueError(
-                f"precision={precision!r} and plugins={plugin!r} both choose a precision. Pass one of them."
-            )
+            raise ValueError(f"precision={precision!r} and plugins={plugin!r} both choose a precision. Pass one.")
         precision = plugin
     return precision
 

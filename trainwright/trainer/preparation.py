@@ -35,9 +35,7 @@ class Request(NamedTuple):
 def check_module(module: Any, needed: list[str], call: str) -> None:
     """Raise TypeError unless it is a Module with the methods that the call needs."""
     if module is None:
-        raise TypeError(
-            f"trainer.{call} was given no module, and none was run before. Pass an instance of trainwright.Module."
-        )
+        raise TypeError(f"trainer.{call} was given no module, and none was run before. Pass a trainwright.Module.")
     if isinstance(module, type):
         raise TypeError(f"trainer.{call} was given the class {module.__name__}. Pass an instance of it.")
     if not isinstance(module, Module):
@@ -46,9 +44,7 @@ def check_module(module: Any, needed: list[str], call: str) -> None:
             hint = " Pass the module itself, and compile=True to the Trainer: it compiles the submodules that the steps call."
         elif not hint and isinstance(module, nn.Module):
             hint = " Subclass trainwright.Module, or use trainwright.Accelerator in your own loop."
-        raise TypeError(
-            f"trainer.{call} was given {a_type_of(module)}. Expected an instance of trainwright.Module.{hint}"
-        )
+        raise TypeError(f"trainer.{call} was given {a_type_of(module)}. Expected a trainwright.Module.{hint}")
     missing = [name for name in needed if not is_overridden(name, module, Module)]
     if missing:
         raise TypeError(f"trainer.{call} needs {' and '.join(missing)}, which {type(module).__name__} does not define.")

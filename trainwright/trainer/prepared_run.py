@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from trainwright.data.datamodule import DataModule
+from trainwright.data.seeding import rng_state, set_rng_state
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.optimizers import (
     SchedulerConfig,
@@ -23,6 +22,8 @@ from trainwright.engine.optimizers import (
 )
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
+from trainwright.faults.nan_policy import NanGuard, RunParts, refuse_policy
+from trainwright.faults.tensor_checks import PlainBackwards
 from trainwright.module import Module, is_overridden
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.strategies.base import Clipping, Optimization, StepResult
@@ -31,58 +32,9 @@ from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import Hooks
 from trainwright.trainer.run import Parts, Run
-from trainwright.trainer.sources import (
-    BatchTransfer,
-    LoaderSource,
-    find_source,
-    find_transfer,
-    num_step_arguments,
-)
+from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_source, find_transfer, num_step_arguments
 from trainwright.trainer.training_data import TrainData
-
-
-class PlainBackwards:
-    """Rejects gradients of a plain backward in manual optimization, which are neither averaged nor scaled."""
-
-    def __init__(self) -> None:
-        self._module: nn.Module | None = None
-        self._names: dict[Tensor, str] = {}
-        self._handles: list[RemovableHandle] = []
-        self.came: set[Tensor] = set()
-        """The parameters with gradients from a backward."""
-
-    def watch(self, module: nn.Module) -> None:
-        self.close()
-        self._module, self._names = module, {}
-        self._watch_new(module)
-
-    def _watch_new(self, module: nn.Module) -> list[Tensor]:
-        """Watch new parameters, and return those under a name that another parameter had."""
-        known = set(self._names.values())
-        found: dict[Tensor, str] = {
-            p: name for name, p in module.named_parameters() if p.requires_grad and p not in self._names
-        }
-        self._names.update(found)
-        self._handles += [each.register_post_accumulate_grad_hook(self.came.add) for each in found]  # type: ignore[no-untyped-call]
-        return [each for each, name in found.items() if name in known]
-
-    def refuse(self) -> None:
-        """Raise RuntimeError if a plain backward has given gradients that were not discarded."""
-        if self._module is not None:  # once, within a step, where fsdp's modules have gathered parameters
-            self.came.update(each for each in self._watch_new(self._module) if each.grad is not None)
-            self._module = None
-        kept = [name for each, name in self._names.items() if each in self.came and each.grad is not None]
-        self.came.clear()
-        if kept:
-            raise RuntimeError(
-                f"loss.backward() has given {kept[0]!r} a gradient, which is neither averaged over the ranks nor scaled as "
-                "16-mixed needs it. Under manual optimization call self.manual_backward(loss) instead."
-            )
-
-    def close(self) -> None:
-        for each in self._handles:
-            each.remove()
-        self._handles.clear()
+from trainwright.trainer.uneven_round import discarded
 
 
 class IntervalClock:
@@ -170,8 +122,10 @@ class PreparedRun(Run):
         self.step_results: list[StepResult] = []
         """Results of the steps that the module's running optimizer_step has made."""
 
-    def prepare(self) -> None:
+    def prepare(self, roll_back: Callable[[], str]) -> None:
         """Wrap the module, make its optimizers, choose the branches of the loop and call on_fit_start. Collective.
+
+        `roll_back` returns to the newest checkpoint.
 
         Raises:
             ValueError: settings that the module's optimization rules out.
@@ -184,6 +138,7 @@ class PreparedRun(Run):
                 "automatic_optimization = False. Accumulate and clip in training_step, and leave them at their defaults, in "
                 "trainwright launch and its config too."
             )
+        self._watch_numbers(roll_back)
         num_arguments = num_step_arguments(module, "training_step")
         engine.take_seed()
         engine.precision.reset()
@@ -224,6 +179,25 @@ class PreparedRun(Run):
         self.hooks.call("on_fit_start")
         self.log_hyper_parameters()  # after a search's callback has set the value that the saved run has found
         self.replace_schedulers()  # a callback's scheduler has state, which a checkpoint restores
+
+    def _watch_numbers(self, roll_back: Callable[[], str]) -> None:
+        """Apply the nan_policy until the run ends (ValueError if this run cannot have it)."""
+        settings, state = self.settings, self.state
+        saving = [each for each in self.trainer.checkpoint_callbacks if each.keeps_any and not each.save_weights_only]
+        saves = bool(saving) or bool(settings.fast_dev_run)
+        refuse_policy(settings.nan_policy, is_automatic=self.module.automatic_optimization, saves=saves)
+        parts = RunParts(
+            lambda: state.step,
+            "" if settings.fast_dev_run else self.trainer.log_dir or self.root,
+            rng_state,
+            set_rng_state,
+            lambda: f" (epoch {state.epoch}, batch {state.batch})",
+            lambda: discarded(self.module, self.logbook.collector),
+            roll_back if settings.nan_policy == "rollback" else str,
+        )
+        self.numbers = NanGuard(self.engine, settings.nan_policy, parts, settings.log_every)
+        self.numbers.install()
+        self.close_at_end(self.numbers.remove)
 
     def _prepare_data(self) -> None:
         """Make the training data and the validation, and load loaders that the call was given. Collective."""

@@ -44,7 +44,7 @@ class Resumption:
             # Before optimizers are made: a callback that changes the module or adds parameter groups does so again in
             # on_fit_start.
             opened, unused = self._load_parts(checkpoint)
-        run.prepare()
+        run.prepare(partial(roll_back, run))
         if checkpoint is not None:
             self._load_state(checkpoint, opened, unused)
         if run.validation is not None:
@@ -168,6 +168,20 @@ class Resumption:
                 stacklevel=2,
             )
         return together
+
+
+def roll_back(run: TrainingRun) -> str:
+    """Load the state of the newest checkpoint, except the position, and return its path, or "" if there is none. Collective."""
+    saving = [each.last_model_path for each in run.trainer.checkpoint_callbacks if not each.save_weights_only]
+    path = next(filter(None, saving), run.trained.resume_source or "")
+    if path:
+        opened = run.engine.open(path, edit=edit_with_hooks(run, "on_load_checkpoint"))
+        restored = run.engine.load(opened)
+        run.hooks.call("load_sharded_state_dict", opened.checkpoint, opened.tensors)
+        run.engine.script.resume(restored.state, path, ())
+        if restored.rng is not None:
+            set_rng_state(restored.rng)
+    return path
 
 
 def load_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> list[str]:

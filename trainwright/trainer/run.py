@@ -21,6 +21,8 @@ from trainwright.engine.engine import Engine
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
+from trainwright.faults.failing_loggers import outlived
+from trainwright.faults.nan_policy import NanGuard
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, refuse_branch, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.loggers.base import RunResult
@@ -136,6 +138,8 @@ class Run:
         """Whether the loop may run, or has begun."""
         self.enable_validation = False
         """Whether the run is a fit that validates."""
+        self.numbers: NanGuard | None = None
+        """Applies the nan_policy of a fit."""
         self._closing: list[Callable[[], None]] = []
 
     def obstacle(self, error: BaseException) -> str:
@@ -244,7 +248,7 @@ class Run:
             attach(self.trainer.callbacks, module)
             if not stays:
                 engine.close()
-            stack.enter_context(engine.ranks.located_by(self._position))
+            stack.enter_context(engine.hangs.watching(self._position, lambda: (self.trainer.log_dir, self.state.step)))
             if is_measuring(self.profiler):
                 stack.callback(instrument(engine, self.profiler))
             stack.callback(self._withdraw_loggers, outcome)
@@ -262,6 +266,8 @@ class Run:
                 yield
                 # Within the try, so that an error of the save in flight is the run's, and on_exception sees it.
                 engine.finish_save()
+                if self.numbers is not None and not self.settings.is_trial:
+                    self.numbers.end()
             except BaseException as error:
                 outcome.error = error
                 self._fail(error, outcome)
@@ -284,12 +290,11 @@ class Run:
 
     def _position(self) -> tuple[tuple[int, ...], str]:
         """Return how far the run is, in counts that are the same on every rank, and in words. Another thread calls it."""
-        parts = [self.call]
+        parts, collector = [self.call], self.logbook.collector
         if self.is_prepared:
             parts.append(f"epoch {self.state.epoch}, batch {self.state.batch}")
             if self.state.progress.is_evaluating:
-                parts.append("evaluation")
-        collector = self.logbook.collector
+                parts.append("evaluation" if collector is None else f"evaluation, its batch {collector.index}")
         if collector is not None and collector.hook:
             parts.append(collector.hook)
         return (self.state.progress.batches_begun, self.logbook.reductions), ", ".join(parts)
@@ -343,7 +348,7 @@ class Run:
         if self.settings.enable_autolog_hparams and self.loggers and self.engine.rank == 0:
             plain = logged_hyper_parameters((self.module, self.datamodule), is_plain)
             for logger in self.loggers if plain else ():
-                logger.log_hyperparams(plain)
+                outlived(logger, "log_hyperparams", plain)
 
     def _leave(self, outcome: Outcome) -> None:
         if self.compiled is not None:
@@ -364,8 +369,8 @@ class Run:
         outcome.after(self.profiler.teardown, self.call)
 
     def _close_logger(self, logger: Logger, outcome: Outcome) -> None:
-        outcome.after(logger.finalize, self._result(outcome))
-        outcome.after(logger.close)
+        outcome.after(outlived, logger, "finalize", self._result(outcome))
+        outcome.after(outlived, logger, "close")
 
     def _report(self, outcome: Outcome) -> None:
         """Let callbacks report on a fit or an evaluation that has begun, once its loggers and its profiler are closed."""
@@ -377,7 +382,8 @@ class Run:
     def _result(self, outcome: Outcome) -> RunResult:
         if self.stop.interrupted or self.stop.number:
             return "interrupted"
-        return "success" if outcome.error is None else "failed"
+        is_finite = self.numbers is None or not self.numbers.fault
+        return "success" if outcome.error is None and is_finite else "failed"
 
     def _withdraw_loggers(self, outcome: Outcome) -> None:
         """Remove the files of a run that was rejected."""

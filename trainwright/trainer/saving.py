@@ -40,9 +40,7 @@ def check_save(run: Run, weights_only: bool) -> bool:
         )
         weights_only = True
     if not weights_only and run.call != "fit" and not run.engine.optimizers:
-        raise RuntimeError(
-            "the latest run was an evaluation, which has no optimizer to save. Pass weights_only=True, or save after fit."
-        )
+        raise RuntimeError("an evaluation has no optimizer to save. Pass weights_only=True, or save after fit.")
     return weights_only
 
 
@@ -118,6 +116,7 @@ def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: b
     parts: dict[str, Mapping[str, Tensor]] = {}
     for sections in run.hooks.call("sharded_state_dict"):
         parts |= sections or {}
+    run.logbook.note_checkpoint(path)
     run.engine.save(
         path,
         step=run.state.step,

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from trainwright.duration import to_seconds
+from trainwright.faults.nan_policy import POLICIES
 
 DEFAULT_MAX_EPOCHS = 1000
 
@@ -35,6 +36,7 @@ MAY_BE_NONE = (
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "gradient_clip_algorithm": ("norm", "value", None),
     "deterministic": (True, False, "warn", None),
+    "nan_policy": POLICIES,
     **dict.fromkeys(
         ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_report", "benchmark"),
         (True, False, None),
@@ -81,6 +83,7 @@ class Settings:
     inference_mode: bool = False
     use_distributed_sampler: bool = True
     detect_anomaly: bool = False
+    nan_policy: str | None = None
     barebones: bool = False
     sync_batchnorm: bool = False
     reload_dataloaders_every_n_epochs: int = 0
@@ -89,6 +92,7 @@ class Settings:
     fused_optimizers: bool = True
     overfit: int | float = 0.0
     """The `overfit_batches` whose limits a run has taken."""
+    is_trial: bool = False
 
     def __post_init__(self) -> None:
         problems = [*self._wrong_numbers(), *self._wrong_choices(), *self._wrong_times()]
@@ -237,6 +241,4 @@ def _limit(settings: Settings, name: str) -> list[str]:
     value = getattr(settings, name)
     if value is None or (_is_number(value) and value >= 0 and (isinstance(value, int) or value <= 1.0)):
         return []
-    return [
-        f"{name}={value!r}: expected a number of batches (int), a fraction from 0.0 to 1.0 (float), or None for all"
-    ]
+    return [f"{name}={value!r}: expected a number of batches (int), a fraction from 0.0 to 1.0 (float) or None for all"]

@@ -1,6 +1,6 @@
 """Stop: whether a fit stops here, and how it ends after a signal (SIGTERM, SIGUSR1, Ctrl-C).
 
-    a rank is signalled       SignalWatch records it and calls Stop.request_points, whose sync points notify all ranks
+    a rank is signalled       SignalWatch records it and calls Stop, whose sync points notify all ranks
     in training               Stop.is_due ends the loop of every rank at one optimizer step, once they know the signal
     in a validation           Stop.after_loader: all ranks leave it, and the run is saved as it was before
     the loop has ended        Stop.finish > ModelCheckpoint.save_stop > Trainer.save_checkpoint > saving.py (the contents)
@@ -18,10 +18,11 @@ from typing import Any
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.data.seeding import isolate_rng
 from trainwright.distributed.environment import requeue_job
-from trainwright.distributed.signals import SignalWatch, exit_code, is_interactive
+from trainwright.distributed.signals import TWICE_SECONDS, SignalWatch, exit_code, is_interactive
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.errors import RunStopped
+from trainwright.faults.exit_signals import HangAfterSignal, end_watch
 from trainwright.rank_zero import say
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
@@ -55,7 +56,10 @@ class Stop:
         self.was_cut = False
         """Whether an exception of any kind, or a signal, has ended the latest run."""
         self._engine, self._settings, self._state, self._trainer = engine, settings, state, trainer
-        self._watch = SignalWatch(self.request_points)
+        self._evaluated = (0, 0)
+        """The latest batch of an evaluation since a signal, with its loader."""
+        self._watch = SignalWatch(self._on_signal, TWICE_SECONDS / (2 if engine.world_size == 1 else 1))
+        self._hang = HangAfterSignal(self._watch, lambda: self._progress)
         self.point: SyncPoint | None = None
         """The sync point at which all ranks stop training. None outside of fit."""
         self._abandonment: SyncPoint | None = None
@@ -74,15 +78,14 @@ class Stop:
         self.point = self._abandonment = None
         if self.number and error is None:
             self._announce()  # while a second signal can still interrupt it
-        # Before a signal is sent again: from here on the handlers from before the fit get it.
+            # Ctrl-C in a session ends what runs there; RunStopped, a SystemExit, would end the session.
+            if not (self.number == signal.SIGINT and is_interactive()):
+                raise end_watch(self._watch, RunStopped(self._code))
         self._watch.close()
         if not self.number:
-            self._watch.deliver()
+            self._watch.deliver()  # from here on the handlers from before the fit get it
         elif error is None:
-            # Ctrl-C in a session ends what runs there; RunStopped, a SystemExit, would end the session.
-            if self.number == signal.SIGINT and is_interactive():
-                raise KeyboardInterrupt
-            raise RunStopped(self._code)
+            raise KeyboardInterrupt
 
     def open(self) -> None:
         """Listen for requests and signals from here on. Collective: call on every rank."""
@@ -105,11 +108,13 @@ class Stop:
             raise RuntimeError("stop_soon works in trainer.fit only.")
         self.point.request()
 
-    def request_points(self) -> None:
-        """Notify all ranks of this rank's signal. Callable from any thread."""
+    def _on_signal(self) -> None:
+        """Notify all ranks of this rank's signal, in any thread."""
         for point in (self.point, self._abandonment):
             if point is not None:
                 point.request()
+        if self._engine.world_size == 1:
+            self._hang.start()
 
     def is_due(self) -> bool:
         """Return, the same on every rank, whether the run ends at this optimizer step. Call it at every step on every rank."""
@@ -168,10 +173,20 @@ class Stop:
         """
         return not self._state.progress.is_within_window and not self._ends_by_itself
 
+    @property
+    def _progress(self) -> object:
+        """Return a value that changes while the run works on after a signal, or None once it stops."""
+        if self.number or self.point is None:
+            return None
+        return self._state.progress.batches_begun, self._state.progress.phase, self._evaluated
+
     def is_left(self, loader: int, batch: int) -> bool:
         """Return whether all ranks abandon the running evaluation before this batch."""
         point = self._abandonment
-        if point is None or not point.is_pending or not self._may_abandon:
+        if point is None or not point.is_pending:
+            return False
+        self._evaluated = (loader, batch)
+        if not self._may_abandon:
             return False
         # Sync points compare numbers, so the numbers of batches grow over all evaluations of the fit.
         return point.is_reached((self._state.total_batches << 64) + (loader << 48) + batch)

@@ -18,6 +18,7 @@ from trainwright.arguments import refuse_unknown, refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
+from trainwright.duration import seconds_of
 from trainwright.engine.engine import Engine
 from trainwright.engine.script_settings import refuse_unlike_arguments
 from trainwright.errors import a_type_of
@@ -96,12 +97,16 @@ class Trainer(Status):
         use_distributed_sampler: shard the data over the ranks, False if the loaders do that themselves.
         profiler: "simple", "advanced", "pytorch", or a Profiler.
         detect_anomaly: have autograd name the operation that made a NaN.
+        nan_policy: what happens if a loss or a gradient is not finite: None warns, "raise" ends the run, "skip" omits the step,
+            "rollback" also returns to the newest checkpoint.
         barebones: disable everything that adds overhead: logging, checkpoints, progress bar, summary, sanity check.
         plugins: a Precision.
         sync_batchnorm: compute batch norm over all ranks.
         reload_dataloaders_every_n_epochs: epochs after which the loader hooks are called again, 0 for never.
         default_root_dir: the folder of logs and checkpoints, a path or an fsspec URL, None for the working directory.
         enable_autolog_hparams: write the hyper-parameters to the loggers.
+        hang_timeout: seconds, or a timedelta, after which a job without progress ends, and the limit of a collective. None: the
+            strategy's timeout, or half an hour.
         compile: True, or a dict of torch.compile's options: compile in place the submodules that the steps call.
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
 
@@ -161,12 +166,14 @@ class Trainer(Status):
         use_distributed_sampler: bool = True,
         profiler: str | Profiler | None = None,
         detect_anomaly: bool = False,
+        nan_policy: str | None = None,
         barebones: bool = False,
         plugins: Any = None,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
+        hang_timeout: float | timedelta | None = None,
         compile: bool | dict[str, Any] = False,
         fused_optimizers: bool = True,
         **unknown: Any,
@@ -186,7 +193,8 @@ class Trainer(Status):
         self._loggers = arranged_loggers(logger, root, self._settings)
         self.callbacks = arranged_callbacks(callbacks, self._settings, self._loggers)
         places = {name: given[name] for name in ("devices", "strategy", "accelerator", "num_nodes")}
-        self.engine = Engine(**places, precision=choose_precision(precision, plugins), can_call_workers=True)
+        places |= {"precision": choose_precision(precision, plugins), "can_call_workers": True}
+        self.engine = Engine(**places, timeout_seconds=seconds_of(hang_timeout, "hang_timeout"))
         check_compile(self._settings.compile, self.engine.strategy)
         set_switches(self._settings)  # once nothing is left that could be refused
         self.run = Run(self._parts(root), "fit", None, None, Choice(), None)
@@ -264,7 +272,7 @@ class Trainer(Status):
         trial = Trainer.__new__(Trainer)
         Trainer.__init__.__wrapped__(trial, **settings | changes)  # type: ignore[attr-defined]  # without overrides
         shown = replace(trial._settings, max_epochs=self.max_epochs, max_steps=self.max_steps)
-        trial._trial_settings, trial._settings = trial._settings, shown
+        trial._trial_settings, trial._settings = replace(trial._settings, is_trial=True), shown
         return trial
 
     @refuses_unknown

@@ -104,6 +104,8 @@ class TrainingRun(PreparedRun):
             self._end_uneven_round()
         if self.logbook.is_row_due:
             self.logbook.log_step()
+            if self.numbers is not None:
+                self.numbers.look(outputs)
         if self.waiting:
             self.save_waiting()
 

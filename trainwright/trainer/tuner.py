@@ -95,7 +95,5 @@ def _data_of(
     call: str, method: str, train: Any, val: Any, others: Any, datamodule: DataModule | None
 ) -> dict[str, Any]:
     if method != "fit" or others is not None:
-        raise ValueError(
-            f"{call} searches only 'fit'. Leave out method= and dataloaders=, and pass train_dataloaders=."
-        )
+        raise ValueError(f"{call} searches only 'fit'. Omit method= and dataloaders=, and pass train_dataloaders=.")
     return {"train_dataloaders": train, "val_dataloaders": val, "datamodule": datamodule}

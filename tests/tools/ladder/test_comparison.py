@@ -47,15 +47,10 @@ def test_a_name_has_a_direction() -> None:
 
 def test_printed_metrics_are_read_from_the_output() -> None:
     lines = [
-        "epoch 0: val_acc 0.8833, loss 0.4",
-        "test accuracy: 91.42 %",
-        "[rank1] test accuracy: 10 %",
-        "test_acc=0.91 test_loss = 1e-3",
-        "Test set took 5.2.1",
-        "latest score 3",
-        "The final test loss is 0.4.",
+        "epoch 0: val_acc 0.8833, loss 0.4", "test accuracy: 91.42 %", "[rank1] test accuracy: 10 %",
+        "test_acc=0.91 test_loss = 1e-3", "Test set took 5.2.1", "latest score 3", "The final test loss is 0.4.",
         "val_loss: nan",
-    ]
+    ]  # fmt: skip
     found = [(each.stage, each.name, each.value) for each in printed_metrics(lines)]
     assert found == [
         ("validation", "val_acc", 0.8833),

@@ -63,12 +63,7 @@ def test_a_trainer_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert record.samples_per_second / record.batches_per_second == pytest.approx(4, rel=0.01)
     assert record.metrics["test"].keys() == {"val_loss", "count"}
     assert record.metrics["validation"]["count"] == 8
-    assert record.facts == {
-        "strategy": "single_device",
-        "precision": "32-true",
-        "processes": 1,
-        "device": DEVICE.type,
-    }
+    assert record.facts == {"strategy": "single_device", "precision": "32-true", "processes": 1, "device": DEVICE.type}
     middle = record.seconds_to(7)
     assert middle is not None
     assert record.points[5][1] < middle <= record.points[6][1]

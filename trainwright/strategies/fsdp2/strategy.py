@@ -17,13 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -35,14 +29,7 @@ from trainwright.distributed.connection import make_mesh
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_warn
-from trainwright.strategies.base import (
-    Capabilities,
-    Clipping,
-    Optimization,
-    StepResult,
-    Strategy,
-    scale_and_clip_value,
-)
+from trainwright.strategies.base import Capabilities, Clipping, Optimization, StepResult, Strategy, scale_and_clip_value
 from trainwright.strategies.divided_optimizers import (
     no_shards,
     refuse_unknown_optimizer,

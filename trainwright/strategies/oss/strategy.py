@@ -20,21 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_info
-from trainwright.strategies.base import (
-    Capabilities,
-    Clipping,
-    Optimization,
-    StepResult,
-    Strategy,
-    scale_and_clip_value,
-)
-from trainwright.strategies.divided_optimizers import (
-    DIVIDED,
-    REPLACED,
-    OptimizerProxy,
-    parameters_of,
-    with_gradients,
-)
+from trainwright.strategies.base import Capabilities, Clipping, Optimization, StepResult, Strategy, scale_and_clip_value
+from trainwright.strategies.divided_optimizers import DIVIDED, REPLACED, OptimizerProxy, parameters_of, with_gradients
 from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
 from trainwright.strategies.oss import vendor
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
@@ -213,9 +200,7 @@ class ShardedDDPStrategy(Strategy):
         refuse_options(ShardedDDPStrategy, unknown, OF_DDP)
         self.timeout_seconds = seconds_of(timeout)
         if importlib.util.find_spec("fairscale") is None:
-            raise ImportError(
-                "strategy='ddp_sharded' needs FairScale, which is not installed. Run: pip install 'trainwright[fairscale]'"
-            )
+            raise ImportError("strategy='ddp_sharded' needs FairScale. Run: pip install 'trainwright[fairscale]'")
         if isinstance(reduce_buffer_size, bool) or not isinstance(reduce_buffer_size, int) or reduce_buffer_size < 0:
             raise ValueError(
                 f"reduce_buffer_size={reduce_buffer_size!r} is not accepted; pass an integer of at least 0."

@@ -46,9 +46,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
             raise ValueError(f"config={os.fspath(config)!r} is not JSON ({error}). Correct the file.") from error
         config = loaded
     if not isinstance(config, Mapping):
-        raise TypeError(
-            f"config= is {a_type_of(config)}. Expected a dict of DeepSpeed's settings, or the path of a JSON file."
-        )
+        raise TypeError(f"config= is {a_type_of(config)}. Expected a dict of settings, or the path of a JSON file.")
     settings = _without_auto(config)
     _check(settings)
     return settings
@@ -58,14 +56,10 @@ def _check(config: dict[str, Any]) -> None:
     """Raise ValueError for a setting of the wrong type."""
     for key in ("zero_optimization", "fp16", "bf16", "optimizer"):
         if not isinstance(config.get(key, {}), Mapping):
-            raise ValueError(
-                f"the DeepSpeed config's {key}={config[key]!r} is not a section. Pass a dict of settings, or omit it."
-            )
+            raise ValueError(f"the DeepSpeed config's {key}={config[key]!r} is not a section. Pass a dict, or omit it.")
     clip, accumulate = config.get("gradient_clipping", 0.0), config.get("gradient_accumulation_steps", 1)
     if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip >= 0:
-        raise ValueError(
-            f"the DeepSpeed config's gradient_clipping={clip!r} is not a norm. Pass the largest one, or 0 for none."
-        )
+        raise ValueError(f"the DeepSpeed config's gradient_clipping={clip!r} is not a norm. Pass a number, 0 for none.")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(
             f"the DeepSpeed config's gradient_accumulation_steps={accumulate!r} is not accepted. Pass an integer of at least 1."
@@ -220,9 +214,7 @@ def refuse_optimizer(config: Mapping[str, Any], optimizer: Optimizer, strategy: 
 def check_supported(device_type: str, precision: Precision) -> None:
     """Raise ValueError for a device or precision that DeepSpeed lacks. It is imported only for unknown devices."""
     if precision.compute_dtype == torch.float64:
-        raise ValueError(
-            f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits. Choose one of these, or 'fsdp'."
-        )
+        raise ValueError(f"precision={precision.name!r}: DeepSpeed computes in 32 or 16 bits. Choose these, or 'fsdp'.")
     if device_type not in ("cpu", cuda.NAME, "xpu"):
         import_deepspeed(torch.device(device_type))
 

@@ -107,9 +107,7 @@ class DeepSpeedStrategy(Strategy):
         refuse_options(DeepSpeedStrategy, replaced, OF_DEEPSPEED)
         self.timeout_seconds = seconds_of(timeout)
         if importlib.util.find_spec("deepspeed") is None:
-            raise ImportError(
-                "strategy='deepspeed' needs DeepSpeed, which is not installed. Run: pip install 'trainwright[deepspeed]'"
-            )
+            raise ImportError("strategy='deepspeed' needs DeepSpeed. Run: pip install 'trainwright[deepspeed]'")
         self.own_config = deepspeed_config.read_config(config)
         configured = self.own_config.get("zero_optimization", {}).get("stage")
         if stage is not None and configured is not None and configured != stage:
@@ -149,9 +147,7 @@ class DeepSpeedStrategy(Strategy):
                 stacklevel=4,
             )
         if device_type == "cpu" and (self.offload_optimizer or self.offload_parameters):
-            rank_zero_warn(
-                "offloading moves tensors from a GPU to the host, and this run computes on the CPU: nothing is moved."
-            )
+            rank_zero_warn("offloading moves tensors from a GPU to the host. This run is on the CPU: nothing is moved.")
 
     def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
         super().connect(rank, world_size, device, precision)

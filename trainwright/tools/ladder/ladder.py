@@ -169,9 +169,7 @@ class Ladder:
         if (started := self.results.get(UNCHANGED)) is not None and started.state == "finished":
             self._report(f"The ladder of {script}")
         elif started is not None:
-            _say(
-                "\nThe ladder was interrupted in its first rung, the unchanged script, so there is nothing to compare."
-            )
+            _say("\nThe ladder was interrupted in its first rung, the unchanged script, so nothing can be compared.")
             _say(f"Its output is in {os.path.relpath(started.attempts[-1].log)}.")
         return code
 

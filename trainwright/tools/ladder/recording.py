@@ -67,12 +67,7 @@ class Recording:
         elif not self._points:
             self._write_at_exit()  # a loop does not say when it ends
         self._owner, self._device = owner, device
-        self._facts = {
-            "strategy": strategy,
-            "precision": precision,
-            "processes": num_processes,
-            "device": device.type,
-        }
+        self._facts = {"strategy": strategy, "precision": precision, "processes": num_processes, "device": device.type}
         self._clock, self._is_steady = StepClock(device), False
         self._samples, self._batches = 0.0, 0
 

@@ -46,9 +46,7 @@ def choose_devices(text: str, device_type: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ValueError(f"--devices {text}: expected an integer of at least 1, -1 for all, or auto.")
     if present is not None and int(text) > present:
-        raise ValueError(
-            f"--devices {text}: torch sees {present} of {device_type!r} here; pass at most that many, or add --cpu."
-        )
+        raise ValueError(f"--devices {text}: torch sees {present} of {device_type!r} here; pass fewer, or add --cpu.")
     return int(text)
 
 

@@ -1,0 +1,161 @@
+"""Loader workers that are killed, hang or leak, and kills by the kernel's out-of-memory killer, in real jobs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fault_rows import record_row
+from started import Started, python
+
+pytestmark = pytest.mark.faults
+JOB = """
+import os, signal, sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+import trainwright as tw
+import trainwright.faults.vendor as watch
+from small import QUIET, Classifier
+
+mode, devices = sys.argv[1], int(sys.argv[2])
+watch.LONG_WAIT_SECONDS, watch.CHECK_SECONDS, watch.GROWTH_BYTES, watch.GROWTH_FACTOR = 6.0, 0.0, 20 << 20, 1
+
+def use_memory():
+    kept = []
+    while True:
+        kept.append(b"x" * (32 << 20))
+        time.sleep(0.01)
+
+class Digits(Dataset):
+    kept = []
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        if index == 20:
+            if mode == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if mode == "takes all memory":
+                use_memory()
+            if mode in ("hangs", "times out", "sleeps"):
+                print("stuck", flush=True)
+                time.sleep(1000 if mode == "sleeps" else 12)
+        if mode == "leaks":
+            self.kept.append(os.urandom(1 << 20))
+        return torch.zeros(8), 0
+
+class Net(Classifier):
+    def training_step(self, batch, batch_idx):
+        if mode == "rank takes all memory" and self.global_rank == 1:
+            use_memory()
+        return super().training_step(batch, batch_idx)
+
+loader = DataLoader(
+    Digits(), batch_size=4, num_workers=2, persistent_workers=mode == "leaks", timeout=7 if mode == "times out" else 0
+)
+tw.Trainer(devices=devices, max_epochs=4 if mode == "leaks" else 1, **QUIET).fit(Net(), loader)
+"""
+StartJob = Callable[..., Started]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartJob]:
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    jobs: list[Started] = []
+    temporary = Path(tempfile.mkdtemp(prefix="tw"))  # not the test's folder, which may be too deep for workers
+
+    def begin(mode: str, devices: int = 1, command: list[str] | None = None, **variables: str) -> Started:
+        arguments = [*(command or []), *python(), str(script), mode, str(devices)]
+        jobs.append(Started(arguments, tmp_path, TMPDIR=str(temporary), **variables))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.close()
+        job.check_nothing_left()
+    assert list(temporary.glob("pymp-*")) == []
+    shutil.rmtree(temporary)
+
+
+WORKER = r"worker 1 \(pid \d+\) of the loader of Digits"
+BATCH = r"batch 5 of the epoch \(indices 20, 21, 22, 23\)"
+TEXTS = {
+    "is killed": (
+        rf"It is {WORKER}, which has not delivered .*{BATCH}.*: killed by SIGKILL; on Linux this is often",
+        1,
+    ),
+    "times out": (
+        rf"DataLoader timed out after 7 seconds: training has waited 7 s for {WORKER}, .* delivered {BATCH}",
+        1,
+    ),
+    "hangs": (rf"UserWarning: training has waited \d+ s for {WORKER}, which has not delivered {BATCH}", 0),
+    "leaks": (
+        r"UserWarning: the memory of worker \d \(pid \d+\) of the loader of Digits has grown from \d+ to \d+ MiB",
+        0,
+    ),
+}
+"""What a job prints whose worker fails in one way, and its exit code."""
+
+
+@pytest.mark.parametrize("mode", list(TEXTS))
+def test_a_failing_worker_is_named_with_its_batch(mode: str, start: StartJob) -> None:
+    text, code = TEXTS[mode]
+    began = time.monotonic()
+    job = start(mode)
+    assert job.wait() == code, job.stderr
+    lines = [line for line in job.stderr.splitlines() if re.search(text, line)]
+    assert lines, job.stderr  # more than one: a chain of errors, or both workers
+    record_row(f"a loader worker {mode}", time.monotonic() - began, lines[0], f"exit code {code}")
+
+
+def test_a_run_that_ends_while_its_worker_sleeps_leaves_nothing(start: StartJob) -> None:
+    job = start("sleeps", TRAINWRIGHT_GRACE_SECONDS="2")
+    job.wait_for("stuck")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 143, job.stderr
+
+
+@pytest.fixture
+def limited() -> Iterator[list[str]]:
+    """A command that runs another in a new cgroup with 2 GiB of memory."""
+    groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    is_old = "memory" in groups
+    root = f"/sys/fs/cgroup{'/memory' if is_old else ''}{groups.get('memory', groups.get('', ''))}"
+    group = Path(root) / f"trainwright-{uuid.uuid4().hex}"
+    limit = group / ("memory.limit_in_bytes" if is_old else "memory.max")
+    try:
+        group.mkdir()
+        limit.write_text(str(2 << 30))
+    except OSError as error:
+        pytest.skip(f"no cgroup with a limit can be made here: {error}")
+    yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+    group.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "where"),
+    [
+        ("takes all memory", 1, rf"It is {WORKER}.*:"),
+        ("rank takes all memory", 2, r"trainwright: rank 1 of 2 failed first \("),
+    ],
+)
+def test_the_out_of_memory_killer_is_named(
+    mode: str, devices: int, where: str, limited: list[str], start: StartJob
+) -> None:
+    began = time.monotonic()
+    job = start(mode, devices, command=limited)
+    assert job.wait() == (137 if devices == 2 else 1), job.stderr
+    killed = (
+        rf"{where} ?killed by SIGKILL of the out-of-memory killer, \d kills? in this cgroup since the start; take a"
+    )
+    line = next(line for line in job.stderr.splitlines() if re.search(killed, line))
+    record_row(f"out of memory: {mode}", time.monotonic() - began, line, f"exit code {job.process.returncode}")

@@ -1,0 +1,1 @@
+"""Faults: hanging ranks, values that are not finite, and remote calls that fail."""

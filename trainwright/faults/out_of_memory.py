@@ -1,0 +1,36 @@
+"""Kills by the kernel's out-of-memory killer, which the cgroup of this process counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+COUNTERS = {"": ("/sys/fs/cgroup", "memory.events"), "memory": ("/sys/fs/cgroup/memory", "memory.oom_control")}
+"""The folders and files of versions 2 and 1, by a group's controller in /proc/self/cgroup."""
+
+
+class OutOfMemoryKills:
+    """The kills since this object was made."""
+
+    def __init__(self) -> None:
+        self._before = count_kills()
+
+    def describe(self) -> str:
+        """Return the reason of a kill and the remedies in words, or "" if there was no such kill or it is unknown."""
+        if not (kills := count_kills() - self._before):
+            return ""
+        count = f"{kills} kill{'s' * (kills > 1)} in this cgroup since the start"
+        return f" of the out-of-memory killer, {count}; take a smaller batch, fewer loader workers or more memory"
+
+
+def count_kills() -> int:
+    """Return how many processes of this cgroup were killed, or 0 if it is unknown."""
+    try:
+        groups = [line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:  # another system
+        return 0
+    for controllers, path in groups:
+        root, name = COUNTERS.get(controllers, ("", ""))
+        for file in (Path(root + path, name), Path(root, name)):  # a container may see only its own group, at the root
+            if root and file.exists():
+                return int(dict(line.split() for line in file.read_text().splitlines()).get("oom_kill", 0))
+    return 0
