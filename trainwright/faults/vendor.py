@@ -38,7 +38,8 @@ class WatchedWorkers:
     def __init__(self, iterator: Any, loader: DataLoader[Any]) -> None:
         # Weakly, because a cycle would keep the workers alive until its collection.
         self._iterator: Callable[[], Any] = weakref.ref(iterator)
-        self._stream: Any = loader.batch_sampler or loader.sampler
+        # Not by truth: a batch sampler of a stream has a __len__ that raises.
+        self._stream: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._dataset = type(getattr(loader.dataset, "dataset", loader.dataset)).__name__
         self._has_timeout, self._waited, self._latest = loader.timeout > 0, 0.0, -1
         self._memory: dict[int, int] = {}
