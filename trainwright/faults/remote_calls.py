@@ -6,6 +6,7 @@ its path is only changed by repetitions with the same content.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -27,6 +28,7 @@ READ_BYTES = 5 << 20
 _CHANGES = {"pipe_file", "rm", "rm_file", "mv", "mkdir", "makedirs", "rmdir", "abort_mpu"}
 _READS = {"info", "ls", "find", "isfile", "isdir", "cat_file", "list_multipart_uploads"}
 _LASTING = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, Warning)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # Clients have their own exceptions, without a common base.
 _NETWORK = re.compile(r"Connect|Disconnect|Timeout|HTTP|Http|IncompleteRead|Payload|Network|Rpc|Unavailable")
 _abandoned: dict[str, list[_Attempt]] = {}
@@ -43,7 +45,7 @@ class _Attempt(threading.Thread):
     """One call in a daemon thread."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        super().__init__(name="trainwright-remote", daemon=True)
+        super().__init__(name=f"{threading.current_thread().name}-remote", daemon=True)
         self._call = call
         self.ended = threading.Event()
         self.value: Any = None
@@ -86,7 +88,7 @@ def repeated(call: Callable[[], Any], name: str, address: str, *, is_change: boo
         try:
             return call()
         except Exception as error:
-            if isinstance(error, _LASTING) or not is_outage(error):
+            if isinstance(error, _LASTING) or getattr(error, "errno", None) in _FULL or not is_outage(error):
                 raise
             seconds = time.monotonic() - began
             if delay is None or seconds > PATIENCE_SECONDS:
