@@ -145,6 +145,8 @@ def test_a_full_disk_is_told_with_the_folder_and_does_not_end_the_run(
 
     class Fills(tw.Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch > 0:  # a callback's own call would raise
+                return
             trainer.logger.log_metrics({"a": 1.0}, trainer.global_step)
             trainer.logger.flush()
             for name in ("flush", "close"):

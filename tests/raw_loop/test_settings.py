@@ -19,7 +19,7 @@ from trainwright.raw_loop.loop_settings import LoopSettings
 OPEN: dict[str, Any] = {
     "mixed_precision": None, "precision": None, "cpu": True, "accelerator": "auto", "strategy": "auto",
     "deepspeed_plugin": None, "fsdp_plugin": None, "gradient_accumulation_steps": 1,
-    "gradient_accumulation_plugin": None, "kwargs_handlers": None, "dynamo_backend": None,
+    "gradient_accumulation_plugin": None, "kwargs_handlers": None, "dynamo_backend": None, "nan_policy": None,
 }  # fmt: skip
 
 

@@ -454,7 +454,8 @@ def _not_finite(names: set[str], pieces: Iterable[Piece]) -> list[str]:
     checks: dict[torch.device, dict[str, Tensor]] = {}
     for piece in pieces:
         tensor = piece.tensor.detach()
-        if piece.name in names and tensor.numel() > 0 and tensor.dtype in DTYPES and not tensor.is_meta:
+        is_plain = tensor.layout is torch.strided and not tensor.is_meta  # the save itself rejects others
+        if piece.name in names and is_plain and tensor.numel() > 0 and tensor.dtype in DTYPES:
             # On the CPU ten times as fast as a norm. An extreme is NaN where any element is.
             extremes = torch.stack(torch.aminmax(tensor))
             checks.setdefault(tensor.device, {})[piece.name] = extremes.isfinite().all()
