@@ -225,7 +225,7 @@ def test_a_single_process_is_watched(folder: Path, monkeypatch: pytest.MonkeyPat
         r"Hang for \d+ s: rank 0 made no progress, at .*:\d+ in .* \(fit, epoch 0, batch 1, training_step\)", text
     )
     assert re.search(
-        r"hang_timeout=[\d.]+ has passed. Hang.*compute.* Rank 0 still computes, so the job goes on", text
+        r"hang_timeout=[\d.]+ has passed. Hang.*compute.* Rank 0 still computes, so the job continues", text
     ), text
     assert "trainwright-hang-watch" not in {thread.name for thread in threading.enumerate()}
 

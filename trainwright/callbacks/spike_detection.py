@@ -118,9 +118,9 @@ class SpikeDetection(Callback):
         everywhere = trainer.engine.ranks.exchange(local, "SpikeDetection")
         for (batch_idx, _), losses in zip(waiting, zip(*everywhere, strict=True), strict=True):
             if values := [loss for loss in losses if loss is not None]:
-                self._judge(trainer, batch_idx, values)
+                self._check_values(trainer, batch_idx, values)
 
-    def _judge(self, trainer: TrainerProtocol, batch_idx: int, values: list[float]) -> None:
+    def _check_values(self, trainer: TrainerProtocol, batch_idx: int, values: list[float]) -> None:
         """Raise TrainingSpikeException if the mean of the ranks' losses is a spike."""
         # fsum raises for inf and -inf together.
         mean = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan

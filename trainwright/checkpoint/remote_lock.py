@@ -1,7 +1,7 @@
 """The lock of a checkpoint folder in an object store: an object that names its holder, and that a thread renews.
 
 A store has no lock that ends with its process. Another run takes the folder over if the holder's process on this machine has
-ended, or if nobody renews the object for STALE_SECONDS. That needs no clock that the machines share.
+ended, or if the object is not renewed for STALE_SECONDS. That needs no clock that the machines share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainwright.paths import is_process_alive, machine, process_start_time
 
 LOCK_NAME = ".lock"
 RENEWAL_SECONDS, STALE_SECONDS = 20.0, 90.0
-SETTLE_SECONDS = 0.2
+CONFIRMATION_SECONDS = 0.2
 """After its write a run waits this long, and then sees whether another run has written at the same moment."""
 _held: dict[str, RemoteLock] = {}
 
@@ -41,7 +41,7 @@ class RemoteLock:
 
     def take(self) -> None:
         self._write()
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(CONFIRMATION_SECONDS)
         if (holder := _read(self._files, self._path)).get("id") != self._holder["id"]:
             raise refusal(self.folder, self._path, holder)
         self._thread.start()
@@ -102,7 +102,7 @@ def lock_remote_folder(files: RemoteFiles, inside: str, folder: str) -> RemoteLo
 
 
 def _has_ended(files: RemoteFiles, path: str, holder: dict[str, Any]) -> bool:
-    """Return whether the holder's process on this machine has ended, or nobody renews the lock."""
+    """Return whether the holder's process on this machine has ended, or the lock is not renewed."""
     if holder.get("machine") == machine():
         return not is_process_alive(holder["pid"], str(holder["start"]))
     print(

@@ -45,7 +45,7 @@ class Presses:
         self.count, self._latest, self._seconds = 0, float("-inf"), seconds
 
     def add(self) -> None:
-        if time.monotonic() - self._latest > self._seconds or is_interactive():  # nobody forwards one to a prompt
+        if time.monotonic() - self._latest > self._seconds or is_interactive():  # a launcher forwards none to a prompt
             self.count, self._latest = self.count + 1, time.monotonic()
 
 

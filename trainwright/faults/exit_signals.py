@@ -63,7 +63,7 @@ class ExitSignals:
                 leave(self._code)
 
     def _on_caught(self, _: object) -> None:
-        if sys._getframe().f_back is None:  # nobody has caught it: the interpreter ends
+        if sys._getframe().f_back is None:  # not caught: the interpreter ends
             return
         self._is_over = True
         with suppress(ValueError):  # in another thread the handler does it

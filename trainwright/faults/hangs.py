@@ -1,6 +1,6 @@
 """HangWatch: notices ranks without progress, reports the rank that is late, and ends the job after `hang_timeout`.
 
-In a healthy run the watcher thread reads counters once a second. Only a rank that stands still asks the others over the store,
+In a healthy run the watcher thread reads counters once a second. Only a rank that makes no progress asks the others over the store,
 and only then does every rank read its stacks (`stacks.py`).
 """
 
@@ -61,7 +61,7 @@ class LocalProgress:
 
     def look(self) -> None:
         now, cpu, position = time.monotonic(), _cpu_seconds(), self._positions.now()
-        # A process that was stopped or suspended itself has not stood still meanwhile.
+        # A process that was stopped or suspended itself was not hanging meanwhile.
         elapsed = min(now - self._looked, 2 * LOOK_SECONDS)
         self.is_busy = cpu - self._cpu >= BUSY_PART * (now - self._looked)
         self._looked, self._cpu = now, cpu
@@ -211,14 +211,14 @@ class HangWatch:
         if seconds < limit or (moves and len(given) == len(keys)):
             return
         summary, late = self._summary(store, answers, seconds)
-        # In a raw loop nobody may wait for anybody.
+        # In a raw loop ranks may not wait for each other.
         ends = any(answer.waits_in or answer.is_in_run for answer in given) and not (
             self._is_alone and is_interactive()
         )
         if store.add("hang/reports", 1) == 1:
             self._reported = time.monotonic() - seconds
             ending = f" hang_timeout={self._timeout:g} ends it in {self._timeout - seconds:.0f} s." if ends else ""
-            say(f"{summary}.\n  The job goes on waiting.{ending} {self._write(store, summary, answers)}")
+            say(f"{summary}.\n  The job continues to wait.{ending} {self._write(store, summary, answers)}")
         self._asks_at = self._ends_at if seconds < self._ends_at else seconds + self._timeout
         if seconds >= self._ends_at and ends:
             self._end_job(store, late, answers[late], f"hang_timeout={self._timeout:g} has passed. {summary}")
@@ -275,7 +275,7 @@ class HangWatch:
 
     def _end_job(self, store: Store, late: int, answer: Answer | None, text: str) -> None:
         if answer is not None and answer.is_busy and not answer.waits_in:
-            say(f"{text}. Rank {late} still computes, so the job goes on.")
+            say(f"{text}. Rank {late} still computes, so the job continues.")
         elif self._is_alone:
             say(f"{text}. The process ends.")
             leave(1)

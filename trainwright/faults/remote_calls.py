@@ -83,7 +83,7 @@ def repeated(call: Callable[[], Any], name: str, address: str, *, is_change: boo
     """
     began = time.monotonic()
     if is_change:
-        _settle(name, address)
+        _await_abandoned(name, address)
     for attempt, delay in enumerate((*DELAYS_SECONDS, None), 1):
         try:
             return call()
@@ -100,7 +100,7 @@ def repeated(call: Callable[[], Any], name: str, address: str, *, is_change: boo
             time.sleep(delay * (0.5 + os.urandom(1)[0] / 256))
 
 
-def _settle(name: str, address: str) -> None:
+def _await_abandoned(name: str, address: str) -> None:
     """Wait for the abandoned changes of an address, and of the addresses below it."""
     for other in [other for other in [*_abandoned] if f"{other}/".startswith(f"{address}/")]:
         for attempt in _abandoned[other]:

@@ -56,7 +56,7 @@ def user_place(stack: list[Frame]) -> str:
 
 
 def is_patient(stack: list[Frame]) -> bool:
-    """Return whether a main thread may stand still for long: in a save, a compilation, a debugger or `rank_zero_first`."""
+    """Return whether a main thread may rightly wait for long: in a save, a compilation, a debugger or `rank_zero_first`."""
     return any(
         file.startswith(_SLOW) or file.endswith(("/bdb.py", "/pdb.py")) or (file == _RANKS and function == "first")
         for file, _, function in stack
