@@ -1,7 +1,7 @@
 """HangWatch: notices ranks without progress, reports the rank that is late, and ends the job after `hang_timeout`.
 
-In a healthy run the watcher thread reads counters once a second. Only a rank that makes no progress asks the others over the store,
-and only then does every rank read its stacks (`stacks.py`).
+In a healthy run the watcher thread reads counters once a second. Only a rank without progress asks the others over the
+store, and only then does every rank read its stacks (`stacks.py`).
 """
 
 from __future__ import annotations
