@@ -295,3 +295,19 @@ def test_a_fit_in_another_thread_installs_no_handlers(tmp_path: Path) -> None:
     thread.join()
     assert done
     assert set(during) == {before}
+
+
+def test_a_second_run_is_stopped_after_the_error_of_the_first_was_dropped(tmp_path: Path) -> None:
+    errors: list[RunStopped] = []
+
+    class Sends(tw.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            errors.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for _ in range(2):
+        with pytest.raises(RunStopped) as stopped:
+            tw.Trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=Sends(), **QUIET).fit(Net(), make_loader())
+        assert stopped.value.code == 75
+        errors.append(stopped.value)
+        del stopped

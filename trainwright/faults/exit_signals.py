@@ -54,6 +54,8 @@ class ExitSignals:
             atexit.register(_ignore, self._previous.keys() - {signal.SIGINT})
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        if signal.getsignal(number) != self._handle:  # a later run records it, and calls this as the former handler
+            return
         if self._is_over:
             signal.signal(number, self._previous[number])
             os.kill(os.getpid(), number)
