@@ -41,6 +41,7 @@ class ExitSignals:
 
     def __init__(self, error: SystemExit, previous: dict[int, Any]) -> None:
         self._code, self._presses, self._is_over = int(error.code or 0), Presses(), False
+        self._pid = os.getpid()
         self._presses.add()  # the Ctrl-C that has stopped the run may still come from a launcher
         self._previous = {
             number: handler
@@ -56,7 +57,7 @@ class ExitSignals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         if signal.getsignal(number) != self._handle:  # a later run records it, and calls this as the former handler
             return
-        if self._is_over:
+        if self._is_over or os.getpid() != self._pid:
             signal.signal(number, self._previous[number])
             os.kill(os.getpid(), number)
         elif number == signal.SIGINT:
