@@ -43,7 +43,7 @@ FOREIGN_WRITES: dict[str, int] = {"trainer/remote_call.py": 2, "trainer/trainer.
 """Attributes assigned outside their class's file, by the file that assigns them."""
 LIBRARIES_ATTRIBUTES = {
     *("all_gather", "benchmark", "close", "data", "forward", "param_groups", "total", "training"),
-    *("_buffers", "_close", "_modules", "_parameters", "_version"),
+    *("_buffers", "_close", "_modules", "_parameters", "_version", "_workers"),
 }
 """Attributes of torch, DeepSpeed and tqdm objects that a class of the package declares too."""
 

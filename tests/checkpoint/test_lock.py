@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
 from deadlines import deadline, wait_until
 
 from trainwright.checkpoint import lock
 from trainwright.checkpoint.lock import LOCK_NAME, lock_folder
 from trainwright.errors import CheckpointError
+from trainwright.paths import process_start_time
 
 
 def forked(work: Callable[[], object]) -> int:
@@ -117,13 +119,34 @@ def test_of_two_that_start_together_one_has_it(tmp_path: Path, pairs: int) -> No
     assert not folder.exists() or os.listdir(folder) == []
 
 
-def test_an_unwritable_folder_is_rejected_and_a_remote_one_has_no_lock(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file cannot be written: .*Give ModelCheckpoint a dirpath"):
         lock_folder(str(tmp_path / "file"))
+
+
+def test_a_remote_folder_names_its_holder() -> None:
+    files = fsspec.filesystem("memory")
     locks = [lock_folder("memory://lock/checkpoints") for _ in range(2)]
+    holder = json.loads(files.cat_file("/lock/checkpoints/.lock"))
     for each in locks:
+        assert files.exists("/lock/checkpoints/.lock")
         each.release()
+    assert not files.exists("/lock/checkpoints/.lock")
+    files.pipe_file("/lock/checkpoints/.lock", json.dumps({**holder, "machine": "other", "host": "far"}).encode())
+    with pytest.warns(
+        UserWarning, match=rf"has not been released by process {os.getpid()} on far, since .* stop one of"
+    ):
+        lock_folder("memory://lock/checkpoints").release()
+    files.pipe_file(
+        "/lock/checkpoints/.lock", json.dumps({**holder, "pid": 1, "start": process_start_time(1)}).encode()
+    )
+    with pytest.raises(CheckpointError, match="in use by another run: process 1 on"):
+        lock_folder("memory://lock/checkpoints")
+    files.pipe_file("/lock/checkpoints/.lock", json.dumps({**holder, "start": "1"}).encode())
+    lock = lock_folder("memory://lock/checkpoints")
+    assert lock.previous_holder.startswith(f"process {os.getpid()} on")
+    lock.release()
 
 
 def test_a_holder_that_has_just_begun_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from trainwright.callbacks.model_summary import ModelSummary, RichModelSummary
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.callbacks.prediction_writer import BasePredictionWriter, TensorPredictionWriter, load_predictions
 from trainwright.callbacks.progress_bar import ProgressBar
-from trainwright.callbacks.pruning import ModelPruning
 from trainwright.callbacks.rich_progress_bar import RichProgressBar
 from trainwright.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
 from trainwright.callbacks.run_report import RunReport
@@ -48,7 +47,6 @@ __all__ = [
     "LearningRateFinder",
     "LearningRateMonitor",
     "ModelCheckpoint",
-    "ModelPruning",
     "ModelSummary",
     "OnExceptionCheckpoint",
     "ProgressBar",

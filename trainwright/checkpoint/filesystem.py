@@ -206,9 +206,8 @@ class RemoteFiles:
     def __init__(self, filesystem: Any) -> None:
         self._fs = RemoteFilesystem(filesystem)
 
-    @property
-    def protocol(self) -> str:
-        return str(self._fs.unstrip_protocol("")).partition(":")[0]
+    def address(self, path: str) -> str:
+        return str(self._fs.unstrip_protocol(path))
 
     def exists(self, path: str) -> bool:
         # Otherwise fsspec may return a listing from before another process's write.
@@ -241,9 +240,7 @@ class RemoteFiles:
         return cast(contextlib.AbstractContextManager[BinaryIO], self._fs.open(path, "wb"))
 
     def write(self, path: str, write: Callable[[BinaryIO], Result]) -> Result:
-        return cast(
-            Result, repeated(partial(_write_once, self, path, write), "the upload", self._fs.unstrip_protocol(path))
-        )
+        return cast(Result, repeated(partial(_write_once, self, path, write), "the upload", self.address(path)))
 
     def put(self, path: str, data: bytes) -> None:
         self._fs.pipe_file(path, data)

@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
 from torch import Tensor
 
-from trainwright.checkpoint.codec import encode
+from trainwright.checkpoint.codec import check_sharing, encode
 from trainwright.checkpoint.last_link import pointed
 from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
 from trainwright.checkpoint.reader import Verify, check_verify, open_checkpoint
@@ -27,7 +27,6 @@ from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES
 from trainwright.distributed.failures import summarize
 from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
-from trainwright.faults.hostile_data import check_sharing
 from trainwright.tensor_names import clean_name, is_extra_state
 
 LARGEST_PLAIN_TENSOR = 1000

@@ -2,7 +2,8 @@
 
 It is a POSIX record lock on the file `.lock` in the folder, whose text names the holder. The kernel releases the lock when
 the process ends in any way. Forked loader workers do not inherit it, and it works over NFS. A file system without locks has
-none. Object stores, which have no suitable atomic operation, have an object that its holder renews (`remote_lock.py`).
+none. An object store has no lock that ends with its process: there the file only names the holder. A live holder on this
+machine is another run. About one on another machine nothing is known, so it gets a warning.
 
 NOTE: a process that closes any descriptor of a file loses its POSIX locks on the file. So this process opens the file once.
 """
@@ -14,23 +15,21 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import threading
 import time
+import warnings
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from trainwright.checkpoint.filesystem import Files, RemoteFiles, describe, resolve
-from trainwright.checkpoint.remote_lock import (
-    LOCK_NAME,
-    RemoteLock,
-    describe_holder,
-    lock_remote_folder,
-    parse_holder,
-    refusal,
-    this_holder,
-)
 from trainwright.errors import CheckpointError
+from trainwright.paths import is_process_alive, machine, process_start_time
 
+LOCK_NAME = ".lock"
 ATTEMPTS = 20
 NAMED_SECONDS = 0.5
 """How long a process waits for the holder to write its name."""
@@ -43,29 +42,26 @@ _IS_HELD = (errno.EACCES, errno.EAGAIN)
 class _Holding:
     """A lock of this process."""
 
-    path: str
-    descriptor: int
-    created: list[str]
-    """The directories that were created for the lock, the innermost first."""
+    remove: Callable[[], None]
+    """Removes the files of the lock."""
     pid: int = field(default_factory=os.getpid)
     count: int = 1
 
 
-_held: dict[tuple[int, int], _Holding] = {}
-"""The locks of this process, by the file's device and inode."""
+_held: dict[Hashable, _Holding] = {}
+"""The locks of this process, by the file's device and inode, or by the URL of a remote folder."""
 _guard = threading.Lock()
 
 
 class FolderLock:
     """This process's lock on a checkpoint folder, made by `lock_folder`.
 
-    `key` is the lock file's device and inode, or None for a folder without a lock. `previous_holder` names a process that
-    ended without releasing the lock.
+    `previous_holder` names a process that ended without releasing the lock.
     """
 
-    def __init__(self, folder: str, key: tuple[int, int] | None, previous_holder: str = "") -> None:
+    def __init__(self, folder: str, key: Hashable, previous_holder: str = "") -> None:
         self.folder, self.previous_holder = folder, previous_holder
-        self._key = key
+        self._key: Hashable | None = key
 
     def release(self) -> None:
         """Release the folder, and remove the files of the lock. A second call does nothing."""
@@ -75,45 +71,71 @@ class FolderLock:
             if key is None or holding is None or holding.pid != os.getpid():  # a forked child has no lock
                 return
             holding.count -= 1
-            if holding.count:
-                return
-            del _held[key]
-            with contextlib.suppress(OSError):  # the folder may have been removed
-                if _key(os.stat(holding.path)) == key:
-                    # While the file is locked, so that another process notices that it is gone, and opens it again.
-                    os.unlink(holding.path)
-            os.close(holding.descriptor)
-            with contextlib.suppress(OSError):  # not empty
-                for directory in holding.created:
-                    os.rmdir(directory)
+            if not holding.count:
+                del _held[key]
+                holding.remove()
 
 
-def lock_folder(folder: str) -> FolderLock | RemoteLock:
+def lock_folder(folder: str) -> FolderLock:
     """Lock a folder for this process, and create it if it is missing. The same process may lock it several times.
 
     CheckpointError if another process has locked it, or if it cannot be written.
     """
     files, inside = resolve(folder)
-    if isinstance(files, RemoteFiles):
-        with _guard:
-            return lock_remote_folder(files, inside, folder)
-    path, missing = f"{inside}/{LOCK_NAME}", _missing(inside)
+    path, missing = f"{inside}/{LOCK_NAME}", [] if isinstance(files, RemoteFiles) else _missing(inside)
     with _guard:
         try:
             with contextlib.suppress(FileNotFoundError):
-                key = _key(os.stat(path))
+                key: Hashable = files.address(path) if isinstance(files, RemoteFiles) else _key(os.stat(path))
                 if key in _held and _held[key].pid == os.getpid():
                     _held[key].count += 1
                     return FolderLock(folder, key)
-            descriptor, previous = _acquire_in(files, inside, path, folder)
+            if isinstance(files, RemoteFiles):
+                previous, remove = _acquire_remote(files, path, folder), partial(_remove_remote, files, path)
+            else:
+                descriptor, previous = _acquire_in(files, inside, path, folder)
+                key, remove = _key(os.fstat(descriptor)), partial(_remove, path, descriptor, missing)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint folder {folder} cannot be written: {describe(error, path)}. Give ModelCheckpoint a "
                 "dirpath in which files can be created."
             ) from error
-        key = _key(os.fstat(descriptor))
-        _held[key] = _Holding(path, descriptor, missing)
+        _held[key] = _Holding(remove)
     return FolderLock(folder, key, previous)
+
+
+def _remove(path: str, descriptor: int, created: list[str]) -> None:
+    """Remove a lock's file, and the directories that were created for it (the innermost first) if they are empty."""
+    with contextlib.suppress(OSError):  # the folder may have been removed
+        if _key(os.stat(path)) == _key(os.fstat(descriptor)):
+            # While the file is locked, so that another process notices that it is gone, and opens it again.
+            os.unlink(path)
+    os.close(descriptor)
+    with contextlib.suppress(OSError):  # not empty
+        for directory in created:
+            os.rmdir(directory)
+
+
+def _acquire_remote(files: RemoteFiles, path: str, folder: str) -> str:
+    """Name this process in a remote folder, and return a previous holder that has not released the folder."""
+    holder: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError), files.open(path) as stream:
+        holder = _parsed(stream.read(4096))
+    if holder and holder.get("machine") != machine():
+        warnings.warn(
+            f"{folder} has not been released by {_describe(holder)}. If that run still trains, stop one of the two, because "
+            "they would remove each other's checkpoints.",
+            stacklevel=2,
+        )
+    elif holder and is_process_alive(holder["pid"], str(holder["start"])):
+        raise _refusal(folder, path, holder)
+    files.put(path, json.dumps(_this_holder()).encode())
+    return _describe(holder) if holder else ""
+
+
+def _remove_remote(files: RemoteFiles, path: str) -> None:
+    with contextlib.suppress(Exception):  # an outage: the next run on this machine sees that this process has ended
+        files.remove_file(path)
 
 
 def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int, str]:
@@ -134,23 +156,55 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in _IS_HELD:
-                    raise refusal(folder, path, _read_soon(descriptor)) from None
+                    raise _refusal(folder, path, _read_soon(descriptor)) from None
                 if error.errno not in _NO_LOCKS:
                     raise
             with contextlib.suppress(FileNotFoundError):
                 if _key(os.stat(path)) == _key(os.fstat(descriptor)):  # otherwise the holder has just removed the file
                     previous = _read(descriptor)
                     _write(descriptor)
-                    return descriptor, describe_holder(previous) if previous else ""
+                    return descriptor, _describe(previous) if previous else ""
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
 
 
+def _refusal(folder: str, path: str, holder: dict[str, Any]) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint folder {folder} is in use by another run: {_describe(holder)}. Wait until it ends, stop it, or pass "
+        f"ModelCheckpoint another dirpath. (If you are sure that this process no longer runs, remove {path}.)"
+    )
+
+
+def _describe(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "a run that has just started"
+    return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
+
+
+def _this_holder() -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+        "machine": machine(),
+        "start": process_start_time(pid),
+    }
+
+
 def _read(descriptor: int) -> dict[str, Any]:
     """Return the holder that the file names, or an empty dict."""
-    return parse_holder(os.pread(descriptor, 4096, 0))
+    return _parsed(os.pread(descriptor, 4096, 0))
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        holder = json.loads(data)
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) and type(holder.get("pid")) is int and "start" in holder else {}
 
 
 def _read_soon(descriptor: int) -> dict[str, Any]:
@@ -164,7 +218,7 @@ def _read_soon(descriptor: int) -> dict[str, Any]:
 
 def _write(descriptor: int) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(this_holder()).encode(), 0)
+    os.pwrite(descriptor, json.dumps(_this_holder()).encode(), 0)
 
 
 def _missing(directory: str) -> list[str]:

@@ -20,10 +20,10 @@ from itertools import starmap
 from pathlib import PurePosixPath
 from typing import Any
 
+from trainwright.checkpoint.codec import without_collection
 from trainwright.checkpoint.shards import MAX_DIMENSIONS, FileRecord, unique_keys
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, StoredPiece, TensorEntry, check_coverage
 from trainwright.errors import CheckpointError
-from trainwright.faults.hostile_data import without_collection
 
 __all__ = ["FORMAT_VERSION"]
 

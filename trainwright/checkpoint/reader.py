@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import torch
 
-from trainwright.checkpoint.codec import decode
+from trainwright.checkpoint.codec import decode, without_collection
 from trainwright.checkpoint.discovery import listing_of, read_manifest
 from trainwright.checkpoint.filesystem import Files, describe, resolve
 from trainwright.checkpoint.last_link import is_last_link, pointed
@@ -21,7 +21,6 @@ from trainwright.checkpoint.shards import CHUNK_BYTES, FileRecord, StoredArray, 
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
-from trainwright.faults.hostile_data import without_collection
 
 __all__ = ["StoredCheckpoint", "Verdict", "candidates", "examine", "open_checkpoint"]
 

@@ -36,7 +36,6 @@ from trainwright.data.vendor import (
 )
 from trainwright.data.workers import SeededDataset, SeededIterable, WorkerStart, set_epoch_of_parts
 from trainwright.errors import a_type_of
-from trainwright.faults.vendor import check_memory
 from trainwright.rank_zero import rank_zero_warn
 
 
@@ -206,7 +205,6 @@ class ShardedLoader(StatefulLoader):
         return {**ranks, "cycles": self._cycles}
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
-        check_memory(self._with_workers)
         self.start_batch = start_batch
         position, source = next(iter(self._loaded["places"]), None), next(iter(self._loaded["sources"]), None)
         if isinstance(self.shard, BatchStream):

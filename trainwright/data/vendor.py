@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from trainwright.data.worker_process import forked_until_running, holding_signals
-from trainwright.faults.vendor import one_folder, watch_workers
+from trainwright.faults.vendor import watch_workers
 
 _begun: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """The iterators, and the processes that began them."""
@@ -29,11 +29,11 @@ def record_iterators(loader: DataLoader[Any], iterators: weakref.WeakSet[Any]) -
 def _begin(loader: Callable[[], DataLoader[Any] | None], iterators: weakref.WeakSet[Any]) -> Any:
     clone = loader()
     assert clone is not None
-    with holding_signals(), forked_until_running(clone), one_folder() as folder:
+    with holding_signals(), forked_until_running(clone):
         iterator = type(clone)._get_iterator(clone)
     iterators.add(iterator)
     _begun[iterator] = os.getpid()
-    watch_workers(iterator, clone, folder)
+    watch_workers(iterator, clone)
     # Registered last, so it runs before torch's handlers, which wait 5 s per iterator.
     atexit.unregister(_end_all)
     atexit.register(_end_all)

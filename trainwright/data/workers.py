@@ -34,7 +34,6 @@ from trainwright.data.seeding import derive_seed, seed_generators
 from trainwright.data.vendor import is_loop_done, is_split_after_shuffle
 from trainwright.devices.abilities import copies_aside
 from trainwright.distributed.signals import STOP_SIGNALS
-from trainwright.faults.vendor import remove_if_last
 from trainwright.rank_zero import rank_zero_warn
 
 T = TypeVar("T")
@@ -149,7 +148,6 @@ def hear_signals() -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, leave_if_done)
-    remove_if_last(parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

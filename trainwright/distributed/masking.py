@@ -19,9 +19,7 @@ _ORDINARY = re.compile(
 )  # names of parts of data, such as pad_token and label_key, which are not secret
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 HIDDEN = "(not shown)"
-SHORTEST = (
-    8  # characters of a hidden value that is also searched for in other texts: shorter ones are words such as "true"
-)
+SHORTEST = 8  # characters of a hidden value that is also searched for in other texts: not of words such as "true"
 _LOGIN = re.compile(r"(://)[^/\s]*:[^/\s]*@")  # a name and a password in an address
 _TOKEN = re.compile(
     r"\b(?:(?:hf|gh[pousr])_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{20,}"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from trainwright.distributed.collectives import world_size
@@ -27,15 +25,6 @@ def count_issued(*, in_all: bool = False) -> int | None:
         return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
     except (AttributeError, RuntimeError):
         return None
-
-
-def latest_collective() -> tuple[str, bool]:
-    """Return the latest collective, such as "all_reduce", and whether it runs. Without torch's flight recorder: "", False."""
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # torch for CPUs has only the second
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        if dump is not None and (entries := json.loads(dump() or "{}").get("entries")):
-            return entries[-1]["profiling_name"].partition(":")[2], not entries[-1]["retired"]
-    return "", False
 
 
 def set_timeout(seconds: float) -> None:

@@ -20,8 +20,9 @@ from trainwright.distributed.failures import FailureLog, leave
 from trainwright.distributed.job_store import Store, post, stores
 from trainwright.distributed.signals import is_interactive
 from trainwright.distributed.store_channel import Locate, RankPositions
-from trainwright.distributed.vendor import count_issued, latest_collective
+from trainwright.distributed.vendor import count_issued
 from trainwright.faults import stacks
+from trainwright.faults.vendor import awaited_worker, latest_collective
 from trainwright.rank_zero import say
 
 LOOK_SECONDS = 1.0
@@ -190,7 +191,7 @@ class HangWatch:
         issued, (name, is_pending), (order, position) = count_issued() or 0, latest_collective(), self._positions.now()
         waits_in = stacks.awaited(stack, name and f"{name} (collective {issued})", is_pending)
         activity = f"waiting in {waits_in} " if waits_in else "computing " if progress.is_busy else ""
-        doing = f"{activity}{stacks.user_place(stack)}{f' ({position})' if position else ''}"
+        doing = f"{activity}{stacks.user_place(stack, awaited_worker())}{f' ({position})' if position else ''}"
         numbers = list(order), issued, progress.stalled_seconds
         answer = Answer(*numbers, stacks.is_patient(stack), progress.is_busy, waits_in, bool(position), doing, text)
         for question in range(self._answered + 1, asked + 1):
@@ -201,53 +202,46 @@ class HangWatch:
         """Report the hang once all ranks have answered, or time is up, unless a rank makes progress."""
         keys = [f"hang/answer/{asked}/{rank}" for rank in range(self._world_size)]
         answers = [Answer(*json.loads(store.get(key))) if store.check([key]) else None for key in keys]
-        given = [answer for answer in answers if answer is not None]
-        progress = self._progress
-        if progress is None or (len(given) < len(keys) and time.monotonic() < deadline):
+        progress, is_complete = self._progress, None not in answers
+        if progress is None or (not is_complete and time.monotonic() < deadline):
             return
         self._round = 0, 0.0
-        seconds, limit = progress.stalled_seconds, progress.limit
-        moves = any(answer.is_patient or answer.stalled_seconds < limit / 2 for answer in given)
-        if seconds < limit or (moves and len(given) == len(keys)):
-            return
-        summary, late = self._summary(store, answers, seconds)
-        # In a raw loop ranks may not wait for each other.
-        ends = any(answer.waits_in or answer.is_in_run for answer in given) and not (
-            self._is_alone and is_interactive()
-        )
+        given = [answer for answer in answers if answer is not None]
+        if progress.stalled_seconds >= progress.limit and not (is_complete and _makes_progress(given, progress.limit)):
+            self._report(store, answers, progress.stalled_seconds, self._can_end(given))
+
+    def _can_end(self, given: Sequence[Answer]) -> bool:
+        """Return whether the hang may end the job: in a raw loop ranks may not wait for each other."""
+        waits = any(answer.waits_in or answer.is_in_run for answer in given)
+        return waits and not (self._is_alone and is_interactive())
+
+    def _report(self, store: Store, answers: Sequence[Answer | None], seconds: float, can_end: bool) -> None:
+        late = _late_ranks(answers)
+        summary = f"Hang for {seconds:.0f} s: {self._described(store, answers, late)}"
         if store.add("hang/reports", 1) == 1:
             self._reported = time.monotonic() - seconds
-            ending = f" hang_timeout={self._timeout:g} ends it in {self._timeout - seconds:.0f} s." if ends else ""
+            ending = f" hang_timeout={self._timeout:g} ends it in {self._timeout - seconds:.0f} s." if can_end else ""
             say(f"{summary}.\n  The job continues to wait.{ending} {self._write(store, summary, answers)}")
         self._asks_at = self._ends_at if seconds < self._ends_at else seconds + self._timeout
-        if seconds >= self._ends_at and ends:
-            self._end_job(store, late, answers[late], f"hang_timeout={self._timeout:g} has passed. {summary}")
+        if seconds >= self._ends_at and can_end:
+            self._end_job(store, late[0], answers[late[0]], f"hang_timeout={self._timeout:g} has passed. {summary}")
 
-    def _summary(self, store: Store, answers: Sequence[Answer | None], seconds: float) -> tuple[str, int]:
-        """Return the report's first line, and the rank that the others wait for."""
-        lateness = [None if answer is None else answer.lateness() for answer in answers]
-        first = None if None in lateness else min(key for key in lateness if key is not None)
-        late = [rank for rank, key in enumerate(lateness) if key == first]
-        if len(late) == len(
-            answers
-        ):  # of ranks that wait in different collectives of one position, all but the last ones
-            calls = [answer.waits_in if answer is not None else "" for answer in answers]
-            late = [rank for rank, call in enumerate(calls) if call != calls[-1]] or late
+    def _described(self, store: Store, answers: Sequence[Answer | None], late: Sequence[int]) -> str:
+        """Return the late ranks in words, and then the other ranks."""
         example = answers[late[0]]
         if example is None:
             pid, host = self._process(store, late[0])
-            here = host == socket.gethostname()
-            text = f"{_named(late)} never came: {stacks.silence_of(pid) if here else 'no answer'} (process {pid} on {host})"
+            silence = stacks.silence_of(pid) if host == socket.gethostname() else "no answer"
+            text = f"never came: {silence} (process {pid} on {host})"
         elif len(late) == len(answers):
-            text = f"{_named(late)} made no progress, {example.doing}"
+            text = f"made no progress, {example.doing}"
         else:
-            text = f"{_named(late)} {'went elsewhere:' if example.waits_in else 'never came:'} {example.doing}"
+            text = f"{'went elsewhere:' if example.waits_in else 'never came:'} {example.doing}"
         groups: dict[str, list[int]] = {}
         for rank, answer in enumerate(answers):
             if answer is not None and rank not in late:
                 groups.setdefault(answer.doing, []).append(rank)
-        others = "".join(f"; {_named(ranks)}: {doing}" for doing, ranks in groups.items())
-        return f"Hang for {seconds:.0f} s: {text}{others}", late[0]
+        return "; ".join([f"{_named(late)} {text}", *(f"{_named(ranks)}: {doing}" for doing, ranks in groups.items())])
 
     def _process(self, store: Store, rank: int) -> tuple[int, str]:
         key = f"hang/process/{rank}"
@@ -282,6 +276,22 @@ class HangWatch:
         else:
             FailureLog(store).post(late, text)
             FailureLog(store).mark_printed()
+
+
+def _makes_progress(given: Sequence[Answer], limit: float) -> bool:
+    return any(answer.is_patient or answer.stalled_seconds < limit / 2 for answer in given)
+
+
+def _late_ranks(answers: Sequence[Answer | None]) -> list[int]:
+    """Return the ranks that the others wait for: those without an answer, or those with the fewest collectives."""
+    lateness = [None if answer is None else answer.lateness() for answer in answers]
+    first = None if None in lateness else min(key for key in lateness if key is not None)
+    late = [rank for rank, key in enumerate(lateness) if key == first]
+    if len(late) < len(answers):
+        return late
+    # Of ranks that wait in different collectives of one position, all but those in the last rank's.
+    calls = [answer.waits_in if answer is not None else "" for answer in answers]
+    return [rank for rank, call in enumerate(calls) if call != calls[-1]] or late
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -46,13 +46,14 @@ def stack_of(thread: int, stacks: str) -> list[Frame]:
     return []
 
 
-def user_place(stack: list[Frame]) -> str:
-    """Return the innermost line outside of libraries and this package in words, and whether it waits for a loader."""
+def user_place(stack: list[Frame], worker: str) -> str:
+    """Return the innermost line outside of libraries and this package in words, and the loader's worker it waits for."""
     users = [frame for frame in stack if not frame[0].startswith(_INNER)]
     file, line, function = (users or stack or [("an unknown file", "0", "an unknown function")])[0]
     is_loading = any(frame[0] == f"{_TORCH}utils{os.sep}data{os.sep}dataloader.py" for frame in stack)
     near = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
-    return f"at {near}:{line} in {function}{', waiting for a batch of a DataLoader' if is_loading else ''}"
+    waiting = f", waiting for {worker or 'a batch of a DataLoader'}" if is_loading else ""
+    return f"at {near}:{line} in {function}{waiting}"
 
 
 def is_patient(stack: list[Frame]) -> bool:

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO
 
+from trainwright.devices.out_of_memory import OutOfMemoryKills
 from trainwright.distributed.failures import LOST_PEER_TEXTS, PEER_FAILED_EXIT_CODE, FailureLog, FailureReport
 from trainwright.distributed.job_store import STORE_PREFIX, Store, stores
 from trainwright.distributed.signals import STOPPED_EXIT_CODE, Presses
-from trainwright.faults.out_of_memory import OutOfMemoryKills
 from trainwright.launch.config import printable
 from trainwright.launch.nodes import Job, JobOutcome, Place
 

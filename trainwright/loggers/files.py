@@ -1,11 +1,10 @@
-"""Files of loggers on a disk or another file system of fsspec: whole files, run folders, and the writing thread."""
+"""Files of loggers on a disk or another file system of fsspec: whole files and run folders."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
-import queue
 import re
 import threading
 import weakref
@@ -25,11 +24,6 @@ CHECKPOINTS = "checkpoints"
 TABLE_NAME = "metrics.csv"
 HPARAMS_NAME, HPARAMS_YAML = "hparams.json", "hparams.yaml"
 """The files of the hyper-parameters."""
-IDLE_SECONDS = 5.0
-"""The time after which a thread without work ends."""
-FLUSH_SECONDS, END_SECONDS = 20.0, 120.0
-"""How long a flush waits for slow writes, so that it does not delay a checkpoint, and how long the end of a run does."""
-Work = Callable[[], None]
 
 
 def filesystem_of(path: str) -> tuple[Any, str]:
@@ -133,83 +127,6 @@ class Flushed(Protocol):
 
     def flush(self) -> None:
         """Write the buffered data."""
-
-
-class BackgroundWriter:
-    """Runs submitted work in order in one daemon thread, which lives while there is work.
-
-    The next `wait` raises a failure. A forked child, such as a loader worker, drops work: the file belongs to the parent.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-        self._late: threading.Event | None = None
-        self._process = os.getpid()
-
-    def submit(self, work: Work) -> None:
-        if os.getpid() != self._process:
-            return
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="trainwright-logger", daemon=True)
-                try:
-                    self._thread.start()
-                except RuntimeError:  # from Python 3.12 on, no thread starts at the interpreter's end
-                    self._thread = None
-                    work()
-                    return
-            self._queue.put(work)
-
-    @property
-    def is_late(self) -> bool:
-        """Return whether the thread has not caught up since a `wait` has ended with TimeoutError."""
-        return self._late is not None and not self._late.is_set()
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether the next `wait` raises a failure."""
-        return self._error is not None
-
-    def wait(self, seconds: float = FLUSH_SECONDS) -> None:
-        """Wait until all submitted work is done, and raise the first failure since the last call, or TimeoutError."""
-        if os.getpid() != self._process:
-            return
-        if self._thread is not None:
-            done = threading.Event()
-            self.submit(done.set)
-            # Not for every row, while a store does not answer.
-            if done.wait(0.0 if self.is_late and seconds < END_SECONDS else seconds):
-                self._late = None
-            else:
-                self._late = done
-                raise self._error or TimeoutError(f"its writes have not ended within {seconds:g} s")
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self) -> None:
-        while True:
-            try:
-                work = self._queue.get(timeout=IDLE_SECONDS)
-            except queue.Empty:
-                with self._lock:  # so that no work is submitted between the check and the thread's end
-                    if self._queue.empty():
-                        self._thread = None
-                        return
-                continue
-            try:
-                work()
-            except Exception as error:  # file systems raise errors of any type
-                self._error = self._error or error
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy, for example in another process, starts without thread and work
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        BackgroundWriter.__init__(self)
 
 
 def flush_at_exit(logger: Flushed, *, keep: bool = False) -> None:

@@ -16,16 +16,13 @@ import yaml
 
 from trainwright.distributed.environment import Environment
 from trainwright.errors import a_type_of
-from trainwright.faults.failing_loggers import outlived
+from trainwright.faults.failing_loggers import END_SECONDS, FLUSH_SECONDS, BackgroundWriter, outlived
 from trainwright.faults.remote_calls import is_outage
 from trainwright.history import CURVES_NAME, History
 from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_json, to_numbers
 from trainwright.loggers.files import (
-    END_SECONDS,
-    FLUSH_SECONDS,
     HPARAMS_NAME,
     HPARAMS_YAML,
-    BackgroundWriter,
     claim_folder,
     filesystem_of,
     flush_at_exit,

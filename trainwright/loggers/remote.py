@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainwright.distributed.environment import Environment
-from trainwright.faults.failing_loggers import outlived
+from trainwright.faults.failing_loggers import END_SECONDS, FLUSH_SECONDS, BackgroundWriter, outlived
 from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_numbers
-from trainwright.loggers.files import END_SECONDS, FLUSH_SECONDS, BackgroundWriter, flush_at_exit
+from trainwright.loggers.files import flush_at_exit
 
 RETRY_SECONDS = 5.0
 """After a failed write the next rows wait this long, since a client may block as long at every attempt."""

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, get_args
 
 import fsspec
 
+from trainwright.faults.failing_loggers import Work
 from trainwright.loggers.base import RunResult
-from trainwright.loggers.files import Work, filesystem_of, is_local, write_file
+from trainwright.loggers.files import filesystem_of, is_local, write_file
 from trainwright.paths import absolute, is_process_alive, machine, process_start_time
 
 __all__ = ["RECORD_NAME", "RunRecord", "RunState", "find_record"]
