@@ -1,7 +1,7 @@
 """Every name that the package takes from inside its dependencies, where no version promises it, with its purpose.
 
 Look here first when a new version of torch, DeepSpeed, FairScale or torchmetrics comes out: `test_private_names.py`
-names what is gone or missing here. Names with an underscore are private. ZeRO's optimizers have public names,
+lists names that are gone or missing here. Names with an underscore are private. ZeRO's optimizers have public names,
 but no documentation.
 """
 

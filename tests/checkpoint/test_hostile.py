@@ -238,7 +238,7 @@ def file_of(write: Callable[[Path], Any]) -> Callable[[Path], None]:
 
 
 def nested_in_each_other(path: Path) -> None:
-    """Write 2 KB of lists, each of which contains the next one twice."""
+    """Write 2 KB of lists that contain the next list twice."""
     content: list[Any] = []
     for _ in range(200):
         content = [content, content]

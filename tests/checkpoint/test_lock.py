@@ -63,7 +63,6 @@ def test_the_same_process_may_hold_it_several_times(tmp_path: Path) -> None:
     first, second = lock_folder(str(folder)), lock_folder(f"{tmp_path}/run/../run/checkpoints/")
     holder = json.loads(subprocess.check_output(["cat", folder / ".lock"]))  # this process would lose the lock
     assert (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname())
-    assert first.previous_holder == second.previous_holder == ""
     first.release()
     first.release()
     assert ended(forked(lambda: lock_folder(str(folder)))) == 3  # the second one holds it still
@@ -90,7 +89,6 @@ def test_who_is_refused_learns_who_holds_it_and_a_dead_one_gives_it_back(tmp_pat
     os.kill(pid, signal.SIGKILL)
     assert ended(pid) == -signal.SIGKILL
     lock = lock_folder(str(folder))  # at once
-    assert lock.previous_holder.startswith(f"process {pid} on {socket.gethostname()}, since 20")
     assert ended(forked(lambda: lock_folder(str(folder)))) == 3
     lock.release()
     assert not folder.exists() or os.listdir(folder) == []
@@ -113,9 +111,7 @@ def test_of_two_that_start_together_one_has_it(tmp_path: Path, pairs: int) -> No
         assert ended(forked(lambda: lock_folder(str(folder)))) == 3
         os.kill(winner, signal.SIGKILL)
         assert ended(winner) == -signal.SIGKILL
-    lock = lock_folder(str(folder))
-    assert lock.previous_holder
-    lock.release()
+    lock_folder(str(folder)).release()
     assert not folder.exists() or os.listdir(folder) == []
 
 
@@ -144,9 +140,7 @@ def test_a_remote_folder_names_its_holder() -> None:
     with pytest.raises(CheckpointError, match="in use by another run: process 1 on"):
         lock_folder("memory://lock/checkpoints")
     files.pipe_file("/lock/checkpoints/.lock", json.dumps({**holder, "start": "1"}).encode())
-    lock = lock_folder("memory://lock/checkpoints")
-    assert lock.previous_holder.startswith(f"process {os.getpid()} on")
-    lock.release()
+    lock_folder("memory://lock/checkpoints").release()
 
 
 def test_a_holder_that_has_just_begun_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def fit(steps: int, **options: object) -> None:
 
 
 def run_long(steps: int, fits: int) -> None:
-    """Print the growth over one long fit, and over many short ones, each after a shorter part as warm-up."""
+    """Print the growth over one long fit, and over many short ones, after a shorter part as warm-up."""
     torch.set_num_threads(1)
     for warm_up, work in (((steps // 5,), (steps,)), ([20] * (fits // 5), [20] * fits)):
         usages = []

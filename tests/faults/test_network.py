@@ -72,7 +72,7 @@ while True:
 
 @dataclass
 class Case:
-    """A job on two machines, and what happens to the network between them at its step 8."""
+    """A job on two machines, and changes of the network between them at its step 8."""
 
     losses: tuple[float, float]
     """The part of the frames that is lost, of those from node 0 and from node 1."""

@@ -1,4 +1,4 @@
-"""Values that are not finite: what a run without a policy says, and what policies do."""
+"""Values that are not finite: the warning without a policy, and the effects of policies."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ TEXTS = {
         0,
     ),
 }
-"""What a job prints whose worker fails in one way, and its exit code."""
+"""The message of a job whose worker fails in one way, and the exit code."""
 
 
 @pytest.mark.parametrize("mode", list(TEXTS))

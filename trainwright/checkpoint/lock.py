@@ -54,13 +54,9 @@ _guard = threading.Lock()
 
 
 class FolderLock:
-    """This process's lock on a checkpoint folder, made by `lock_folder`.
+    """This process's lock on a checkpoint folder, made by `lock_folder`."""
 
-    `previous_holder` names a process that ended without releasing the lock.
-    """
-
-    def __init__(self, folder: str, key: Hashable, previous_holder: str = "") -> None:
-        self.folder, self.previous_holder = folder, previous_holder
+    def __init__(self, key: Hashable) -> None:
         self._key: Hashable | None = key
 
     def release(self) -> None:
@@ -89,11 +85,12 @@ def lock_folder(folder: str) -> FolderLock:
                 key: Hashable = files.address(path) if isinstance(files, RemoteFiles) else _key(os.stat(path))
                 if key in _held and _held[key].pid == os.getpid():
                     _held[key].count += 1
-                    return FolderLock(folder, key)
+                    return FolderLock(key)
             if isinstance(files, RemoteFiles):
-                previous, remove = _acquire_remote(files, path, folder), partial(_remove_remote, files, path)
+                _acquire_remote(files, path, folder)
+                remove = partial(_remove_remote, files, path)
             else:
-                descriptor, previous = _acquire_in(files, inside, path, folder)
+                descriptor = _acquire_in(files, inside, path, folder)
                 key, remove = _key(os.fstat(descriptor)), partial(_remove, path, descriptor, missing)
         except OSError as error:
             raise CheckpointError(
@@ -101,7 +98,7 @@ def lock_folder(folder: str) -> FolderLock:
                 "dirpath in which files can be created."
             ) from error
         _held[key] = _Holding(remove)
-    return FolderLock(folder, key, previous)
+    return FolderLock(key)
 
 
 def _remove(path: str, descriptor: int, created: list[str]) -> None:
@@ -116,8 +113,8 @@ def _remove(path: str, descriptor: int, created: list[str]) -> None:
             os.rmdir(directory)
 
 
-def _acquire_remote(files: RemoteFiles, path: str, folder: str) -> str:
-    """Name this process in a remote folder, and return a previous holder that has not released the folder."""
+def _acquire_remote(files: RemoteFiles, path: str, folder: str) -> None:
+    """Name this process in a remote folder."""
     holder: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError), files.open(path) as stream:
         holder = _parsed(stream.read(4096))
@@ -130,7 +127,6 @@ def _acquire_remote(files: RemoteFiles, path: str, folder: str) -> str:
     elif holder and is_process_alive(holder["pid"], str(holder["start"])):
         raise _refusal(folder, path, holder)
     files.put(path, json.dumps(_this_holder()).encode())
-    return _describe(holder) if holder else ""
 
 
 def _remove_remote(files: RemoteFiles, path: str) -> None:
@@ -138,7 +134,7 @@ def _remove_remote(files: RemoteFiles, path: str) -> None:
         files.remove_file(path)
 
 
-def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int, str]:
+def _acquire_in(files: Files, inside: str, path: str, folder: str) -> int:
     """Lock a folder. If another process releases and removes the empty folder at the same moment, create it again."""
     for _ in range(ATTEMPTS - 1):
         files.make_directories(inside)
@@ -147,8 +143,8 @@ def _acquire_in(files: Files, inside: str, path: str, folder: str) -> tuple[int,
     return _acquire(path, folder)
 
 
-def _acquire(path: str, folder: str) -> tuple[int, str]:
-    """Return the descriptor of the locked file, and a previous holder that ended without releasing it. Never wait."""
+def _acquire(path: str, folder: str) -> int:
+    """Return the descriptor of the locked file. Never wait."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
@@ -161,9 +157,8 @@ def _acquire(path: str, folder: str) -> tuple[int, str]:
                     raise
             with contextlib.suppress(FileNotFoundError):
                 if _key(os.stat(path)) == _key(os.fstat(descriptor)):  # otherwise the holder has just removed the file
-                    previous = _read(descriptor)
                     _write(descriptor)
-                    return descriptor, _describe(previous) if previous else ""
+                    return descriptor
         except BaseException:
             os.close(descriptor)
             raise

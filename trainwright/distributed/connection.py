@@ -210,9 +210,8 @@ def open_process_group(
         watch.wrap_excepthook()
     channel = StoreChannel(shared, environment.rank, environment.world_size, positions=positions)
     _generation += 1
-    _connection = Connection(
-        environment, dist.get_backend(), channel, control, not is_joined, polls, sync_points, watch
-    )
+    opened = channel, control, not is_joined, polls, sync_points, watch
+    _connection = Connection(environment, dist.get_backend(), *opened)
     atexit.register(_connection.close)
     return _connection
 
@@ -232,12 +231,8 @@ def _start_watch(
     polls: dict[str, Callable[[Store], None]],
 ) -> tuple[PeerWatch, SyncPoints]:
     """Start the watcher thread, and return it with the sync points that it polls."""
-    sync_points = SyncPoints(
-        shared,
-        environment.rank,
-        environment.world_size,
-        synchronize=None if backend == "gloo" else torch.accelerator.synchronize,
-    )
+    place, synchronize = (environment.rank, environment.world_size), torch.accelerator.synchronize
+    sync_points = SyncPoints(shared, *place, synchronize=None if backend == "gloo" else synchronize)
     watched_shared = stores().PrefixStore(f"generation/{_generation}", watched)
 
     def poll() -> None:
@@ -248,8 +243,7 @@ def _start_watch(
 
     watch = PeerWatch(
         watched,
-        environment.rank,
-        environment.world_size,
+        *place,
         name=str(_generation),
         store_host=store_host,
         error_file=environment.error_file if environment.launched_by == "torchrun" else None,

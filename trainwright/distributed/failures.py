@@ -56,9 +56,8 @@ class FailureReport:
         if [*map(type, astuple(report))] != [int, str, str, int, bool, bool] or report.rank < 0:
             return None
         code = report.code if -65 < report.code < 256 else 1  # a process has 8 bits for it, so 256 would be a success
-        return replace(
-            report, code=code, summary=report.summary[: 2 * LONGEST], traceback=report.traceback[-LONGEST_TRACE:]
-        )
+        summary, trace = report.summary[: 2 * LONGEST], report.traceback[-LONGEST_TRACE:]
+        return replace(report, code=code, summary=summary, traceback=trace)
 
 
 class FailureLog:
@@ -128,10 +127,8 @@ class FailureLog:
         # The count comes first, so the text of a counted failure may still be on its way.
         _wait_until(lambda: not names or self._store.check(names), REPORT_SECONDS)
         was_printed = self._store.check(["failure/printed"])
-        posted = [
-            FailureReport.parse(self._store.get(name), was_printed) for name in names if self._store.check([name])
-        ]
-        return [report for report in posted if report is not None]
+        posted = [self._store.get(name) for name in names if self._store.check([name])]
+        return [report for each in posted if (report := FailureReport.parse(each, was_printed)) is not None]
 
     def first(self) -> FailureReport | None:
         """Return the first failure, preferably one that is no consequence of another, or None if none was posted."""

@@ -33,9 +33,7 @@ def is_interactive() -> bool:
 
 def exit_code(number: int, is_saved: bool) -> int:
     """Return the exit code after a signal: 130 on Ctrl-C, 75 if the run was saved, else 128 + the signal."""
-    if number == signal.SIGINT or not is_saved:
-        return 128 + number
-    return STOPPED_EXIT_CODE
+    return 128 + number if number == signal.SIGINT or not is_saved else STOPPED_EXIT_CODE
 
 
 class Presses:
@@ -62,7 +60,8 @@ class SignalWatch:
     def __init__(self, request: Callable[[], object], twice_seconds: float = TWICE_SECONDS) -> None:
         self.first = 0
         """The number of the first signal, or 0."""
-        self.num_terms, self._request = 0, request  # the SIGTERMs so far
+        self.terms: list[float] = []  # the times of SIGTERM, by time.monotonic
+        self._request = request
         self.previous: dict[int, Any] = {}
         """The handlers from before `open`, by signal."""
         self._wakeup = self._outer_wakeup = self._reader = -1
@@ -130,7 +129,8 @@ class SignalWatch:
                     with contextlib.suppress(OSError):
                         os.write(self._outer_wakeup, bytes([number]))
                 if number in self.previous:
-                    self.num_terms += number == signal.SIGTERM
+                    if number == signal.SIGTERM:
+                        self.terms.append(time.monotonic())
                     self._record(number, "thread")
 
     def _record(self, number: int, where: str) -> None:

@@ -80,11 +80,10 @@ class Engine(EngineCheckpoints):
         num_nodes: int = 1,
         can_call_workers: bool = False,
     ) -> None:
-        environment, self.strategy, joined, self.device, self.connection, seconds, num_workers = join_job(
+        environment, self.strategy, joined, self.device, self.connection, seconds, self.num_workers = join_job(
             devices, strategy, precision, accelerator, timeout_seconds, num_nodes, can_call_workers
         )
         self.environment = environment
-        self.num_workers = num_workers
         """Number of processes to start for each call; 0 if this process does the work."""
         self.rank, self.world_size = environment.rank, environment.world_size
         """This process's number in the job, from 0, and the number of processes."""
@@ -138,8 +137,7 @@ class Engine(EngineCheckpoints):
         Raises:
             ValueError: on every rank, if the ranks froze or unfroze different parameters.
         """
-        is_same = not changed(self._trained, _trained(self.modules))
-        if if_changed and is_same:
+        if if_changed and not changed(self._trained, _trained(self.modules)):
             return
         for module in self.modules:
             refuse_unlike_models(module, self.ranks)

@@ -211,8 +211,7 @@ class EngineCheckpoints:
         found = self.ranks.exchange((_not_finite(trained, pieces), _not_finite(stored, state)), SAVE)
         for subject, local in zip(("weights are", "optimizer's state is"), zip(*found, strict=True), strict=True):
             if names := list(dict.fromkeys(chain.from_iterable(local))):
-                more = f" and {len(names) - 1} more" if names[1:] else ""
-                return f"the {subject} not finite (NaN or infinity in {names[0]!r}{more})"
+                return f"the {subject} not finite (NaN or infinity in {names[0]!r}{' and more' * (len(names) > 1)})"
         return ""
 
     def _edited(

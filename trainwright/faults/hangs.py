@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from trainwright.distributed.connection import Connection
+from trainwright.distributed.environment import argument_variables
 from trainwright.distributed.failures import FailureLog, leave
 from trainwright.distributed.job_store import Store, post, stores
 from trainwright.distributed.signals import is_interactive
@@ -35,6 +37,9 @@ GAP_FACTOR = 20.0
 BUSY_FACTOR, BUSY_PART = 10.0, 0.2
 """A main thread that computes for this part of the time makes progress, for at most so many times the limit."""
 ANSWER_SECONDS = 5.0
+GRACE_SECONDS, AGAIN_SECONDS = "25", 5.0
+"""A process of one rank without progress for so long after SIGTERM, or before another SIGTERM, ends. SLURM and Kubernetes kill
+it after 30 s."""
 MARGIN_SECONDS = 10.0
 """How long before `hang_timeout` the job ends, so that no collective fails first and blames the rank that waits."""
 
@@ -119,6 +124,12 @@ class HangWatch:
         self._is_alone = connection.channel is None
         self._positions = RankPositions(0) if connection.channel is None else connection.channel.positions
         self._place: Place | None = None
+        self._terms: Callable[[], Sequence[float]] = list
+        self._patient_at = 0.0
+        grace = argument_variables("grace").get("seconds", GRACE_SECONDS)
+        if not grace.isdecimal():
+            raise ValueError(f"TRAINWRIGHT_GRACE_SECONDS={grace}: expected an integer of at least 0.")
+        self._grace = float(grace)
         self._begin()
 
     def _begin(self) -> None:
@@ -132,6 +143,10 @@ class HangWatch:
         """Watch a loop whose end is unknown, from now on. Call it on every rank."""
         self._place, self._polls["hang"] = (lambda: (folder, locate()[0][0])), self.poll
         self._positions.locate_by(locate)
+
+    def end_after(self, terms: Callable[[], Sequence[float]]) -> None:
+        """End this process if it has no other ranks and makes no progress after SIGTERM, whose times `terms` returns."""
+        self._terms = terms
 
     @contextmanager
     def watching(self, locate: Locate, place: Place) -> Iterator[None]:
@@ -171,6 +186,8 @@ class HangWatch:
             return
         self._looked = time.monotonic()
         progress.look()
+        if self._is_alone and (terms := self._terms()):
+            self._look_after_signal(terms, progress.unmoved_seconds)
         if (asked := store.add("hang/asked", 0)) > self._answered:
             self._answer(store, progress, asked)
         if progress.unmoved_seconds == 0.0 if self._reported else progress.stalled_seconds == 0.0:
@@ -184,6 +201,21 @@ class HangWatch:
             if asked == self._answered + 1:  # otherwise another rank has asked in between
                 self._round = asked, time.monotonic() + min(ANSWER_SECONDS, self._timeout / 5)
             self._answer(store, progress, asked)
+
+    def _look_after_signal(self, terms: Sequence[float], unmoved_seconds: float) -> None:
+        now = time.monotonic()
+        since = max(terms[0], now - unmoved_seconds, self._patient_at)
+        if now - since < self._grace and terms[-1] - since < AGAIN_SECONDS:
+            return
+        stack = stacks.stack_of(threading.main_thread().ident or 0, stacks.read_stacks())
+        if stacks.is_patient(stack):
+            self._patient_at = now
+            return
+        text = f"trainwright: the run made no progress for {now - since:.0f} s after SIGTERM, so the process ends."
+        lines = "".join(f'  File "{file}", line {line} in {function}\n' for file, line, function in stack)
+        # Not through sys.stderr, which the main thread may have locked.
+        os.write(2, f"{text} Nothing is saved. The main thread hangs here:\n{lines}".encode())
+        leave(128 + signal.SIGTERM)
 
     def _answer(self, store: Store, progress: LocalProgress, asked: int) -> None:
         text = stacks.read_stacks()

@@ -300,15 +300,6 @@ class NanGuard:
         return f" The batch is stored as {' and '.join(paths)}." if paths else ""
 
 
-def check_policy(policy: str | None) -> None:
-    """Raise ValueError for a policy that a raw loop cannot have."""
-    if policy not in POLICIES[:3]:
-        raise ValueError(
-            f"nan_policy={policy!r} is not accepted by the Accelerator; pass None, 'raise' or 'skip'. Only a Trainer takes "
-            "'rollback'."
-        )
-
-
 def refuse_policy(policy: str | None, *, is_automatic: bool = True, saves: bool = True) -> None:
     """Raise ValueError for a policy that a run cannot have: under manual optimization, or without a ModelCheckpoint."""
     if policy in ("skip", "rollback") and not is_automatic:

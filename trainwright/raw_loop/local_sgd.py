@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from trainwright.raw_loop.bare_models import extract_model_from_parallel
 from trainwright.raw_loop.job_states import Processes
 
-BUCKET_BYTES = 32 * 1024 * 1024
-"""Tensors of up to this many bytes together are averaged in one collective."""
-
 
 class LocalSGD:
     """Within the block the ranks step copies of a prepared model, and average the parameters every few steps.
@@ -115,26 +112,10 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average(self, tensors: Iterable[Tensor]) -> None:
-        for bucket in _buckets(tensors):
-            flat = self._engine.reduce(torch.cat([each.detach().reshape(-1) for each in bucket]), "mean")
-            parts = torch.split(flat, [each.numel() for each in bucket])
-            for each, part in zip(bucket, parts, strict=True):
-                each.copy_(part.view_as(each))
+        for each in tensors:
+            each.copy_(self._engine.reduce(each.detach(), "mean"))
 
 
 def _is_moment(value: Any, parameter: Tensor) -> bool:
     # A count of steps, which has a different shape, is the same on all ranks.
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
-
-
-def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = []
-    size = 0
-    for each in tensors:
-        size += each.nbytes
-        # By dtype, since torch.cat would convert the tensors to one.
-        if not buckets or each.dtype != buckets[-1][0].dtype or size > BUCKET_BYTES:
-            buckets.append([])
-            size = each.nbytes
-        buckets[-1].append(each)
-    return buckets

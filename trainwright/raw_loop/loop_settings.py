@@ -10,7 +10,7 @@ import torch
 
 from trainwright.devices.hardware import resolve_device_type
 from trainwright.errors import a_type_of, did_you_mean
-from trainwright.faults.nan_policy import check_policy
+from trainwright.faults.nan_policy import POLICIES
 from trainwright.overrides import overridden
 from trainwright.precision import MIXED, Precision, resolve_precision
 from trainwright.raw_loop.options import (
@@ -74,7 +74,11 @@ class LoopSettings:
 
     def __post_init__(self) -> None:
         self._check_precision()
-        check_policy(self.nan_policy)
+        if self.nan_policy not in POLICIES[:3]:
+            raise ValueError(
+                f"nan_policy={self.nan_policy!r} is not accepted by the Accelerator; pass None, 'raise' or 'skip'. Only a "
+                "Trainer takes 'rollback'."
+            )
         if self.cpu and self.accelerator not in ("auto", "cpu"):
             raise ValueError(f"cpu=True and accelerator={self.accelerator!r} were both given. Pass one.")
         check_length(self.gradient_accumulation_steps, "gradient_accumulation_steps")

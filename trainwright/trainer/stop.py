@@ -22,7 +22,7 @@ from trainwright.distributed.signals import TWICE_SECONDS, SignalWatch, exit_cod
 from trainwright.distributed.sync_points import SyncPoint
 from trainwright.engine.engine import Engine
 from trainwright.errors import RunStopped
-from trainwright.faults.exit_signals import HangAfterSignal, end_watch
+from trainwright.faults.exit_signals import end_watch
 from trainwright.rank_zero import say
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
@@ -56,10 +56,7 @@ class Stop:
         self.was_cut = False
         """Whether an exception of any kind, or a signal, has ended the latest run."""
         self._engine, self._settings, self._state, self._trainer = engine, settings, state, trainer
-        self._evaluated = (0, 0)
-        """The latest batch of an evaluation since a signal, with its loader."""
         self._watch = SignalWatch(self._on_signal, TWICE_SECONDS / (2 if engine.world_size == 1 else 1))
-        self._hang = HangAfterSignal(self._watch, lambda: self._progress)
         self.point: SyncPoint | None = None
         """The sync point at which all ranks stop training. None outside of fit."""
         self._abandonment: SyncPoint | None = None
@@ -91,6 +88,8 @@ class Stop:
         """Listen for requests and signals from here on. Collective: call on every rank."""
         self.point = self._engine.connection.sync_point("stop")
         self._abandonment = self._engine.connection.sync_point("abandonment")
+        # Not once the run stops at a step: its end may take long.
+        self._engine.hangs.end_after(lambda: [] if self.number or self.point is None else self._watch.terms)
         self._watch.open()
 
     def note_end(self, error: BaseException | None) -> None:
@@ -113,8 +112,6 @@ class Stop:
         for point in (self.point, self._abandonment):
             if point is not None:
                 point.request()
-        if self._engine.world_size == 1:
-            self._hang.start()
 
     def is_due(self) -> bool:
         """Return, the same on every rank, whether the run ends at this optimizer step. Call it at every step on every rank."""
@@ -173,19 +170,11 @@ class Stop:
         """
         return not self._state.progress.is_within_window and not self._ends_by_itself
 
-    @property
-    def _progress(self) -> object:
-        """Return a value that changes while the run works on after a signal, or None once it stops."""
-        if self.number or self.point is None:
-            return None
-        return self._state.progress.batches_begun, self._state.progress.phase, self._evaluated
-
     def is_left(self, loader: int, batch: int) -> bool:
         """Return whether all ranks abandon the running evaluation before this batch."""
         point = self._abandonment
         if point is None or not point.is_pending:
             return False
-        self._evaluated = (loader, batch)
         if not self._may_abandon:
             return False
         # Sync points compare numbers, so the numbers of batches grow over all evaluations of the fit.

@@ -33,7 +33,7 @@ def record(**changes: Any) -> RungRecord:
     points = tuple((step, 0.5 + 0.1 * step) for step in range(1, 21))
     values: dict[str, Any] = {
         "owner": "Trainer", "steps": 20, "seconds": 3.0, "points": points, "samples_per_second": 160.0,
-        "batches_per_second": 10.0, "steps_per_second": 10.0, "slow_steps": 0, "slow_seconds": 0.0, "peak_bytes": 3 << 20,
+        "batches_per_second": 10.0, "steps_per_second": 10.0, "peak_bytes": 3 << 20,
         "metrics": {"test": {"test_loss": 0.4, "test_acc": 0.9}},
         "logged": {}, "replaced": {}, "has_seeded": False, "is_cut": False, "planned_steps": 20,
         "facts": {"processes": 1, "device": "cpu"},

@@ -232,21 +232,6 @@ def test_the_choice_is_the_first_to_end() -> None:
     )
 
 
-def test_slow_steps_are_noted() -> None:
-    plans = scored("bf16-mixed", 300, slow_steps=52, slow_seconds=8.44, seconds=16.5)
-    few = scored("compile", 300, slow_steps=1, slow_seconds=0.1)
-    said = list(notes(Comparison([scored("unchanged", 100), plans, few], None), ["train.py"], "cuda"))
-    (noted,) = [each for each in said if "times as long as most" in each]
-    assert noted.startswith(
-        "bf16-mixed: 52 steps took more than 5 times as long as most, 8.44 s of its 16.5 s, and samples/s skips"
-    )
-    compiled = scored("compile", 300, compile=True, slow_steps=1, slow_seconds=8.44, seconds=16.5)
-    said = " ".join(notes(Comparison([scored("unchanged", 100), compiled], None), ["train.py"], "cpu"))
-    assert "compile: 1 step took more than 5 times" in said
-    assert "fewer lengths help: see the page on compiling." in said
-    assert "attention" not in said
-
-
 def test_the_code_to_copy_has_a_seed() -> None:
     faster = {"devices": 2, "strategy": "ddp", "owner": "Accelerator", "seed": 1}
     comparison = Comparison([result("unchanged", seed=1), result("ddp", samples_per_second=500.0, **faster)], None)

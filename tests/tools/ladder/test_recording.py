@@ -17,7 +17,7 @@ from trainwright.overrides import OverrideFile
 from trainwright.tools.ladder.attempt import RungRecord
 from trainwright.tools.ladder.recorder import LadderObserver
 from trainwright.tools.ladder.recording import peak_bytes
-from trainwright.tools.ladder.step_clock import MOST_UNREAD, StepClock, steady_rate, steady_steps
+from trainwright.tools.ladder.step_clock import MOST_UNREAD, StepClock, steady_rate
 
 
 def test_the_steady_rate_skips_slow_steps() -> None:
@@ -26,7 +26,6 @@ def test_the_steady_rate_skips_slow_steps() -> None:
     ends = [sum(took[: at + 1]) for at in range(len(took))]
     steady = [True] * 7 + [False, True]
     assert steady_rate(ends, [8] * 9, steady) == pytest.approx(8.0)
-    assert steady_steps(ends, steady) == ({3: 1.0, 4: 1.0, 6: 1.0, 8: 1.0}, {5: 30.0})
     assert steady_rate(ends[:2], [8, 8], [True, True]) == pytest.approx(8 / 5)
     assert steady_rate(ends[:2], [8, 8], [False, False]) == pytest.approx(8 / 5)  # there is nothing else
     assert steady_rate(ends[:1], [8], [True]) is None

@@ -10,19 +10,14 @@ from trainwright.precision import MIXED
 from trainwright.tools.ladder.attempt import Attempt, Result
 from trainwright.tools.ladder.climb import SEED, with_seed
 from trainwright.tools.ladder.comparison import DEVIATIONS, NOISE, SPEED_NOISE, Comparison
-from trainwright.tools.ladder.ladder_table import rate_unit, score_text, seconds_text
+from trainwright.tools.ladder.ladder_table import score_text, seconds_text
 from trainwright.tools.ladder.rung import COMPILER
-from trainwright.tools.ladder.step_clock import OUTLIER
-
-SLOW_SHARE = 0.1
-"""Slow steps get a note if they take more than this part of the training's time."""
 
 
 def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> Iterator[str]:
     """Yield the sentences that a reader of the table needs."""
     yield from _notes_on_states(comparison)
     yield from _notes_on_noise(comparison, device_type)
-    yield from _notes_on_slow_steps(comparison)
     yield from _notes_on_metric(comparison)
     records = comparison.records
     if any(record.is_cut for record in records):
@@ -69,25 +64,6 @@ def _notes_on_noise(comparison: Comparison, device_type: str) -> Iterator[str]:
         yield "The number of samples in a batch is unknown, so the rates count the batches of all processes."
     if no_rate := [result.rung.name for result in comparison.finished if comparison.rate(result) is None]:
         yield f"Runs of {', '.join(no_rate)} took fewer than two steps, too few to measure a speed."
-
-
-def _notes_on_slow_steps(comparison: Comparison) -> Iterator[str]:
-    for result in comparison.finished:
-        seconds = result.figure(lambda record: record.slow_seconds)
-        total = result.figure(lambda record: record.seconds)
-        number = result.figure(lambda record: record.slow_steps)
-        if number is None or seconds is None or total is None or seconds.mean <= SLOW_SHARE * total.mean:
-            continue
-        steps = f"{number.mean:,.0f} step{'' if round(number.mean) == 1 else 's'}"
-        why = (
-            "If they were compiled for a batch of a new shape, fewer lengths help: see the page on compiling."
-            if result.rung.compile
-            else "If they are batches of a new length, fewer lengths help, or another attention: see the page on precision."
-        )
-        yield (
-            f"{result.rung.name}: {steps} took more than {OUTLIER} times as long as most, {seconds.mean:.3g} s of its "
-            f"{total.mean:.3g} s, and {rate_unit(comparison)} skips them. {why}"
-        )
 
 
 def _notes_on_metric(comparison: Comparison) -> Iterator[str]:

@@ -37,9 +37,6 @@ class RungRecord:
     batches_per_second: float | None
     steps_per_second: float | None
     """Optimizer steps of a rank. With accumulation a step takes several batches."""
-    slow_steps: int
-    """Steps after the warm-up that took so long that the rates skip them."""
-    slow_seconds: float
     peak_bytes: int | None
     metrics: dict[str, dict[str, float]]
     """The metrics of a Trainer's evaluations, by stage."""

@@ -20,7 +20,7 @@ from trainwright import rank_zero_only
 from trainwright.overrides import OverrideFile
 from trainwright.rank_zero import say
 from trainwright.tools.ladder.rung import Rung
-from trainwright.tools.ladder.step_clock import StepClock, steady_rate, steady_steps
+from trainwright.tools.ladder.step_clock import StepClock, steady_rate
 
 MOST_POINTS = 5_000
 """The largest number of steps whose times are written. Longer runs are thinned evenly."""
@@ -154,7 +154,6 @@ class Recording:
         steady = [row[4] for row in self._points]
         spacing = -(-len(self._points) // MOST_POINTS) or 1
         written = self._points[spacing - 1 :: spacing]
-        _, slow = steady_steps(ends, steady)
         samples_per_second = steady_rate(ends, [row[2] for row in self._points], steady)
         record = {
             "owner": self._owner,
@@ -164,8 +163,6 @@ class Recording:
             "samples_per_second": None if self._lacks_samples else samples_per_second,
             "batches_per_second": steady_rate(ends, [row[3] for row in self._points], steady),
             "steps_per_second": steady_rate(ends, [after - before for before, after in pairwise([0, *made])], steady),
-            "slow_steps": len(slow),
-            "slow_seconds": sum(slow.values()),
             "peak_bytes": peak_bytes(self._device),
             "metrics": self._metrics,
             "logged": {name: number for name, value in self._logged.items() if (number := _number(value)) is not None},

@@ -74,13 +74,6 @@ def steady_rate(ends: Sequence[float], amounts: Sequence[float], is_steady: Sequ
         amounts: the samples of each step.
         is_steady: whether only training happened between the previous step and this one.
     """
-    steady, _ = steady_steps(ends, is_steady)
-    seconds = sum(steady.values())
-    return sum(amounts[at] for at in steady) / seconds if seconds > 0 else None
-
-
-def steady_steps(ends: Sequence[float], is_steady: Sequence[bool]) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the seconds of the steady steps and of the outliers, by the step's index."""
     first = min(max(FIRST_STEPS, len(ends) // FIRST_PART), len(ends) - 1)
     known = range(1, len(ends))
     choices = (
@@ -89,9 +82,8 @@ def steady_steps(ends: Sequence[float], is_steady: Sequence[bool]) -> tuple[dict
         list(known),
     )
     chosen = next((steps for steps in choices if steps), [])
-    if not chosen:
-        return {}, {}
     took = {at: ends[at] - ends[at - 1] for at in chosen}
-    most = OUTLIER * sorted(took.values())[len(took) // 2]
+    most = OUTLIER * sorted(took.values())[len(took) // 2] if took else 0.0
     steady = {at: seconds for at, seconds in took.items() if seconds <= most}
-    return steady, {at: seconds for at, seconds in took.items() if seconds > most}
+    total = sum(steady.values())
+    return sum(amounts[at] for at in steady) / total if total > 0 else None
