@@ -36,6 +36,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def record_hang(fault: str, report: str, left_behind: str) -> None:
+    """Record a hang. The seconds in its report follow from the test's limit, which is 60 s for users."""
+    seconds = re.search(r"Hang for (\d+) s", report)
+    assert seconds is not None
+    record_row(f"{fault}, with a limit of some seconds", float(seconds[1]), report, left_behind)
+
+
 def set_limits(folder: Path) -> float:
     limit = float((folder / LIMIT).read_text())
     hangs.SHORTEST_LIMIT = hangs.FIRST_LIMIT = limit
@@ -93,7 +100,7 @@ def test_only_a_hang_is_reported(folder: Path) -> None:
     ranks = run_job(train_with_pauses, 2, folder)
     assert [texts[0] for texts, _ in ranks] == ["", ""]
     text = "".join(texts[1] for texts, _ in ranks)
-    found = re.findall(r"Hang for \d+ s: rank 1 never came: at .*test_hangs.py:\d+ in training_step \(fit, .*", text)
+    found = re.findall(r"Hang for \d+ s: rank 1 never came: at .*deadlines.py:\d+ in wait_until \(fit, .*", text)
     assert len(found) == text.count("Hang for") == text.count("The hang is over after") == 1, text
     assert "; rank 0: waiting in all_reduce (collective " in found[0]
     assert "hang_timeout=1800 ends it in" in text
@@ -103,7 +110,7 @@ def test_only_a_hang_is_reported(folder: Path) -> None:
     assert stacks.count("in training_step") >= 2
     assert str(file) in text
     assert not any(has_thread for _, has_thread in ranks)
-    record_row("time.sleep in training_step of rank 1 (ddp, two ranks)", 60.0, found[0], "the run goes on")
+    record_hang("a wait in training_step of rank 1 (ddp, two ranks)", found[0], "the run continues")
 
 
 class Barred(Classifier):
@@ -153,7 +160,7 @@ def test_a_lone_call_ends_the_job_after_its_timeout(job: Any, fault: str, late: 
     assert "rank 1" in report
     assert "hang_timeout=" in text
     assert len(list(folder.glob("hang-*.txt"))) == 1
-    record_row(fault, 60.0, report, "the job ends after hang_timeout")
+    record_hang(fault, report, "the job ends after hang_timeout")
 
 
 STOPPED = """
@@ -194,7 +201,7 @@ def test_a_stopped_rank_is_named_and_replaced(folder: Path) -> None:
     stacks = next(folder.glob("hang-*.txt")).read_text()
     assert "_engine_run_backward" in stacks
     assert "py-spy" in stacks
-    record_row("SIGSTOP of rank 1 (ddp, two ranks)", 60.0, named, "restarted by --max-restarts")
+    record_hang("SIGSTOP of rank 1 (ddp, two ranks)", named, "restarted by --max-restarts")
 
 
 def test_a_single_process_is_watched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

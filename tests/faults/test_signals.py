@@ -203,4 +203,4 @@ def test_a_clock_that_jumps_by_ten_hours_changes_nothing(tmp_path: Path, start: 
     assert job.wait() == 0, job.stderr
     job.check_nothing_left()
     assert job.stderr == ""
-    record_row("the clock jumps by ten hours (two ranks)", 0.0, "none: the job goes on", "exit code 0")
+    record_row("the clock jumps by ten hours (two ranks)", 0.0, "none: the job continues", "exit code 0")

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ pytest.importorskip("moto")
 
 TRAIN = """
 import json, sys, time
+from pathlib import Path
 import torch
 import trainwright as tw
 from small import Classifier, make_loader
@@ -40,6 +42,8 @@ remote_calls.BLOCK_BYTES = 0
 class Tell(tw.Callback):
     def on_train_batch_end(self, trainer, *_):
         print("step", trainer.global_step, flush=True)
+        while trainer.global_step == 5 and Path("pause").exists():
+            time.sleep(0.1)
 
 tw.seed_everything(1)
 module = Classifier(dropout=0.1)
@@ -70,7 +74,7 @@ class Proxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with client, socket.create_connection(self._server) as server:
+        with suppress(OSError), client, socket.create_connection(self._server) as server:
             threading.Thread(target=self._pass_back, args=(server, client), daemon=True).start()
             try:
                 while data := client.recv(1 << 16):
@@ -91,16 +95,14 @@ class Proxy:
                         self.num_broken += 1
                         time.sleep(0.3)
                     server.sendall(data)
-            except OSError:
-                pass
+            finally:
+                server.shutdown(socket.SHUT_RDWR)  # which also ends a read of the other thread
 
     def _pass_back(self, server: socket.socket, client: socket.socket) -> None:
-        try:
+        with suppress(OSError):
             while data := server.recv(1 << 16):
                 client.sendall(data)
             client.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +175,7 @@ def test_a_run_that_is_killed_within_an_upload_continues_its_folders_and_others_
     store: tuple[Proxy, dict[str, str]], whole: tuple[str, str], tmp_path: Path
 ) -> None:
     proxy = store[0]
+    (tmp_path / "pause").touch()
     run = begin(store, "killed", tmp_path, 600.0, 600.0)
     try:
         run.wait_for("step 5\n")
@@ -181,9 +184,11 @@ def test_a_run_that_is_killed_within_an_upload_continues_its_folders_and_others_
         message = f"is in use by another run: process {run.process.pid} on {socket.gethostname()}"
         assert message in other.stderr
         record_row("two runs in one folder of S3", 0, message, "exit 1, the first run unharmed")
-    finally:
-        proxy.mode = "hang"
+        before, proxy.mode = proxy.num_broken, "hang"
+        (tmp_path / "pause").unlink()
+        wait_until(lambda: proxy.num_broken > before, 60)
         run.process.send_signal(signal.SIGKILL)
+    finally:
         run.close()
     proxy.mode = "pass"
     files = s3fs.S3FileSystem(key="key", secret="secret", endpoint_url=proxy.address, skip_instance_cache=True)

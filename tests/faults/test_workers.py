@@ -38,18 +38,19 @@ class Digits(Dataset):
 
     def __getitem__(self, index):
         if index == 20:
+            print("fault", flush=True)
             if mode == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if mode == "takes all memory":
                 use_memory()
             if mode in ("hangs", "times out", "sleeps"):
-                print("stuck", flush=True)
                 time.sleep(1000 if mode == "sleeps" else 12)
         return torch.zeros(8), 0
 
 class Net(Classifier):
     def training_step(self, batch, batch_idx):
         if mode == "rank takes all memory" and self.global_rank == 1:
+            print("fault", flush=True)
             use_memory()
         return super().training_step(batch, batch_idx)
 
@@ -99,8 +100,9 @@ TEXTS = {
 @pytest.mark.parametrize("mode", list(TEXTS))
 def test_a_failing_worker_is_named_with_its_batch(mode: str, start: StartJob) -> None:
     text, code = TEXTS[mode]
-    began = time.monotonic()
     job = start(mode)
+    job.wait_for("fault")
+    began = time.monotonic()
     assert job.wait() == code, job.stderr
     lines = [line for line in job.stderr.splitlines() if re.search(text, line)]
     assert lines, job.stderr  # more than one: a chain of errors, or both workers
@@ -109,7 +111,7 @@ def test_a_failing_worker_is_named_with_its_batch(mode: str, start: StartJob) ->
 
 def test_a_run_that_ends_while_its_worker_sleeps_leaves_nothing(start: StartJob, temporary: Path) -> None:
     job = start("sleeps", TRAINWRIGHT_GRACE_SECONDS="2")
-    job.wait_for("stuck")
+    job.wait_for("fault")
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 143, job.stderr
     assert list(temporary.glob("pymp-*")) == []
@@ -142,8 +144,9 @@ def limited() -> Iterator[list[str]]:
 def test_the_out_of_memory_killer_is_named(
     mode: str, devices: int, where: str, limited: list[str], start: StartJob
 ) -> None:
-    began = time.monotonic()
     job = start(mode, devices, command=limited)
+    job.wait_for("fault")
+    began = time.monotonic()
     assert job.wait() == (137 if devices == 2 else 1), job.stderr
     killed = (
         rf"{where} ?killed by SIGKILL of the out-of-memory killer, \d kills? in this cgroup since the start; take a"

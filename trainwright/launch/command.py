@@ -48,7 +48,7 @@ def _unrepeatable_start() -> str:
     packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in traceback.walk_stack(None)}
     if runners := packages & {"_pytest", "doctest", "unittest"}:  # running, not only imported
         return f"by a test runner ({min(runners).strip('_')})"
-    is_stream = MAIN_FILE.startswith(("<stdin>", "/dev/"))
+    is_stream = MAIN_FILE.startswith(("<stdin>", "/dev/stdin", "/dev/fd/"))
     return f"from {MAIN_FILE}, which can be read only once" if is_stream else ""
 
 

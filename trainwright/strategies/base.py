@@ -278,7 +278,7 @@ class Strategy(JobView):
         return StepResult(None, True)
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
-        """Return the total norm of the finalized gradients, or None if the engine computes it in its step. Collective."""
+        """Return the total norm of the finalized gradients. Collective."""
         return self.clip_gradients(optimizer, Clipping(norm=math.inf))  # multiplies by 1.0
 
     def check_gradients(self, exchange: Exchange = gather_object) -> None:

@@ -324,6 +324,14 @@ class DeepSpeedStrategy(Strategy):
             return None
         return vendor.clip_gradients(facade.engine.optimizer, clipping, self.device)
 
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
+        if self._offloads:
+            raise RuntimeError(
+                "under offloading DeepSpeed keeps gradients where they cannot be read before its step, so no step can be "
+                "skipped. Pass nan_policy='raise', or do not offload."
+            )
+        return super().gradient_norm(optimizer)
+
     def check_gradients(self, exchange: Exchange = gather_object) -> None:
         for facade in self._engines:
             facade.order.compare(exchange)
