@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,13 +18,13 @@ from trainwright.distributed.environment import Environment
 
 __all__ = ["say"]
 
-_INNER = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
+_INNER = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
 
 
-def above_bars() -> AbstractContextManager[Any]:
+def above_bars() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which text goes to stderr above the bars of tqdm, which are drawn again at its end."""
     tqdm = sys.modules.get("tqdm.std")
-    return nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
+    return contextlib.nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr)
 
 
 def say(text: str) -> None:

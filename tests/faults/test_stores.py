@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from deadlines import wait_until
+from deadlines import deadline, wait_until
 from fault_rows import record_row
 from programs.test_s3 import KEYS, SERVER
 from small import QUIET, Classifier, make_loader
@@ -204,7 +204,8 @@ def test_a_run_that_is_killed_within_an_upload_continues_its_folders_and_others_
 def test_a_store_that_stays_away_ends_the_run_with_the_address_and_the_attempts(
     store: tuple[Proxy, dict[str, str]], tmp_path: Path
 ) -> None:
-    run = begin(store, "gone", tmp_path, 2.0, 5.0)
+    limits = deadline(3.0), deadline(8.0)
+    run = begin(store, "gone", tmp_path, *limits)
     try:
         run.wait_for("step 3\n")
         store[0].mode, began = "hang", time.monotonic()
@@ -216,8 +217,8 @@ def test_a_store_that_stays_away_ends_the_run_with_the_address_and_the_attempts(
     last = [line for line in run.stderr.splitlines() if "Check that the store answers" in line][-1]
     assert "s3://bucket/gone/checkpoints/step=" in last
     assert " times in " in last
-    record_row("S3 hangs for ever (limits of 2 and 5 s)", seconds, last, "exit 1")
-    missing = begin(store, "s3://missing/folder", tmp_path, 2.0, 5.0)
+    record_row(f"S3 hangs for ever (limits of {limits[0]:.0f} and {limits[1]:.0f} s)", seconds, last, "exit 1")
+    missing = begin(store, "s3://missing/folder", tmp_path, *limits)
     assert missing.wait() == 1
     assert "step 1" not in missing.stdout
     assert "s3://missing/folder" in missing.stderr
