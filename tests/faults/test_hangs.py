@@ -113,6 +113,32 @@ def test_only_a_hang_is_reported(folder: Path) -> None:
     record_hang("a wait in training_step of rank 1 (ddp, two ranks)", found[0], "the run continues")
 
 
+class Uneven(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.01 + 0.06 * self.trainer.global_rank)
+        return super().training_step(batch, batch_idx)
+
+
+def train_with_a_slow_rank(folder: Path) -> str:
+    hangs.SAMPLES = 8  # type: ignore[misc]
+    with redirect_stderr(io.StringIO()) as written:
+        settings = {**QUIET, "max_epochs": -1, "max_time": {"seconds": deadline(24)}}
+        tw.Trainer(**settings).fit(Uneven(), make_loader(4000, 4))
+    return written.getvalue()
+
+
+def test_a_slow_rank_is_named_once(folder: Path) -> None:
+    texts = run_job(train_with_a_slow_rank, 2, folder)
+    lines = [line for line in "".join(texts).splitlines() if "slower" in line]
+    assert len(lines) == 1, texts
+    assert re.fullmatch(
+        r"(\[rank0\] )?Rank 1 is slower than the others, which waited for it in \d of \d looks at the job\.", lines[0]
+    )
+    record_row(
+        "a rank that takes seven times as long (ddp, two ranks), by samples of 8 s", 16.0, lines[0], "the run continues"
+    )
+
+
 class Barred(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch_idx == 2 and self.trainer.is_global_zero:

@@ -212,7 +212,8 @@ class PeerWatch:
             self._store.add(self._goodbyes, 1)
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._poll_seconds):
+        # All ranks poll in the same moments, so that their counts of collectives compare.
+        while not self._stopped.wait(self._poll_seconds - time.time() % self._poll_seconds):
             try:
                 if self._log.count() > 0 and not self.has_failed:
                     self._log.wait_until_printed(PRINT_SECONDS)

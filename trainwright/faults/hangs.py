@@ -43,6 +43,9 @@ it after 30 s."""
 MARGIN_SECONDS = 10.0
 """How long before `hang_timeout` the job ends, so that no collective fails first and blames the rank that waits."""
 
+SAMPLES, LATE_SHARE, OTHERS_SHARE = 60, 0.5, 0.2
+"""A rank is slow if it is late in half of the seconds of a minute, and no other rank is late in a fifth of them."""
+
 Place = Callable[[], tuple[str | None, int]]
 """Returns the folder of a run, if it has one, and its step."""
 
@@ -90,6 +93,49 @@ def _cpu_seconds() -> float:
     return 0.0
 
 
+class SlowRanks:
+    """Names the rank for which the others wait in most collectives.
+
+    Every second all ranks sample how many collectives they have begun. After a minute rank 0 compares the samples. Seconds
+    without a new collective, such as those of a save by rank 0, do not count.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._keys = rank, [f"slow/{each}" for each in range(world_size)]
+        self._samples: dict[int, tuple[float, int]] = {}
+        self._named: set[int] = set()
+
+    def look(self, store: Store) -> None:
+        now = time.time()  # clocks of machines agree, but not their monotonic ones
+        if int(now) in self._samples:
+            return
+        if self._samples and int(now) // SAMPLES > max(self._samples) // SAMPLES:
+            post(store, self._keys[self._rank], json.dumps(self._samples))
+            self._samples = {}
+        self._samples[int(now)] = now % 1.0, count_issued(in_all=True) or 0
+        if self._rank == 0 and len(self._samples) == 3 and store.check(self._keys):  # the others have posted by now
+            self._compare([json.loads(store.get(key)) for key in self._keys])
+
+    def _compare(self, samples: Sequence[dict[str, tuple[float, int]]]) -> None:
+        seconds = sorted(set.intersection(*map(set, samples)))
+        late, looks, latest = [0] * len(samples), 0, -1
+        for second in seconds:
+            newest = max(count for _, count in (each[second] for each in samples))
+            rate, latest = newest - latest if latest >= 0 else 0, newest
+            if rate > 0:
+                # As if all had been sampled in the same moment.
+                counts = [count - rate * part for part, count in (each[second] for each in samples)]
+                looks, late = looks + 1, [n + (c < max(counts) - 0.5) for n, c in zip(late, counts, strict=True)]
+        ordered = sorted(range(len(late)), key=late.__getitem__)
+        slow = ordered[-1]
+        if looks >= SAMPLES / 2 and late[slow] > LATE_SHARE * looks and late[ordered[-2]] < OTHERS_SHARE * looks:
+            if slow not in self._named:
+                say(
+                    f"Rank {slow} is slower than the others, which waited for it in {late[slow]} of {looks} looks at the job."
+                )
+            self._named.add(slow)
+
+
 class Answer(NamedTuple):
     """The state of one rank when a rank has asked."""
 
@@ -123,6 +169,7 @@ class HangWatch:
         self._ends_at = timeout_seconds - min(MARGIN_SECONDS, timeout_seconds / 4)
         self._is_alone = connection.channel is None
         self._positions = RankPositions(0) if connection.channel is None else connection.channel.positions
+        self._slow = SlowRanks(self._rank, self._world_size)
         self._place: Place | None = None
         self._terms: Callable[[], Sequence[float]] = list
         self._patient_at = 0.0
@@ -182,6 +229,8 @@ class HangWatch:
             progress = self._progress = LocalProgress(self._positions, self._timeout / 2)
             self._answered, self._looked = store.add("hang/asked", 0), time.monotonic()
             post(store, f"hang/process/{self._rank}", json.dumps([os.getpid(), socket.gethostname()]))
+        if not self._is_alone:
+            self._slow.look(store)
         if time.monotonic() < self._looked + LOOK_SECONDS / 2:
             return
         self._looked = time.monotonic()
