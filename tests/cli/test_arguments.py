@@ -407,7 +407,7 @@ def test_wrong_arguments_of_a_subcommand_are_explained(tmp_path: Path, capsys: p
         assert said.startswith(f'{tmp_path / "all.yaml"}, line 3: Parser key "trainer.max_epochs"')
     assert "{fit,validate,test,predict}" in refused(capsys, parse)
     scheduler = ("--lr_scheduler=StepLR", "--lr_scheduler.step_size=1")
-    assert "Pass --optimizer too" in refused(capsys, parse, "fit", "--model.width=3", *scheduler)
+    assert "needs an optimizer. Pass --optimizer." in refused(capsys, parse, "fit", "--model.width=3", *scheduler)
 
 
 def test_wrong_uses_in_the_program() -> None:

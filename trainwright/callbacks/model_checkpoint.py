@@ -47,7 +47,6 @@ from trainwright.callbacks.checkpoint_policy import (
     scalar,
 )
 from trainwright.checkpoint.discovery import same_path
-from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn, say
@@ -243,8 +242,6 @@ class ModelCheckpoint(Checkpoint):
             folder = self.folder_in(trainer)
             if self.given_dirpath is None:
                 self.dirpath = self._default_dirpath = folder
-            if trainer.is_global_zero:
-                sweep_temporaries(folder)  # left by killed writers
 
     def folder_in(self, trainer: AnyTrainer) -> str:
         """Return the folder that this run saves in, once its loggers have theirs."""

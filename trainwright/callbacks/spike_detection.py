@@ -110,6 +110,11 @@ class SpikeDetection(Callback):
     def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         self._decide(trainer)
 
+    def sharded_state_dict(self, trainer: AnyTrainer, module: Module) -> dict[str, Any]:
+        """Look for a spike before a checkpoint is written, so that no run resumes after it."""
+        self._decide(trainer)
+        return {}
+
     def _decide(self, trainer: TrainerProtocol) -> None:
         """Look for a spike in the batches since the latest decision, with one read of the device. Collective."""
         waiting, self._waiting = self._waiting, []

@@ -210,11 +210,9 @@ class _Decoder:
         if depth > MAX_DEPTH:
             raise CheckpointError(f"the checkpoint's plain data is nested deeper than {MAX_DEPTH} levels.")
         if isinstance(plain, list):
-            if depth < MAX_DEPTH and _are_plain_integers(plain):
-                return plain
-            if depth == MAX_DEPTH or {list, dict} & {*map(type, plain)}:
-                return [self.decode(item, depth + 1) for item in plain]
-            return list(plain)  # a call per number or text would take most of the time
+            if depth < MAX_DEPTH and not {list, dict} & {*map(type, plain)}:
+                return plain  # a call per number or text would take most of the time
+            return [self.decode(item, depth + 1) for item in plain]
         if not isinstance(plain, dict):
             return plain
         tag = next(iter(plain), "")

@@ -278,7 +278,8 @@ class RemoteFiles:
         bucket, _, prefix = folder.partition("/")
         with contextlib.suppress(Exception):  # only s3fs has these calls, and they need a permission
             for upload in self._fs.list_multipart_uploads(bucket):
-                if upload["Key"].startswith(f"{prefix}/"):
+                name = upload["Key"].removeprefix(f"{prefix}/").partition("/")[2]
+                if upload["Key"].startswith(f"{prefix}/") and (name == COMMIT or OUR_FILE.fullmatch(name)):
                     self._fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
         return swept
 

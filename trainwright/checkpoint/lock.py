@@ -1,9 +1,11 @@
 """The lock of a checkpoint folder. Without it two runs in one folder would remove each other's checkpoints.
 
-It is a POSIX record lock on the file `.lock` in the folder, whose text names the holder. The kernel releases the lock when
-the process ends in any way. Forked loader workers do not inherit it, and it works over NFS. A file system without locks has
-none. An object store has no lock that ends with its process: there the file only names the holder. A live holder on this
-machine is another run. About one on another machine nothing is known, so it gets a warning.
+On a disk it is a POSIX record lock on the file `.lock` in the folder, whose text names the holder. The kernel releases the lock
+when the process ends in any way. Forked loader workers do not inherit it, and it works over NFS. A file system without locks
+has none.
+
+In an object store `.lock` only names the holder. If the holder is a live process of this machine, the folder is in use. Of a
+holder on another machine nothing is known, so it gets a warning, and its files stay.
 
 NOTE: a process that closes any descriptor of a file loses its POSIX locks on the file. So this process opens the file once.
 """
@@ -25,7 +27,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from trainwright.checkpoint.filesystem import Files, RemoteFiles, describe, resolve
+from trainwright.checkpoint.filesystem import Files, RemoteFiles, describe, resolve, sweep_temporaries
 from trainwright.errors import CheckpointError
 from trainwright.paths import is_process_alive, machine, process_start_time
 
@@ -73,7 +75,9 @@ class FolderLock:
 
 
 def lock_folder(folder: str) -> FolderLock:
-    """Lock a folder for this process, and create it if it is missing. The same process may lock it several times.
+    """Lock a folder for this process, create it if it is missing, and remove files that killed runs left in it.
+
+    The same process may lock it several times.
 
     CheckpointError if another process has locked it, or if it cannot be written.
     """
@@ -87,10 +91,9 @@ def lock_folder(folder: str) -> FolderLock:
                     _held[key].count += 1
                     return FolderLock(key)
             if isinstance(files, RemoteFiles):
-                _acquire_remote(files, path, folder)
-                remove = partial(_remove_remote, files, path)
+                is_alone, remove = _acquire_remote(files, path, folder), partial(_remove_remote, files, path)
             else:
-                descriptor = _acquire_in(files, inside, path, folder)
+                descriptor, is_alone = _acquire_in(files, inside, path, folder), True
                 key, remove = _key(os.fstat(descriptor)), partial(_remove, path, descriptor, missing)
         except OSError as error:
             raise CheckpointError(
@@ -98,6 +101,8 @@ def lock_folder(folder: str) -> FolderLock:
                 "dirpath in which files can be created."
             ) from error
         _held[key] = _Holding(remove)
+    if is_alone:
+        sweep_temporaries(folder)
     return FolderLock(key)
 
 
@@ -113,12 +118,13 @@ def _remove(path: str, descriptor: int, created: list[str]) -> None:
             os.rmdir(directory)
 
 
-def _acquire_remote(files: RemoteFiles, path: str, folder: str) -> None:
-    """Name this process in a remote folder."""
+def _acquire_remote(files: RemoteFiles, path: str, folder: str) -> bool:
+    """Name this process in a remote folder, and return whether no run on another machine may be alive."""
     holder: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError), files.open(path) as stream:
         holder = _parsed(stream.read(4096))
-    if holder and holder.get("machine") != machine():
+    is_foreign = bool(holder) and holder.get("machine") != machine()
+    if is_foreign:
         warnings.warn(
             f"{folder} has not been released by {_describe(holder)}. If that run still trains, stop one of the two, because "
             "they would remove each other's checkpoints.",
@@ -127,6 +133,7 @@ def _acquire_remote(files: RemoteFiles, path: str, folder: str) -> None:
     elif holder and is_process_alive(holder["pid"], str(holder["start"])):
         raise _refusal(folder, path, holder)
     files.put(path, json.dumps(_this_holder()).encode())
+    return not is_foreign
 
 
 def _remove_remote(files: RemoteFiles, path: str) -> None:

@@ -26,7 +26,7 @@ from trainwright.data.workers import SeededBatch, SeededIndex
 CHUNK = 256
 """Batches of torch's samplers drawn at once, because swapping RNG states costs about as much as drawing 100 batches."""
 
-RECENT = 256
+RECENT = 64
 """More batches than a loader reads ahead."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 COUNTERS = {"": ("/sys/fs/cgroup", "memory.events"), "memory": ("/sys/fs/cgroup/memory", "memory.oom_control")}
@@ -24,13 +25,14 @@ class OutOfMemoryKills:
 
 def count_kills() -> int:
     """Return how many processes of this cgroup were killed, or 0 if it is unknown."""
-    try:
-        groups = [line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:  # another system
-        return 0
-    for controllers, path in groups:
-        root, name = COUNTERS.get(controllers, ("", ""))
-        for file in (Path(root + path, name), Path(root, name)):  # a container may see only its own group, at the root
-            if root and file.exists():
-                return int(dict(line.split() for line in file.read_text().splitlines()).get("oom_kill", 0))
+    with suppress(OSError, ValueError):  # another system, or a file that this process may not read
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            root, name = COUNTERS.get(controllers, ("", ""))
+            for file in (
+                Path(root + path, name),
+                Path(root, name),
+            ):  # a container may see only its own group, at the root
+                if root and file.exists():
+                    return int(dict(each.split() for each in file.read_text().splitlines()).get("oom_kill", 0))
     return 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -90,7 +91,9 @@ class Engine(EngineCheckpoints):
         self.local_rank = environment.local_rank
         """This process's number on its node, from 0."""
         self.ranks = Ranks(self.connection.channel, seconds)
-        self.hangs = HangWatch(self.connection, seconds)
+        # A single process may rightly wait for long, for example for a download.
+        never_ends = timeout_seconds is None and self.world_size == 1
+        self.hangs = HangWatch(self.connection, math.inf if never_ends else seconds)
         self.writer = CheckpointWriter(self.ranks, lambda: self.connection.has_failed)
         self.strategy.connect(environment.rank, environment.world_size, self.device, joined)
         self.strategy.join_job(self)

@@ -7,6 +7,7 @@ store, and only then does every rank read its stacks (`stacks.py`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -33,7 +34,7 @@ SHORTEST_LIMIT = 60.0
 FIRST_LIMIT = 300.0
 """The same before the first progress of a run, which may compile or read a large data set."""
 GAP_FACTOR = 20.0
-"""The limit as a multiple of the longest step seen."""
+"""The limit as a multiple of the second longest step seen."""
 BUSY_FACTOR, BUSY_PART = 10.0, 0.2
 """A main thread that computes for this part of the time makes progress, for at most so many times the limit."""
 ANSWER_SECONDS = 5.0
@@ -53,10 +54,10 @@ Place = Callable[[], tuple[str | None, int]]
 class LocalProgress:
     """How long this process's main thread has made no progress. `look` is called once a second, by another thread."""
 
-    def __init__(self, positions: RankPositions, longest_limit: float) -> None:
-        self._positions, self._longest_limit = positions, longest_limit
-        self._position, self._looked, self._cpu = positions.now(), time.monotonic(), _cpu_seconds()
-        self._gaps: list[float] = []
+    def __init__(self, positions: RankPositions, longest_limit: float, thread: int) -> None:
+        self._positions, self._longest_limit, self._thread = positions, longest_limit, thread
+        self._position, self._looked, self._cpu = positions.now(), time.monotonic(), _cpu_seconds(thread)
+        self._gaps, self._known = list[float](), 0.0
         self.unmoved_seconds = self.stalled_seconds = 0.0
         """Seconds since the position changed, and the same or less if the main thread has computed."""
         self.is_busy = False
@@ -66,18 +67,20 @@ class LocalProgress:
         """Return the seconds without progress that are too many."""
         # Of two gaps the shorter one: the longest may be a compilation or a save.
         least = max(SHORTEST_LIMIT, GAP_FACTOR * self._gaps[-1]) if self._gaps else FIRST_LIMIT
-        return min(least, self._longest_limit)
+        return min(max(least, self._known), self._longest_limit)
 
     def look(self) -> None:
-        now, cpu, position = time.monotonic(), _cpu_seconds(), self._positions.now()
+        now, cpu, position = time.monotonic(), _cpu_seconds(self._thread), self._positions.now()
         # A process that was stopped or suspended itself was not hanging meanwhile.
         elapsed = min(now - self._looked, 2 * LOOK_SECONDS)
         self.is_busy = cpu - self._cpu >= BUSY_PART * (now - self._looked)
         self._looked, self._cpu = now, cpu
         self.unmoved_seconds += elapsed
         if position.order[0] != self._position.order[0]:  # another run
-            self._gaps = []
-        elif position != self._position and self.unmoved_seconds <= self.limit:
+            self._gaps, self._known = [], 0.0
+        elif position != self._position and self.unmoved_seconds > self.limit:
+            self._known = 1.5 * self.unmoved_seconds  # such a pause, as of a long hook, may come again
+        elif position != self._position:
             self._gaps = sorted([*self._gaps, self.unmoved_seconds], reverse=True)[:2]
         if position != self._position:
             self._position, self.unmoved_seconds = position, 0.0
@@ -87,9 +90,9 @@ class LocalProgress:
         self.stalled_seconds = 0.0 if computes else min(self.stalled_seconds + elapsed, self.unmoved_seconds)
 
 
-def _cpu_seconds() -> float:
+def _cpu_seconds(thread: int) -> float:
     with suppress(AttributeError, OSError):  # not on macOS and Windows
-        return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return 0.0
 
 
@@ -172,7 +175,7 @@ class HangWatch:
         self._slow = SlowRanks(self._rank, self._world_size)
         self._place: Place | None = None
         self._terms: Callable[[], Sequence[float]] = list
-        self._patient_at = 0.0
+        self._patient_at, self._thread = 0.0, threading.main_thread().ident or 0
         grace = argument_variables("grace").get("seconds", GRACE_SECONDS)
         if not grace.isdecimal():
             raise ValueError(f"TRAINWRIGHT_GRACE_SECONDS={grace}: expected an integer of at least 0.")
@@ -198,7 +201,7 @@ class HangWatch:
     @contextmanager
     def watching(self, locate: Locate, place: Place) -> Iterator[None]:
         """Watch a run during the block. Enter it on every rank."""
-        outer, self._place = self._place, place
+        outer, self._place, self._thread = self._place, place, threading.get_ident()
         self._polls["hang"] = self.poll  # in place of another engine's
         stopped = threading.Event()
         thread = threading.Thread(target=self._watch, args=(stopped,), name="trainwright-hang-watch", daemon=True)
@@ -226,7 +229,7 @@ class HangWatch:
             self._finish_round(store, *self._round)
         progress = self._progress
         if progress is None:
-            progress = self._progress = LocalProgress(self._positions, self._timeout / 2)
+            progress = self._progress = LocalProgress(self._positions, self._timeout / 2, self._thread)
             self._answered, self._looked = store.add("hang/asked", 0), time.monotonic()
             post(store, f"hang/process/{self._rank}", json.dumps([os.getpid(), socket.gethostname()]))
         if not self._is_alone:
@@ -236,7 +239,7 @@ class HangWatch:
         self._looked = time.monotonic()
         progress.look()
         if self._is_alone and (terms := self._terms()):
-            self._look_after_signal(terms, progress.unmoved_seconds)
+            self._look_after_signal(terms, progress)
         if (asked := store.add("hang/asked", 0)) > self._answered:
             self._answer(store, progress, asked)
         if progress.unmoved_seconds == 0.0 if self._reported else progress.stalled_seconds == 0.0:
@@ -251,16 +254,19 @@ class HangWatch:
                 self._round = asked, time.monotonic() + min(ANSWER_SECONDS, self._timeout / 5)
             self._answer(store, progress, asked)
 
-    def _look_after_signal(self, terms: Sequence[float], unmoved_seconds: float) -> None:
-        now = time.monotonic()
-        since = max(terms[0], now - unmoved_seconds, self._patient_at)
-        if now - since < self._grace and terms[-1] - since < AGAIN_SECONDS:
+    def _look_after_signal(self, terms: Sequence[float], progress: LocalProgress) -> None:
+        now, first = time.monotonic(), max(terms[0], self._patient_at)
+        # A main thread that computes is in a long step, unless SIGTERM comes again.
+        since, unmoved_since = (max(first, now - each) for each in (progress.stalled_seconds, progress.unmoved_seconds))
+        if now - since < self._grace and terms[-1] - unmoved_since < AGAIN_SECONDS:
             return
-        stack = stacks.stack_of(threading.main_thread().ident or 0, stacks.read_stacks())
+        stack = stacks.stack_of(self._thread, stacks.read_stacks())
         if stacks.is_patient(stack):
             self._patient_at = now
             return
-        text = f"trainwright: the run made no progress for {now - since:.0f} s after SIGTERM, so the process ends."
+        text = (
+            f"trainwright: the run made no progress for {now - unmoved_since:.0f} s after SIGTERM, so the process ends."
+        )
         lines = "".join(f'  File "{file}", line {line} in {function}\n' for file, line, function in stack)
         # Not through sys.stderr, which the main thread may have locked.
         os.write(2, f"{text} Nothing is saved. The main thread hangs here:\n{lines}".encode())
@@ -268,7 +274,7 @@ class HangWatch:
 
     def _answer(self, store: Store, progress: LocalProgress, asked: int) -> None:
         text = stacks.read_stacks()
-        stack = stacks.stack_of(threading.main_thread().ident or 0, text)
+        stack = stacks.stack_of(self._thread, text)
         issued, (name, is_pending), (order, position) = count_issued() or 0, latest_collective(), self._positions.now()
         waits_in = stacks.awaited(stack, name and f"{name} (collective {issued})", is_pending)
         activity = f"waiting in {waits_in} " if waits_in else "computing " if progress.is_busy else ""
@@ -288,24 +294,23 @@ class HangWatch:
             return
         self._round = 0, 0.0
         given = [answer for answer in answers if answer is not None]
-        if progress.stalled_seconds >= progress.limit and not (is_complete and _makes_progress(given, progress.limit)):
-            self._report(store, answers, progress.stalled_seconds, self._can_end(given))
+        # A script may have no more to do after its run or its loop.
+        is_awaited = any(answer.waits_in or answer.is_in_run for answer in given)
+        moves = is_complete and _makes_progress(given, progress.limit)
+        if is_awaited and progress.stalled_seconds >= progress.limit and not moves:
+            self._report(store, answers, progress.stalled_seconds)
 
-    def _can_end(self, given: Sequence[Answer]) -> bool:
-        """Return whether the hang may end the job: in a raw loop ranks may not wait for each other."""
-        waits = any(answer.waits_in or answer.is_in_run for answer in given)
-        return waits and not (self._is_alone and is_interactive())
-
-    def _report(self, store: Store, answers: Sequence[Answer | None], seconds: float, can_end: bool) -> None:
-        late = _late_ranks(answers)
+    def _report(self, store: Store, answers: Sequence[Answer | None], seconds: float) -> None:
+        late, can_end = _late_ranks(answers), self._timeout < math.inf and not (self._is_alone and is_interactive())
         summary = f"Hang for {seconds:.0f} s: {self._described(store, answers, late)}"
         if store.add("hang/reports", 1) == 1:
             self._reported = time.monotonic() - seconds
-            ending = f" hang_timeout={self._timeout:g} ends it in {self._timeout - seconds:.0f} s." if can_end else ""
+            ends_in = max(0.0, self._ends_at - seconds)
+            ending = f" hang_timeout={self._timeout:g} ends it in {ends_in:.0f} s." if can_end else ""
             say(f"{summary}.\n  The job continues to wait.{ending} {self._write(store, summary, answers)}")
         self._asks_at = self._ends_at if seconds < self._ends_at else seconds + self._timeout
         if seconds >= self._ends_at and can_end:
-            self._end_job(store, late[0], answers[late[0]], f"hang_timeout={self._timeout:g} has passed. {summary}")
+            self._end_job(store, late[0], answers[late[0]], f"hang_timeout={self._timeout:g} is over. {summary}")
 
     def _described(self, store: Store, answers: Sequence[Answer | None], late: Sequence[int]) -> str:
         """Return the late ranks in words, and then the other ranks."""

@@ -7,6 +7,7 @@ calls nothing of it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,9 +35,9 @@ WATCHED = {
 }
 """The methods of an engine that a policy replaces."""
 MOST_SKIPS = 10
-"""Steps that a run may skip in a row."""
-MOST_ROLLBACKS = 2
-"""Times that a run may return to the same checkpoint."""
+"""Steps that a run may skip in a row, and times that it may return to one checkpoint."""
+MOST_CALLS = 64
+"""Calls of a window that are kept. An evaluation with gradients has no step that would end the window."""
 CHECK_EVERY = 50
 """Optimizer steps between two checks of a raw loop."""
 CHECK = "the check for NaN"
@@ -87,8 +88,8 @@ class NanGuard:
         self._has_warned = False
         self._finite_at = self._num_steps = self._num_skipped = 0
         """The step of the latest check, the steps so far under "raise", and the steps skipped in a row."""
-        self._returns: list[str] = []
-        """The checkpoints of the rollbacks without progress."""
+        self._returns: Counter[str] = Counter()
+        """The number of returns to each checkpoint."""
         self.fault = ""
         """The weights that are not finite at the end."""
         self._clear()
@@ -124,10 +125,13 @@ class NanGuard:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if self._policy is None and not self._has_warned and isinstance(loss, Tensor) and has_bad(loss):
             self._has_warned = True
+            lasts = (
+                "" if self._engine.precision.has_scaler else ", so the weights become NaN and training does not recover"
+            )
             warn(
                 f"the loss{self._of(self._engine.rank)} is {loss.mean().item()} at step {self._parts.step()}"
-                f"{self._parts.batch()}, so the weights become NaN and training does not recover. Pass nan_policy='raise' to "
-                "end such a run, 'skip' to skip such steps, or 'rollback' to return to the newest checkpoint.",
+                f"{self._parts.batch()}{lasts}. Pass nan_policy='raise' to end such a run, 'skip' to skip such steps, or "
+                "'rollback' to return to the newest checkpoint.",
                 stacklevel=2,
             )
 
@@ -141,7 +145,7 @@ class NanGuard:
             if self._raises or not self._calls:
                 self._rng = self._parts.get_rng()
                 self._buffers = [] if self._raises else copied_buffers(self._engine.modules)
-            self._calls = [*(() if self._raises else self._calls), Call(module, name, args, kwargs)]
+            self._calls = [*(() if self._raises else self._calls[1 - MOST_CALLS :]), Call(module, name, args, kwargs)]
         return self._run(module, name, *args, **kwargs)
 
     def watched_backward(self, loss: Tensor, send: Sender | None = None, **options: object) -> None:
@@ -198,7 +202,7 @@ class NanGuard:
             self.fault = self.fault or "the loss is not finite"
             raise FloatingPointError(
                 f"the loss{self._of(*bad)} is {next(iter(bad.values()))}, found {self._where()}. {found}{by_now}"
-                f"{self._store(self._engine.rank in bad)} {REMEDY}. nan_policy='skip' and 'rollback' train on."
+                f"{self._store(self._engine.rank in bad)} {REMEDY}."
             )
         self._finite_at = self._parts.step()
 
@@ -269,12 +273,11 @@ class NanGuard:
         if self._num_skipped > MOST_SKIPS:
             raise FloatingPointError(f"{text}, after {MOST_SKIPS} skipped steps in a row.{stored} {REMEDY}.")
         if path := self._parts.roll_back():
-            # A checkpoint that was saved at a skipped step is no progress.
-            self._returns = [*(self._returns if path in self._returns or self._num_skipped > 1 else ()), path]
-            if len(self._returns) > MOST_ROLLBACKS:
+            self._returns[path] += 1
+            if self._returns[path] > MOST_SKIPS:
                 raise FloatingPointError(
-                    f"{text}, and {MOST_ROLLBACKS} returns to {path} have brought no progress.{stored} "
-                    f"Save more often (every_n_train_steps=), or lower the learning rate; {REMEDY}."
+                    f"{text}, after {MOST_SKIPS} returns to {path}.{stored} Save more often (every_n_train_steps=), or lower "
+                    f"the learning rate; {REMEDY}."
                 )
         returns = f", and the run returns to {path}" if path else ""
         rank_zero_warn(f"{text}. The step is skipped on all ranks{returns}.{stored}", stacklevel=2)

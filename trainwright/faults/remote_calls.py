@@ -88,6 +88,8 @@ def repeated(call: Callable[[], Any], name: str, address: str, *, is_change: boo
         try:
             return call()
         except Exception as error:
+            if attempt > 1 and name.startswith("rm") and isinstance(error, FileNotFoundError):
+                return None  # an earlier attempt has removed it
             if isinstance(error, _LASTING) or getattr(error, "errno", None) in _FULL or not is_outage(error):
                 raise
             seconds = time.monotonic() - began

@@ -19,11 +19,12 @@ Frame = tuple[str, str, str]
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _INNER = (_PACKAGE, "<frozen", *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+_DEBUGGER = re.compile(r"/(bdb|pdb)\.py$|pydevd|debugpy")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _RANKS, _CHANNEL = f"{_PACKAGE}distributed{os.sep}ranks.py", f"{_PACKAGE}distributed{os.sep}store_channel.py"
 _SAVES = ("checkpoint", "trainer/saving.py", "engine/engine_checkpoints.py", "raw_loop/saved_states.py")
-_COMPILERS = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py", "_inductor/async_compile.py", "serialization.py")
-_SLOW = (*(_TORCH + name for name in _COMPILERS), *(_PACKAGE + name for name in _SAVES))
+_OF_TORCH = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py", "_inductor/async_compile.py", "serialization.py")
+_SLOW = (*(_TORCH + name for name in _OF_TORCH), *(_PACKAGE + name for name in _SAVES))
 _STATES = {"T": "it is stopped (SIGSTOP)", "t": "a debugger has stopped it", "D": "it waits for a disk or a device"}
 
 
@@ -59,7 +60,7 @@ def user_place(stack: list[Frame], worker: str) -> str:
 def is_patient(stack: list[Frame]) -> bool:
     """Return whether a main thread may rightly wait for long: in a save, a compilation, a debugger or `rank_zero_first`."""
     return any(
-        file.startswith(_SLOW) or file.endswith(("/bdb.py", "/pdb.py")) or (file == _RANKS and function == "first")
+        file.startswith(_SLOW) or _DEBUGGER.search(file) or (file == _RANKS and function == "first")
         for file, _, function in stack
     )
 

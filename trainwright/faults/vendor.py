@@ -44,7 +44,7 @@ def _try_get_data(reference: Callable[[], Any], *timeout: float) -> tuple[bool, 
     try:
         result: tuple[bool, Any] = type(iterator)._try_get_data(iterator, *timeout)
     except RuntimeError as error:
-        raise _explained(error) from error
+        raise _explained(error)  # noqa: B904 - perhaps the same error
     if timeout and not result[0]:
         raise RuntimeError(f"DataLoader timed out after {timeout[0]} seconds, waiting for {awaited_worker()}.")
     return result
@@ -54,17 +54,19 @@ def _on_child(previous: Callable[[int, FrameType | None], object], number: int, 
     try:
         previous(number, frame)
     except RuntimeError as error:
-        raise _explained(error) from None
+        raise _explained(error)  # noqa: B904 - perhaps the same error
 
 
 def _explained(error: RuntimeError) -> RuntimeError:
-    """Return torch's error about ended workers with their descriptions."""
+    """Return torch's error about ended workers with their descriptions, and other errors as they are."""
     text = str(error).strip().rstrip(".")
+    found = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", text)
     # The handler of torch may have raised it within the call that raises it again.
-    found = None if ". It is worker " in text else re.search(r"\(pid(?:\(s\))? ([\d, ]+)\)", text)
-    for iterator in list(_streams) if found else ():
+    if found is None or ". It is worker " in text:
+        return error
+    for iterator in list(_streams):
         for number, worker in enumerate(iterator._workers):
-            if str(worker.pid) in found[1].split(", "):  # type: ignore[index]
+            if str(worker.pid) in found[1].split(", "):
                 code = worker.exitcode or 0
                 how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 if code == -signal.SIGKILL:

@@ -103,6 +103,7 @@ class Place(NamedTuple):
         rank, world_size = str(self.first_rank(self.node) + local_rank), str(self.world_size)
         variables = {
             **os.environ,
+            "TRAINWRIGHT_GRACE_SECONDS": f"{0.9 * job.grace_seconds:.0f}",  # so that a rank that hangs prints its stack
             "RANK": rank,
             "LOCAL_RANK": str(local_rank),
             "GROUP_RANK": str(self.node),

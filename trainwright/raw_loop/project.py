@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trainwright.arguments import NamedArguments
 from trainwright.checkpoint.discovery import CheckpointEntry, find_candidates, remove_older, same_path
-from trainwright.checkpoint.filesystem import resolve, sweep_temporaries
+from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.lock import lock_folder
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import BackgroundSave
@@ -190,13 +190,12 @@ class NumberedCheckpoints:
         )
 
     def _lock(self, folder: str) -> None:
-        """Lock the folder, on rank 0, until this process ends or drops the Accelerator. Sweep killed writers' files."""
+        """Lock the folder, on rank 0, until this process ends or drops the Accelerator."""
         if not self._is_locked:
             lock = lock_folder(folder)
             # It also runs at the interpreter's exit.
             weakref.finalize(self, lock.release)
             self._is_locked = True
-            sweep_temporaries(folder)
 
     def _remove_replaced(self) -> None:
         """Remove the oldest complete checkpoints beyond the limit, on rank 0, if the latest save has committed."""

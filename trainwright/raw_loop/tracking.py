@@ -66,7 +66,7 @@ class Tracker:
         writable = {
             key: each for key, each in others.items() if isinstance(each, getattr(self.logger, "loggable", str))
         }
-        is_written = bool(writable) and write_others(writable, step)
+        is_written = bool(writable) and outlived(self.logger, "log_texts", writable, step)
         left_out = others.keys() - (writable.keys() if is_written else set()) - self._left_out
         if left_out:
             self._left_out |= left_out

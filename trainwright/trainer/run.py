@@ -341,7 +341,7 @@ class Run:
             configure_model()
         self.profiler.attach(module)
         for logger in self.loggers if self.call == "fit" and engine.rank == 0 else ():
-            logger.log_graph(module)
+            outlived(logger, "log_graph", module)
 
     def log_hyper_parameters(self) -> None:
         """Write the hyper-parameters to the loggers, on rank 0."""

@@ -173,9 +173,7 @@ class Stop:
     def is_left(self, loader: int, batch: int) -> bool:
         """Return whether all ranks abandon the running evaluation before this batch."""
         point = self._abandonment
-        if point is None or not point.is_pending:
-            return False
-        if not self._may_abandon:
+        if point is None or not point.is_pending or not self._may_abandon:
             return False
         # Sync points compare numbers, so the numbers of batches grow over all evaluations of the fit.
         return point.is_reached((self._state.total_batches << 64) + (loader << 48) + batch)
@@ -227,7 +225,7 @@ class Stop:
         if self.path:
             text += f'; it is saved as {self.path}. Run the same command with ckpt_path="auto" to resume.'
         elif self._checkpoint is not None:
-            text += "; nothing was saved, since the weights are not finite."
+            text += "; nothing was saved, since its weights or its optimizer's state are not finite."
         else:
             text += "; nothing was saved, since this run has no ModelCheckpoint that saves."
         if self.path and name == "SIGUSR1" and (requeued := requeue_job()):
