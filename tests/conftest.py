@@ -150,12 +150,17 @@ def _seeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINWRIGHT_CONFIG", os.devnull)  # not the user's config
-    threads = torch.get_num_threads()
+    threads, handlers = (
+        torch.get_num_threads(),
+        {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)},
+    )
     torch.set_num_threads(1)
     # torch.manual_seed also records a stack for every absent kind of device, which takes a millisecond.
     (torch.default_generator if ON_HOST else torch).manual_seed(0)
     yield
     torch.set_num_threads(threads)
+    for number, handler in handlers.items():  # a kept error of a stopped run keeps its handlers
+        signal.signal(number, handler)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         pytest.fail("the test leaves a process group in pytest's own process, which others may fork", pytrace=False)

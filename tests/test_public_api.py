@@ -12,7 +12,7 @@ NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs CSVLogge
     CometLogger DDPCommunicationHookType DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin
     DeepSpeedStrategy DistributedDataParallelKwargs DistributedType Engine FSDPStrategy
     FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin GradientState
-    InitProcessGroupKwargs LaunchError LightningDataModule LightningModule LocalSGD Logger MLFlowLogger Module
+    InitProcessGroupKwargs LaunchError LightningDataModule LightningModule Logger MLFlowLogger Module
     PartialState Precision ProfileKwargs Profiler ProjectConfiguration PyTorchProfiler RunStopped
     ShardedDDPStrategy SimpleProfiler Strategy TensorBoardLogger Trainer TrainwrightError Tuner WandbLogger
     WorkerFailed __version__ broadcast debug_launcher estimate_memory extract_model_from_parallel
@@ -29,7 +29,7 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
 METHODS = {
     tw.Engine: """backward barrier broadcast close find_fault finish_save gather load open prepare_loader
         prepare_module prepare_optimizers rank_zero_first reduce refresh_trainable run save step sync_gradients
-        take_seed train_apart verified""",
+        take_seed verified""",
     tw.Accelerator: """accumulate autocast backward broadcast check_trigger clear clip_grad_norm_
         clip_grad_value_ end_training finish_save free_memory gather gather_for_metrics get_state_dict get_tracker
         init_trackers join_uneven_inputs load load_state local_main_process_first log log_images

@@ -40,7 +40,6 @@ _HOMES = {
     "trainwright.raw_loop.gathering": "broadcast gather pad_across_processes reduce synchronize_rng_states",
     "trainwright.raw_loop.job_states": "AcceleratorState DistributedType GradientState PartialState",
     "trainwright.raw_loop.launchers": "debug_launcher notebook_launcher",
-    "trainwright.raw_loop.local_sgd": "LocalSGD",
     "trainwright.raw_loop.options": "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs GradScalerKwargs "
     "InitProcessGroupKwargs ProfileKwargs",
     "trainwright.raw_loop.plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin GradientAccumulationPlugin",

@@ -47,7 +47,6 @@ from trainwright.raw_loop.job_states import GradientState as GradientState
 from trainwright.raw_loop.job_states import PartialState as PartialState
 from trainwright.raw_loop.launchers import debug_launcher as debug_launcher
 from trainwright.raw_loop.launchers import notebook_launcher as notebook_launcher
-from trainwright.raw_loop.local_sgd import LocalSGD as LocalSGD
 from trainwright.raw_loop.options import AutocastKwargs as AutocastKwargs
 from trainwright.raw_loop.options import DDPCommunicationHookType as DDPCommunicationHookType
 from trainwright.raw_loop.options import DistributedDataParallelKwargs as DistributedDataParallelKwargs

@@ -40,7 +40,5 @@ def seconds_of(timeout: float | timedelta | None, name: str = "timeout") -> floa
     if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float))):
         raise TypeError(f"{name}={timeout!r} is not accepted. Pass seconds, a timedelta, or None.")
     if seconds is not None and not 0 < seconds < math.inf:
-        raise ValueError(
-            f"{name}={timeout!r} is not positive and finite. Pass seconds, such as 900, a timedelta, or None."
-        )
+        raise ValueError(f"{name}={timeout!r} is not above 0 and finite. Pass seconds, such as 900, or a timedelta.")
     return seconds

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from trainwright import Accelerator, LocalSGD, set_seed
+from trainwright import Accelerator, set_seed
 
 EPOCHS, BATCH_SIZE = 5, 32
+EVERY = 8
+"""The batches between two averages of the weights."""
 
 
 def make_data():
@@ -26,6 +28,13 @@ def make_model():
     return nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
 
 
+@torch.no_grad()
+def average(accelerator, model):
+    """Average the weights of all processes. The moments of the optimizer stay those of each process."""
+    for parameter in model.parameters():
+        parameter.copy_(accelerator.reduce(parameter, "mean"))
+
+
 def main():
     set_seed(1)
     accelerator = Accelerator()
@@ -40,14 +49,15 @@ def main():
 
     for epoch in range(EPOCHS):
         model.train()
-        with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
-            for points, labels in train_loader:
+        for number, (points, labels) in enumerate(train_loader, start=1):
+            with accelerator.no_sync(model):
                 loss = nn.functional.cross_entropy(model(points), labels)
                 accelerator.backward(loss)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-                local_sgd.step()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if number % EVERY == 0 or number == len(train_loader):
+                average(accelerator, model)
 
         model.eval()
         correct = total = 0

@@ -289,7 +289,7 @@ def test_a_hang_timeout_has_to_be_positive(kind: Any, value: Any) -> None:
     words = (
         r"is not accepted. Pass seconds"
         if value in ("15 minutes", True)
-        else "is not positive and finite. Pass seconds, such as 900"
+        else "is not above 0 and finite. Pass seconds, such as 900"
     )
     with pytest.raises((ValueError, TypeError), match=rf"hang_timeout={re.escape(repr(value))} {words}"):
         kind(hang_timeout=value)

@@ -336,21 +336,3 @@ def test_wrong_options_of_a_profile_are_rejected() -> None:
         tw.ProfileKwargs(activities=["cup"])
     with pytest.raises(ValueError, match=r"phase of schedule_option 'warm_up'.* Did you mean 'warmup'"):
         tw.ProfileKwargs(schedule_option={"warm_up": 1})
-
-
-# -- LocalSGD, where it does nothing -----------------------------------------------------------------------------------
-
-
-def test_local_sgd_on_one_process_changes_nothing() -> None:
-    accelerator = alone()
-    net = accelerator.prepare(make_net())
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    with tw.LocalSGD(accelerator, net, local_sgd_steps=2) as local_sgd:
-        local_sgd.step()
-    assert local_sgd.num_steps == 1
-    assert not local_sgd.enabled
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    with pytest.raises(ValueError, match="the Linear of LocalSGD was not prepared"):
-        tw.LocalSGD(accelerator, nn.Linear(1, 1), 2)
-    with pytest.raises(ValueError, match="local_sgd_steps=0 is not accepted"):
-        tw.LocalSGD(accelerator, net, 0)

@@ -12,7 +12,7 @@ They use the features of Accelerate's documentation, on one process and on two:
 | tracking | tracking |
 | metrics on several processes | tracking, cross_validation |
 | cross validation, profiler | cross_validation |
-| LocalSGD, communication hooks of DDP | communication |
+| communication hooks of DDP | communication |
 
 Others are written anew after public training scripts, and stop within an epoch and resume there:
 
@@ -71,10 +71,7 @@ RUNS: dict[str, list[list[str]]] = {
     "early_stopping": [[]],
     "tracking": [[]],
     "cross_validation": [[]],
-    "communication": [
-        ["--name", "averaged", "--local_sgd_steps", "4"],
-        ["--name", "hooked", "--ddp_comm_hook", "fp16"],
-    ],
+    "communication": [["--name", "hooked", "--ddp_comm_hook", "fp16"]],
     "diffusion": [
         [],
         ["--output_dir", "out", "--checkpointing_steps", "5", "--stop_after", "11"],

@@ -245,7 +245,7 @@ def test_the_timeout_reaches_the_process_group(results: list[dict[str, Any]]) ->
         ({"comm_hook": "power_sgd", "comm_state": 3}, TypeError, "comm_state=3 .* Pass a dict of PowerSGDState's"),
         ({"comm_hook": "power_sgd", "comm_state": {"rank": 1}}, ValueError, "is not accepted by torch's PowerSGDState"),
         ({"comm_hook": "power_sgd", "comm_state": {"start_powerSGD_iter": 1}}, ValueError, "PowerSGDState"),
-        ({"timeout": 0}, ValueError, "timeout=0 is not positive and finite. Pass seconds"),
+        ({"timeout": 0}, ValueError, "timeout=0 is not above 0 and finite. Pass seconds"),
         ({"timeout": "1 h"}, TypeError, "timeout='1 h' is not accepted. Pass seconds, a timedelta, or None"),
     ],
 )

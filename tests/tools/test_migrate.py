@@ -58,7 +58,6 @@ def rewritten(text: str) -> str:
         ),
         ("import accelerate", "import trainwright as accelerate"),
         ("from accelerate.utils import \\\n    set_seed", "from trainwright import \\\n    set_seed"),
-        ("from accelerate.local_sgd import LocalSGD", "from trainwright import LocalSGD"),
         (
             "if True:\r\n\tfrom lightning.pytorch.utilities import grad_norm, rank_zero_only  # both\r\nx = 1",
             (

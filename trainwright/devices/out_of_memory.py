@@ -17,10 +17,10 @@ class OutOfMemoryKills:
 
     def describe(self) -> str:
         """Return the reason of a kill and the remedies in words, or "" if there was no such kill or it is unknown."""
-        if not (kills := count_kills() - self._before):
-            return ""
+        kills = count_kills() - self._before
         count = f"{kills} kill{'s' * (kills > 1)} in this cgroup since the start"
-        return f" of the out-of-memory killer, {count}; take a smaller batch, fewer loader workers or more memory"
+        reason = f" of the out-of-memory killer, {count}; take a smaller batch, fewer loader workers or more memory"
+        return reason if kills > 0 else ""
 
 
 def count_kills() -> int:
@@ -29,10 +29,8 @@ def count_kills() -> int:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             root, name = COUNTERS.get(controllers, ("", ""))
-            for file in (
-                Path(root + path, name),
-                Path(root, name),
-            ):  # a container may see only its own group, at the root
+            # A container may see only its own group, at the root.
+            for file in (Path(root + path, name), Path(root, name)):
                 if root and file.exists():
                     return int(dict(each.split() for each in file.read_text().splitlines()).get("oom_kill", 0))
     return 0

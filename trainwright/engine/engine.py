@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -92,8 +91,7 @@ class Engine(EngineCheckpoints):
         """This process's number on its node, from 0."""
         self.ranks = Ranks(self.connection.channel, seconds)
         # A single process may rightly wait for long, for example for a download.
-        never_ends = timeout_seconds is None and self.world_size == 1
-        self.hangs = HangWatch(self.connection, math.inf if never_ends else seconds)
+        self.hangs = HangWatch(self.connection, seconds, ends=timeout_seconds is not None or self.world_size > 1)
         self.writer = CheckpointWriter(self.ranks, lambda: self.connection.has_failed)
         self.strategy.connect(environment.rank, environment.world_size, self.device, joined)
         self.strategy.join_job(self)
@@ -105,7 +103,7 @@ class Engine(EngineCheckpoints):
         self.optimizers: list[Optimizer] = []
         self.optimization, self.script = Optimization(), ScriptSettings()
         self.replaced = ReplacedParameters()
-        self._trains_apart = self._is_known_finite = False
+        self._is_known_finite = False
         self._trained: dict[str, nn.Parameter] = {}
         """Which parameters of each module required gradients at the strategy's last setup or refresh."""
 
@@ -190,12 +188,7 @@ class Engine(EngineCheckpoints):
 
     def sync_gradients(self, enabled: bool) -> None:
         """Set, before a forward, whether its backward averages gradients over ranks, as at a window's end."""
-        self.strategy.sync_gradients(enabled and not self._trains_apart)
-
-    def train_apart(self, apart: bool) -> None:
-        """Set whether every rank steps its copy of the model with local gradients. The caller unites the copies afterwards."""
-        self._trains_apart = apart
-        self.sync_gradients(True)
+        self.strategy.sync_gradients(enabled)
 
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None

@@ -89,7 +89,6 @@ class EngineCheckpoints:
     modules: list[nn.Module]
     optimizers: list[Optimizer]
     seed: int
-    _trains_apart: bool
     _is_known_finite: bool
     """Whether the weights have been found finite for the next save, equal on all ranks."""
 
@@ -142,11 +141,6 @@ class EngineCheckpoints:
                 raise CheckpointError(
                     f"checkpoint {path} was not written: {lazy[0]!r} is an uninitialised lazy tensor, and a checkpoint stores "
                     "tensors with a shape. Save after a forward that reaches the layer, or pass the layer its size."
-                )
-            if self._trains_apart:
-                raise RuntimeError(
-                    f"checkpoint {path} was requested within LocalSGD, where the ranks have different weights; save after the "
-                    "block."
                 )
             for module in self.modules:
                 computed_keys(self.strategy, module)  # raises for entries that cannot be stored

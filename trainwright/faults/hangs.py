@@ -7,7 +7,6 @@ store, and only then does every rank read its stacks (`stacks.py`).
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import socket
@@ -163,12 +162,12 @@ class HangWatch:
     """Watches one job from each of its processes. The watcher thread of the connection polls it.
 
     A process without other ranks has a thread only during a call of a Trainer: in a raw loop nothing tells a hang from a
-    program that has no more to do.
+    program that has no more to do. A hang that lasts for the timeout ends the job if `ends`.
     """
 
-    def __init__(self, connection: Connection, timeout_seconds: float) -> None:
+    def __init__(self, connection: Connection, timeout_seconds: float, *, ends: bool) -> None:
         self._rank, self._world_size = connection.environment.rank, connection.environment.world_size
-        self._timeout, self._polls = timeout_seconds, connection.polls
+        self._timeout, self._ends, self._polls = timeout_seconds, ends, connection.polls
         self._ends_at = timeout_seconds - min(MARGIN_SECONDS, timeout_seconds / 4)
         self._is_alone = connection.channel is None
         self._positions = RankPositions(0) if connection.channel is None else connection.channel.positions
@@ -301,7 +300,7 @@ class HangWatch:
             self._report(store, answers, progress.stalled_seconds)
 
     def _report(self, store: Store, answers: Sequence[Answer | None], seconds: float) -> None:
-        late, can_end = _late_ranks(answers), self._timeout < math.inf and not (self._is_alone and is_interactive())
+        late, can_end = _late_ranks(answers), self._ends and not (self._is_alone and is_interactive())
         summary = f"Hang for {seconds:.0f} s: {self._described(store, answers, late)}"
         if store.add("hang/reports", 1) == 1:
             self._reported = time.monotonic() - seconds

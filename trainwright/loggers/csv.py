@@ -84,7 +84,6 @@ class CSVLogger(FolderLogger):
 
     def _written(self) -> dict[str, Any]:
         """Write all rows, and return their number."""
-        self._take_open_row()
         outlived(self, "flush")
         if self._file is None and self._writer.is_late:  # it may be about to open the file
             return {}
@@ -103,16 +102,9 @@ class CSVLogger(FolderLogger):
                 self._file.sync()
 
     def drop_later_rows(self) -> None:
-        self._take_open_row()
         self._open().cut()
 
-    def _take_open_row(self) -> None:
-        """Add the row that checkpoints of an earlier version contain instead of the file."""
-        if row := self._position.pop("open_row", None):
-            self._rows.insert(0, dict(row))
-
     def _add_row(self, row: Row) -> None:
-        self._take_open_row()
         self._rows.append(row)
 
     def _write_rows(self, rows: list[Row]) -> None:

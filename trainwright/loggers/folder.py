@@ -19,7 +19,7 @@ from trainwright.errors import a_type_of
 from trainwright.faults.failing_loggers import END_SECONDS, FLUSH_SECONDS, BackgroundWriter, outlived
 from trainwright.faults.remote_calls import is_outage
 from trainwright.history import CURVES_NAME, History
-from trainwright.loggers.base import KeptCheckpoints, Logger, Params, RunResult, to_dict, to_json, to_numbers
+from trainwright.loggers.base import Logger, Params, RunResult, to_dict, to_json, to_numbers
 from trainwright.loggers.files import (
     HPARAMS_NAME,
     HPARAMS_YAML,
@@ -312,9 +312,6 @@ class FolderLogger(Logger):
         if self._is_writer and self._folder is not None:
             write_file(target, self.history().draw(target, metrics))
         return target
-
-    def after_save_checkpoint(self, checkpoint_callback: KeptCheckpoints) -> None:
-        self.note_checkpoint(checkpoint_callback.last_model_path)
 
     def note_checkpoint(self, path: str) -> None:
         """Add the folder of a checkpoint to the run's record, by which a resumed run knows it."""

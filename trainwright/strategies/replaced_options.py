@@ -25,7 +25,7 @@ OF_DDP = {
     "ddp_comm_hook": "pass comm_hook=, a function or 'fp16', 'bf16' or 'power_sgd'",
     "ddp_comm_state": "pass comm_state=",
     "ddp_comm_wrapper": "pass what it returns, such as torch's fp16_compress_wrapper(hook), as comm_hook=",
-    "model_averaging_period": "the gradients are averaged in each step; tw.LocalSGD does it less often in a raw loop",
+    "model_averaging_period": "the gradients are averaged in each step; examples/raw_loop/local_sgd.py does it less often",
     "broadcast_buffers": "every training step starts with rank 0's buffers, so that the ranks train one model. Name those that "
     "stay each rank's own in the module's _ddp_params_and_buffers_to_ignore",
     "init_sync": "the ranks always start with rank 0's weights",

@@ -1,10 +1,9 @@
-"""Less communication: LocalSGD, which averages the models now and then, and a hook that halves the bytes of gradients."""
+"""Less communication: a hook that halves the bytes of gradients."""
 
 import argparse
 
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
-from accelerate.local_sgd import LocalSGD
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,20 +20,13 @@ def training_function(args):
     model, optimizer, train_dataloader = accelerator.prepare(model, optimizer, train_dataloader)
     for epoch in range(3):
         model.train()
-        with LocalSGD(
-            accelerator=accelerator,
-            model=model,
-            local_sgd_steps=args.local_sgd_steps or 1,
-            enabled=args.local_sgd_steps is not None,
-        ) as local_sgd:
-            total_loss = 0
-            for inputs, targets in train_dataloader:
-                loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-                total_loss += loss.detach()
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                local_sgd.step()
+        total_loss = 0
+        for inputs, targets in train_dataloader:
+            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            total_loss += loss.detach()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
         mean_loss = accelerator.reduce(total_loss, reduction="mean").item() / len(train_dataloader)
         norm = sum(parameter.detach().double().square().sum().item() for parameter in model.parameters())
         accelerator.print(f"{args.name} epoch {epoch} train_loss: {mean_loss:.6f}")
@@ -45,7 +37,6 @@ def training_function(args):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--name", type=str, required=True)
-    parser.add_argument("--local_sgd_steps", type=int, default=None)
     parser.add_argument("--ddp_comm_hook", type=str, default="no", choices=["no", "fp16", "bf16"])
     training_function(parser.parse_args())
 
