@@ -16,6 +16,7 @@ from trainwright.callbacks.base import Callback, check_integers
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.errors import TrainwrightError
 from trainwright.faults.tensor_checks import read_losses
+from trainwright.loggers.files import write_file
 from trainwright.paths import absolute
 
 if TYPE_CHECKING:
@@ -163,8 +164,7 @@ class SpikeDetection(Callback):
             if files.exists(inside):
                 with files.open(inside) as stream:
                     noted = json.loads(stream.read())
-            files.make_directories(os.path.dirname(inside))
-            files.put(inside, json.dumps(sorted({*noted, batch_idx})).encode())
+            write_file(path, json.dumps(sorted({*noted, batch_idx})).encode())
         except (OSError, ValueError, TypeError) as error:
             return f" It was not noted in {path} ({error}); pass another exclude_batches_path."
         return ""

@@ -20,7 +20,6 @@ import os
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -30,6 +29,7 @@ from typing import Any
 from trainwright.checkpoint.filesystem import Files, RemoteFiles, describe, resolve, sweep_temporaries
 from trainwright.errors import CheckpointError
 from trainwright.paths import is_process_alive, machine, process_start_time
+from trainwright.rank_zero import warn
 
 LOCK_NAME = ".lock"
 ATTEMPTS = 20
@@ -125,7 +125,7 @@ def _acquire_remote(files: RemoteFiles, path: str, folder: str) -> bool:
         holder = _parsed(stream.read(4096))
     is_foreign = bool(holder) and holder.get("machine") != machine()
     if is_foreign:
-        warnings.warn(
+        warn(
             f"{folder} has not been released by {_describe(holder)}. If that run still trains, stop one of the two, because "
             "they would remove each other's checkpoints.",
             stacklevel=2,

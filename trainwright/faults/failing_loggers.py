@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from trainwright.faults.remote_calls import is_outage
+from trainwright.rank_zero import warn
 
 IDLE_SECONDS = 5.0
 """The time after which a thread without work ends."""
@@ -48,7 +48,7 @@ def outlived(logger: Any, name: str, *arguments: Any, **options: Any) -> Any:
         if not outage.call:
             outage.call = name
             _outages[id(logger)] = outage
-            warnings.warn(
+            warn(
                 f"{kind}.{name} failed: {type(error).__name__}: {str(error).rstrip('.')}. Training continues, and rows of this "
                 "logger may be lost.",
                 stacklevel=2,
@@ -56,9 +56,9 @@ def outlived(logger: Any, name: str, *arguments: Any, **options: Any) -> Any:
     else:
         if outage.call == name:
             outage.call = ""
-            warnings.warn(f"{kind} works again; {_lost(logger, outage)}.", stacklevel=2)
+            warn(f"{kind} works again; {_lost(logger, outage)}.", stacklevel=2)
     if name == "close" and _outages.pop(id(logger), None) is not None and outage.call:
-        warnings.warn(f"{kind} was closed before it worked again; {_lost(logger, outage)}.", stacklevel=2)
+        warn(f"{kind} was closed before it worked again; {_lost(logger, outage)}.", stacklevel=2)
     return result
 
 
