@@ -107,7 +107,7 @@ def test_only_a_hang_is_reported(folder: Path) -> None:
     [file] = (folder / "True").glob("hang-*.txt")
     stacks = file.read_text()
     assert stacks.count("== rank ") == 2
-    assert stacks.count("in training_step") >= 2
+    assert "in training_step" in stacks
     assert str(file) in text
     assert not any(has_thread for _, has_thread in ranks)
     record_hang("a wait in training_step of rank 1 (ddp, two ranks)", found[0], "the run continues")
@@ -205,7 +205,7 @@ class Stopping(Classifier):
             os.kill(os.getpid(), signal.SIGSTOP)
         return super().training_step(batch, batch_idx)
 
-tw.Trainer(**QUIET, max_epochs=1, hang_timeout=4 * limit).fit(Stopping(), make_loader())
+tw.Trainer(**QUIET, max_epochs=1, hang_timeout=8 * limit).fit(Stopping(), make_loader())
 print("finished", flush=True)
 """
 
@@ -221,7 +221,7 @@ def test_a_stopped_rank_is_named_and_replaced(folder: Path) -> None:
     finally:
         job.close()
     assert job.stdout.count("finished") == 2
-    assert job.stderr.count("Hang for") - job.stderr.count("is over. Hang for") == 1, job.stderr
+    assert job.stderr.count("Hang for") - job.stderr.count("ends the job. Hang for") == 1, job.stderr
     [named] = re.findall(r"rank 1 of 2 failed first \(hang_timeout=.*", job.stderr)
     assert "rank 1 never came: it is stopped (SIGSTOP)" in named
     stacks = next(folder.glob("hang-*.txt")).read_text()
@@ -258,7 +258,7 @@ def test_a_single_process_is_watched(folder: Path, monkeypatch: pytest.MonkeyPat
         r"Hang for \d+ s: rank 0 made no progress, at .*:\d+ in .* \(fit, epoch 0, batch 1, training_step\)", text
     )
     assert re.search(
-        r"hang_timeout=[\d.]+ is over. Hang.*compute.* Rank 0 still computes, so the job continues", text
+        r"hang_timeout=[\d.]+ ends the job. Hang.*compute.* Rank 0 still computes, so the job continues", text
     ), text
     assert "trainwright-hang-watch" not in {thread.name for thread in threading.enumerate()}
 
@@ -280,7 +280,9 @@ tw.Trainer(**QUIET, devices=1, max_epochs=1, hang_timeout=4).fit(Sleeping(), mak
 def test_a_single_process_ends_after_its_timeout(tmp_path: Path) -> None:
     done = run_python("-c", ALONE, folder=tmp_path)
     assert done.returncode == 1
-    assert re.search(r"hang_timeout=4 is over. Hang for \d+ s: .* in training_step .* The process ends.", done.stderr)
+    assert re.search(
+        r"hang_timeout=4 ends the job. Hang for \d+ s: .* in training_step .* The process ends.", done.stderr
+    )
 
 
 @pytest.mark.parametrize("kind", [tw.Trainer, tw.Accelerator])

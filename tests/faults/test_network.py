@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +23,6 @@ from started import Started, python
 
 pytestmark = pytest.mark.faults
 
-STEPS = 24
 SCRIPT = """
 import os, sys, time
 import torch
@@ -81,6 +81,13 @@ class Case:
     jobs: list[Started] = field(default_factory=list)
     folder: Path = Path()
     began: float = 0.0
+    seconds: float = 0.0
+    """From the change of the network to the end of both jobs."""
+
+    def watch(self) -> None:
+        for job in self.jobs:
+            job.process.wait()
+        self.seconds = time.monotonic() - self.began
 
 
 def lay_cable(network: Network) -> subprocess.Popen[str]:
@@ -110,8 +117,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
         "a split between two machines": Case((1, 1)),
         "frames from node 1 are lost": Case((0, 1)),
         "frames from node 0 are lost": Case((1, 0)),
-        "5 % of all frames are lost": Case((0.05, 0.05), steps=STEPS),
-        "2 s of delay": Case((0, 0), delay=1.0, steps=STEPS),  # in each direction
+        "5 % of all frames are lost": Case((0.05, 0.05), steps=24),
+        "2 s of delay": Case((0, 0), delay=1.0, steps=12),  # in each direction
     }
     with ExitStack() as stack:
         cables = []
@@ -130,6 +137,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
             cable.stdin.flush()
             assert cable.stdout.readline() == "changed\n"
             case.began = time.monotonic()
+            threading.Thread(target=case.watch, daemon=True).start()
         yield found
 
 
@@ -141,11 +149,10 @@ def test_job_on_a_bad_network_ends_with_the_weights_of_an_undisturbed_run(
     for job in case.jobs:
         assert job.wait(240) == 0, job.stderr
         job.check_nothing_left()
-    seconds = time.monotonic() - case.began
     (tmp_path / "train.py").write_text(SCRIPT)
-    run_ranks(interpret, (["train.py", str(STEPS)],), 2, tmp_path, 120.0)
+    run_ranks(interpret, (["train.py", str(case.steps)],), 2, tmp_path, 120.0)
     assert_equal(torch.load(case.folder / "node0" / "weights.pt"), torch.load(tmp_path / "weights.pt"))
-    record_row(name, seconds, "none: the job trains on", "the weights of an undisturbed run")
+    record_row(name, case.seconds, "none: the job trains on", "the weights of an undisturbed run")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,7 @@ def test_split_ends_both_sides_and_names_the_lost_machine(cases: dict[str, Case]
     case = cases[name]
     for job in case.jobs:
         assert job.wait(180) == 1, job.stderr
-    seconds = time.monotonic() - case.began
+    wait_until(lambda: case.seconds)
     for job in case.jobs:
         wait_until(lambda job=job: not job.processes(), 60)
         assert "Traceback" not in job.stderr
@@ -163,5 +170,5 @@ def test_split_ends_both_sides_and_names_the_lost_machine(cases: dict[str, Case]
     assert "its node was lost: the launcher there has ended or cannot" in main.stderr
     assert "rank 1 of 2, on node 1 (" in main.stderr
     assert "trainwright: the launcher of node 0, the main node, has ended or cannot be reached" in other.stderr
-    assert seconds < deadline(120)
-    record_row(name, seconds, main.stderr.strip().splitlines()[-1], "exit code 1 on both, no process")
+    assert case.seconds < deadline(120)
+    record_row(name, case.seconds, main.stderr.strip().splitlines()[-1], "exit code 1 on both, no process")

@@ -131,7 +131,7 @@ def _acquire_remote(files: RemoteFiles, path: str, folder: str) -> bool:
             stacklevel=2,
         )
     elif holder and is_process_alive(holder["pid"], str(holder["start"])):
-        raise _refusal(folder, path, holder)
+        raise _refusal(folder, files.address(path), holder)
     files.put(path, json.dumps(_this_holder()).encode())
     return not is_foreign
 

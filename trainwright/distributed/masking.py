@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 __all__ = ["HIDDEN", "shown"]
 
 _SECRET = re.compile(
-    r"\b(?:secrets?|passwords?|passwd|credentials?|o?auth|authorization|cookies?|(?:api|access|private|auth) ?keys?)\b"
+    r"\b(?:secrets?|passwords?|passwd|pwd|passphrase|bearer|credentials?|o?auth|authorization|cookies?)\b"
+    r"|\b(?:api|access|private|auth) ?keys?\b"
     r"|\b(?:token|key|pass)$"
 )  # words that mark a name as secret: the last three only at its end, because token_dim and key_dim are not secret
 _ORDINARY = re.compile(
@@ -23,7 +24,7 @@ SHORTEST = 8  # characters of a hidden value that is also searched for in other 
 _LOGIN = re.compile(r"(://)[^/\s]*:[^/\s]*@")  # a name and a password in an address
 _TOKEN = re.compile(
     r"\b(?:(?:hf|gh[pousr])_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{20,}"
-    r"|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{35}|sk-[\w-]{0,20}?(?=[A-Za-z]{0,40}\d)[A-Za-z0-9]{20,}[\w-]*)"
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{35}|sk-[\w-]{0,20}?(?=[A-Za-z]{0,40}\d)[A-Za-z0-9]{20,}[\w-]*)"
 )  # tokens of services, whatever their names are
 _PAIR = re.compile(
     r"""([\w.-]*(?:secret|pass|credential|auth|cookie|key|token)[\w.-]*)(["']?\s*[:=]\s*["']?)([^\s"',&}\]]+)""",

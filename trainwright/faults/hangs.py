@@ -250,7 +250,7 @@ class HangWatch:
         elif not self._round[0] and progress.stalled_seconds >= min(self._asks_at or progress.limit, self._ends_at):
             asked = store.add("hang/asked", 1)
             if asked == self._answered + 1:  # otherwise another rank has asked in between
-                self._round = asked, time.monotonic() + min(ANSWER_SECONDS, self._timeout / 5)
+                self._round = asked, time.monotonic() + min(ANSWER_SECONDS, self._timeout / 10)
             self._answer(store, progress, asked)
 
     def _look_after_signal(self, terms: Sequence[float], progress: LocalProgress) -> None:
@@ -309,7 +309,7 @@ class HangWatch:
             say(f"{summary}.\n  The job continues to wait.{ending} {self._write(store, summary, answers)}")
         self._asks_at = self._ends_at if seconds < self._ends_at else seconds + self._timeout
         if seconds >= self._ends_at and can_end:
-            self._end_job(store, late[0], answers[late[0]], f"hang_timeout={self._timeout:g} is over. {summary}")
+            self._end_job(store, late[0], answers[late[0]], f"hang_timeout={self._timeout:g} ends the job. {summary}")
 
     def _described(self, store: Store, answers: Sequence[Answer | None], late: Sequence[int]) -> str:
         """Return the late ranks in words, and then the other ranks."""

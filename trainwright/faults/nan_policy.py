@@ -36,6 +36,8 @@ WATCHED = {
 """The methods of an engine that a policy replaces."""
 MOST_SKIPS = 10
 """Steps that a run may skip in a row, and times that it may return to one checkpoint."""
+MOST_STORED = 20
+"""Batches that a rank stores in a run."""
 MOST_CALLS = 64
 """Calls of a window that are kept. An evaluation with gradients has no step that would end the window."""
 CHECK_EVERY = 50
@@ -86,7 +88,8 @@ class NanGuard:
         self._engine, self._policy, self._parts, self._interval = engine, policy, parts, interval
         self._raises = policy == "raise"
         self._has_warned = False
-        self._finite_at = self._num_steps = self._num_skipped = 0
+        self._finite_at = -1
+        self._num_steps = self._num_skipped = self._num_stored = 0
         """The step of the latest check, the steps so far under "raise", and the steps skipped in a row."""
         self._returns: Counter[str] = Counter()
         """The number of returns to each checkpoint."""
@@ -119,6 +122,11 @@ class NanGuard:
         self.fault = self._engine.find_fault()
         if self.fault:
             rank_zero_warn(f"the run has ended, and {self.fault}. It counts as failed; {REMEDY}.", stacklevel=2)
+
+    def end_epoch(self) -> None:
+        """Check the epoch's last loss under "raise". Collective."""
+        if self._raises and self._losses:
+            self._check()
 
     def look(self, outputs: object) -> None:
         """Warn once of a loss that is not finite, at a log point of a run without a policy."""
@@ -207,7 +215,10 @@ class NanGuard:
         self._finite_at = self._parts.step()
 
     def _where(self) -> str:
-        return f"at step {self._parts.step()}{self._parts.batch()}; it was not there at step {self._finite_at}"
+        before = (
+            f"it was not there at step {self._finite_at}" if self._finite_at >= 0 else "no earlier step was checked"
+        )
+        return f"at step {self._parts.step()}{self._parts.batch()}; {before}"
 
     def _replay(self) -> str:
         """Run the latest batch again, and return a sentence on the first value that is not finite. Collective."""
@@ -280,6 +291,8 @@ class NanGuard:
                     f"the learning rate; {REMEDY}."
                 )
         returns = f", and the run returns to {path}" if path else ""
+        if not path and self._policy == "rollback":
+            returns = ", and there is no checkpoint yet to return to"
         rank_zero_warn(f"{text}. The step is skipped on all ranks{returns}.{stored}", stacklevel=2)
         return result
 
@@ -291,7 +304,8 @@ class NanGuard:
 
         engine, batches, path = self._engine, [call.batch for call in self._calls], ""
         tensors = dict(named_tensors(batches[0] if len(batches) == 1 else batches)) if is_bad else {}
-        if tensors and self._parts.folder:
+        if tensors and self._parts.folder and self._num_stored < MOST_STORED:
+            self._num_stored += 1
             of_rank = f"-rank{engine.rank}" if engine.world_size > 1 else ""
             path = f"{self._parts.folder}/bad-batch-{self._parts.step()}{of_rank}.safetensors"
             try:
@@ -300,7 +314,9 @@ class NanGuard:
             except OSError as error:
                 path = f"nothing ({error})"
         paths = [each for each in engine.ranks.exchange(path, CHECK) if each]
-        return f" The batch is stored as {' and '.join(paths)}." if paths else ""
+        which = "The latest batch" if self._raises else "The batch"
+        remedy = "; with log_every_n_steps=1 it is the first bad one" if self._raises and self._interval > 1 else ""
+        return f" {which} is stored as {' and '.join(paths)}{remedy}." if paths else ""
 
 
 def refuse_policy(policy: str | None, *, is_automatic: bool = True, saves: bool = True) -> None:

@@ -141,6 +141,8 @@ class TrainingRun(PreparedRun):
                 "return the loss (did you forget the return statement?), or set automatic_optimization = False and step "
                 "yourself."
             )
+        if self.numbers is not None and not self.stop.number:
+            self.numbers.end_epoch()
 
     def _drop_batch(self) -> None:
         """Free the objects that hold a batch: the Trainer keeps this run until its next one."""
