@@ -15,9 +15,10 @@ pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 
 SERVER = """
-import threading, boto3
+import logging, threading, boto3
 from moto.server import ThreadedMotoServer
 
+logging.getLogger("werkzeug").setLevel("ERROR")  # nothing reads the pipe, and a full one stops the server
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()
 address = "http://%s:%d" % server.get_host_and_port()

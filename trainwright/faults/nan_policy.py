@@ -315,7 +315,8 @@ class NanGuard:
                 path = f"nothing ({error})"
         paths = [each for each in engine.ranks.exchange(path, CHECK) if each]
         which = "The latest batch" if self._raises else "The batch"
-        remedy = "; with log_every_n_steps=1 it is the first bad one" if self._raises and self._interval > 1 else ""
+        can_log = self._raises and self._interval > 1 and self._parts.batch()  # a raw loop has no rows
+        remedy = "; with log_every_n_steps=1 it is the first bad one" if can_log else ""
         return f" {which} is stored as {' and '.join(paths)}{remedy}." if paths else ""
 
 
