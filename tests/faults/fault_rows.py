@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def record_row(fault: str, seconds: float, message: str, left_behind: str) -> No
 
     Args:
         fault: the fault and where it happened, such as "SIGSTOP of rank 1 (ddp, two ranks)".
-        seconds: from the fault to the message.
+        seconds: from the fault to the message, or 0 if the test does not measure it.
         message: the line that a user reads.
         left_behind: the exit code, and files or processes that remain.
     """
@@ -30,7 +31,10 @@ def record_row(fault: str, seconds: float, message: str, left_behind: str) -> No
 def write_table(rows: Path, results: Path = RESULTS) -> None:
     """Replace the table between the two marks of the results by the recorded rows, sorted by fault."""
     lines = sorted({tuple(json.loads(line)[:1]): json.loads(line) for line in rows.read_text().splitlines()}.values())
-    cells = [[fault, f"{seconds:.1f} s", message.strip()[:160], left] for fault, seconds, message, left in lines]
+    cells = [
+        [fault, f"{seconds:.1f} s" if seconds else "", re.sub(r"/[\w./=-]*/", "", message.strip())[:160], left]
+        for fault, seconds, message, left in lines
+    ]
     table = HEAD + "".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n" for row in cells)
     before, _, rest = results.read_text().partition(BEGIN)
     results.write_text(f"{before}{BEGIN}\n{table}{END}{rest.partition(END)[2]}")
