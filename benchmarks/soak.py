@@ -6,7 +6,7 @@ weights, optimizer, generators, counters, states of callbacks, logged rows and t
 those of the uninterrupted run of its strategy. After each kill every checkpoint must verify, the newest earlier one must still
 exist, and within seconds nothing of the job may remain: no process, no listening port, no shared memory. The seed and the
 run's number determine which kills a run gets. With `--faults`, processes are also stopped by SIGSTOP: for some seconds, after
-which the run must go on, or until `hang_timeout` ends the job. One sample is then NaN, and
+which the run must continue, or until `hang_timeout` ends the job. One sample is then NaN, and
 `nan_policy="skip"` skips its optimizer step, in the uninterrupted run too.
 
     python benchmarks/soak.py [--kills 200] [--faults] [--seed 0] [--strategies ddp,fsdp] [--out runs/soak-0] [--jobs 2]
@@ -78,7 +78,16 @@ class Job:
         self._read_bytes = 0
         self.events: list[dict[str, Any]] = []
         self.traces = Traces(f"{folder}#{start}")
-        script = [sys.executable, "-W", "error", str(ROOT / "benchmarks" / "soak_job.py"), "--strategy", strategy]
+        ignored = ["-W", "ignore:the loss"] if soak.options.faults else []  # the warning of a skipped step
+        script = [
+            sys.executable,
+            "-W",
+            "error",
+            *ignored,
+            str(ROOT / "benchmarks" / "soak_job.py"),
+            "--strategy",
+            strategy,
+        ]
         script += ["--devices", str(self.num_ranks), "--folder", str(folder), "--epochs", str(soak.options.epochs)]
         script += ["--forget", soak.options.forget] if soak.options.forget and start else []
         script += ["--without-torchmetrics"] if soak.options.without_torchmetrics else []

@@ -217,7 +217,7 @@ def test_a_store_that_stays_away_ends_the_run_with_the_address_and_the_attempts(
     last = [line for line in run.stderr.splitlines() if "Check that the store answers" in line][-1]
     assert "s3://bucket/gone/checkpoints/step=" in last
     assert " times in " in last
-    record_row(f"S3 hangs for ever (limits of {limits[0]:.0f} and {limits[1]:.0f} s)", seconds, last, "exit 1")
+    record_row(f"S3 never answers a PUT (limits of {limits[0]:.0f} and {limits[1]:.0f} s)", seconds, last, "exit 1")
     missing = begin(store, "s3://missing/folder", tmp_path, *limits)
     assert missing.wait() == 1
     assert "step 1" not in missing.stdout
