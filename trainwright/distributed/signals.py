@@ -137,7 +137,6 @@ class SignalWatch:
         if number == signal.SIGINT:
             self._interrupts[where].add()
             if self._interrupts[where].count > 1 and not is_interactive():
-                os.write(2, b"trainwright: second Ctrl-C; the process ends at once.\n")
                 leave(128 + number)
         if not self.first:
             self.first = number
