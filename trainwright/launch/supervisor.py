@@ -223,10 +223,16 @@ def catch_signals(handler: Callable[[int, FrameType | None], object] | int, *num
 
 
 def end_groups(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
-    """End the process groups of ranks: SIGTERM, so that loader workers can clean up, and SIGKILL after some seconds."""
+    """End the process groups of ranks: SIGTERM, and after some seconds SIGKILL, to the ranks first.
+
+    Loader workers end when their rank has ended, and remove their temporary folders.
+    """
     groups = list(processes)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        groups, deadline = [process for process in groups if _reaches(process, number)], time.monotonic() + seconds
+    for number, is_rank in ((signal.SIGTERM, False), (signal.SIGKILL, True), (signal.SIGKILL, False)):
+        for process in groups if is_rank else ():
+            process.kill()
+        groups = [process for process in groups if _reaches(process, 0 if is_rank else number)]
+        deadline = time.monotonic() + seconds
         while groups and time.monotonic() < deadline:
             time.sleep(0.01)
             groups = [process for process in groups if _reaches(process, 0)]
