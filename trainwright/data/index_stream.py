@@ -27,7 +27,7 @@ CHUNK = 256
 """Batches of torch's samplers drawn at once, because swapping RNG states costs about as much as drawing 100 batches."""
 
 RECENT = 64
-"""More batches than a loader reads ahead."""
+"""Batches whose indices are kept for messages about workers."""
 
 
 class IndexStream(StreamShard):

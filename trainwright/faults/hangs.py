@@ -53,9 +53,9 @@ Place = Callable[[], tuple[str | None, int]]
 class LocalProgress:
     """How long this process's main thread has made no progress. `look` is called once a second, by another thread."""
 
-    def __init__(self, positions: RankPositions, longest_limit: float, thread: int) -> None:
-        self._positions, self._longest_limit, self._thread = positions, longest_limit, thread
-        self._position, self._looked, self._cpu = positions.now(), time.monotonic(), _cpu_seconds(thread)
+    def __init__(self, positions: RankPositions, longest_limit: float) -> None:
+        self._positions, self._longest_limit = positions, longest_limit
+        self._position, self._looked, self._cpu = positions.now(), time.monotonic(), 0.0
         self._gaps, self._known = list[float](), 0.0
         self.unmoved_seconds = self.stalled_seconds = 0.0
         """Seconds since the position changed, and the same or less if the main thread has computed."""
@@ -68,8 +68,9 @@ class LocalProgress:
         least = max(SHORTEST_LIMIT, GAP_FACTOR * self._gaps[-1]) if self._gaps else FIRST_LIMIT
         return min(max(least, self._known), self._longest_limit)
 
-    def look(self) -> None:
-        now, cpu, position = time.monotonic(), _cpu_seconds(self._thread), self._positions.now()
+    def look(self, cpu: float) -> None:
+        """Look at the position, and at the CPU seconds of the thread that runs the loop."""
+        now, position = time.monotonic(), self._positions.now()
         # A process that was stopped or suspended itself was not hanging meanwhile.
         elapsed = min(now - self._looked, 2 * LOOK_SECONDS)
         self.is_busy = cpu - self._cpu >= BUSY_PART * (now - self._looked)
@@ -90,6 +91,8 @@ class LocalProgress:
 
 
 def _cpu_seconds(thread: int) -> float:
+    if thread != threading.main_thread().ident:
+        return time.process_time()  # the clock of a thread that has ended would crash the process
     with suppress(AttributeError, OSError):  # not on macOS and Windows
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return 0.0
@@ -200,18 +203,19 @@ class HangWatch:
     @contextmanager
     def watching(self, locate: Locate, place: Place) -> Iterator[None]:
         """Watch a run during the block. Enter it on every rank."""
-        outer, self._place, self._thread = self._place, place, threading.get_ident()
+        outer = self._place, self._thread
+        self._place, self._thread = place, threading.get_ident()
         self._polls["hang"] = self.poll  # in place of another engine's
         stopped = threading.Event()
         thread = threading.Thread(target=self._watch, args=(stopped,), name="trainwright-hang-watch", daemon=True)
-        has_thread = self._is_alone and outer is None  # not in a run within a run
+        has_thread = self._is_alone and outer[0] is None  # not in a run within a run
         if has_thread:
             thread.start()
         try:
             with self._positions.located_by(locate):
                 yield
         finally:
-            self._place = outer
+            self._place, self._thread = outer
             if has_thread:
                 stopped.set()
                 thread.join()
@@ -228,7 +232,7 @@ class HangWatch:
             self._finish_round(store, *self._round)
         progress = self._progress
         if progress is None:
-            progress = self._progress = LocalProgress(self._positions, self._timeout / 2, self._thread)
+            progress = self._progress = LocalProgress(self._positions, self._timeout / 2)
             self._answered, self._looked = store.add("hang/asked", 0), time.monotonic()
             post(store, f"hang/process/{self._rank}", json.dumps([os.getpid(), socket.gethostname()]))
         if not self._is_alone:
@@ -236,7 +240,7 @@ class HangWatch:
         if time.monotonic() < self._looked + LOOK_SECONDS / 2:
             return
         self._looked = time.monotonic()
-        progress.look()
+        progress.look(_cpu_seconds(self._thread))
         if self._is_alone and (terms := self._terms()):
             self._look_after_signal(terms, progress)
         if (asked := store.add("hang/asked", 0)) > self._answered:
@@ -309,7 +313,7 @@ class HangWatch:
             say(f"{summary}.\n  The job continues to wait.{ending} {self._write(store, summary, answers)}")
         self._asks_at = self._ends_at if seconds < self._ends_at else seconds + self._timeout
         if seconds >= self._ends_at and can_end:
-            self._end_job(store, late[0], answers[late[0]], f"hang_timeout={self._timeout:g} ends the job. {summary}")
+            self._end_job(store, late[0], answers[late[0]], summary)
 
     def _described(self, store: Store, answers: Sequence[Answer | None], late: Sequence[int]) -> str:
         """Return the late ranks in words, and then the other ranks."""
@@ -352,9 +356,10 @@ class HangWatch:
             return f"The stacks were not written: {error}."
         return f"The stacks of all ranks are in {os.path.abspath(file.name)}."
 
-    def _end_job(self, store: Store, late: int, answer: Answer | None, text: str) -> None:
+    def _end_job(self, store: Store, late: int, answer: Answer | None, summary: str) -> None:
+        text = f"hang_timeout={self._timeout:g} ends the job. {summary}"
         if answer is not None and answer.is_busy and not answer.waits_in:
-            say(f"{text}. Rank {late} still computes, so the job continues.")
+            say(f"{summary}. Rank {late} still computes, so hang_timeout={self._timeout:g} does not end the job.")
         elif self._is_alone:
             say(f"{text}. The process ends.")
             leave(1)
