@@ -132,7 +132,7 @@ def test_a_slow_rank_is_named_once(folder: Path) -> None:
     lines = [line for line in "".join(texts).splitlines() if "slower" in line]
     assert len(lines) == 1, texts
     assert re.fullmatch(
-        r"(\[rank0\] )?Rank 1 is slower than the others, which waited for it in \d of \d looks at the job\.", lines[0]
+        r"(\[rank0\] )?Rank 1 is slower than the others, which waited for it in \d of \d samples\.", lines[0]
     )
     record_row(
         "a rank that takes seven times as long (ddp, two ranks), by samples of 8 s", 16.0, lines[0], "the run continues"

@@ -133,12 +133,10 @@ class SlowRanks:
                 looks, late = looks + 1, [n + (c < max(counts) - 0.5) for n, c in zip(late, counts, strict=True)]
         ordered = sorted(range(len(late)), key=late.__getitem__)
         slow = ordered[-1]
-        if looks >= SAMPLES / 2 and late[slow] > LATE_SHARE * looks and late[ordered[-2]] < OTHERS_SHARE * looks:
-            if slow not in self._named:
-                say(
-                    f"Rank {slow} is slower than the others, which waited for it in {late[slow]} of {looks} looks at the job."
-                )
+        is_clear = late[slow] > LATE_SHARE * looks and late[ordered[-2]] < OTHERS_SHARE * looks
+        if looks >= SAMPLES / 2 and is_clear and slow not in self._named:
             self._named.add(slow)
+            say(f"Rank {slow} is slower than the others, which waited for it in {late[slow]} of {looks} samples.")
 
 
 class Answer(NamedTuple):
