@@ -26,6 +26,7 @@ LAYERS = [
     {"data"},
     {"module_hooks"},
     {"strategies", "callbacks", "module"},
+    {"memory"},
     {"engine"},
     {"trainer", "raw_loop"},
     {"cli", "tools"},

@@ -25,7 +25,7 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     enable_checkpointing enable_progress_bar enable_model_summary enable_report accumulate_grad_batches gradient_clip_val
     gradient_clip_algorithm deterministic benchmark inference_mode use_distributed_sampler profiler detect_anomaly nan_policy
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
-    hang_timeout compile fused_optimizers unknown"""
+    hang_timeout accumulate_by activation_checkpointing compile fused_optimizers unknown"""
 METHODS = {
     tw.Engine: """backward barrier broadcast close find_fault finish_save gather load open prepare_loader
         prepare_module prepare_optimizers rank_zero_first reduce refresh_trainable run save step sync_gradients

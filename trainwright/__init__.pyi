@@ -6,7 +6,6 @@ from trainwright.data.datamodule import DataModule as DataModule
 from trainwright.data.seeding import isolate_rng as isolate_rng
 from trainwright.data.seeding import seed_everything as seed_everything
 from trainwright.engine.engine import Engine as Engine
-from trainwright.engine.memory_estimate import estimate_memory as estimate_memory
 from trainwright.errors import CheckpointError as CheckpointError
 from trainwright.errors import LaunchError as LaunchError
 from trainwright.errors import RunStopped as RunStopped
@@ -18,6 +17,7 @@ from trainwright.loggers import Logger as Logger
 from trainwright.loggers import MLFlowLogger as MLFlowLogger
 from trainwright.loggers import TensorBoardLogger as TensorBoardLogger
 from trainwright.loggers import WandbLogger as WandbLogger
+from trainwright.memory.memory_estimate import estimate_memory as estimate_memory
 from trainwright.module import Module as Module
 from trainwright.precision import Precision as Precision
 from trainwright.profilers import AdvancedProfiler as AdvancedProfiler

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from trainwright.engine.memory_estimate import available_memory
+from trainwright.memory.memory_estimate import available_memory
 
 GIB = 2**30
 PARAMETERS = 1000 * 1000 + 1000

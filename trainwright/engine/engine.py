@@ -20,6 +20,7 @@ from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.devices.hardware import use
 from trainwright.distributed import collectives
+from trainwright.distributed.environment import keep_freed_memory
 from trainwright.distributed.ranks import Ranks
 from trainwright.engine.engine_checkpoints import EngineCheckpoints
 from trainwright.engine.job import join_job
@@ -119,6 +120,8 @@ class Engine(EngineCheckpoints):
         refuse_unlike_models(module, self.ranks)  # before the strategy sends weights
         if optimization is not None:
             self.optimization = optimization
+            if self.device.type == "cpu":
+                keep_freed_memory()
         holder = _holders.get(module)
         if holder is not None and (earlier := holder()) not in (None, self.strategy):
             earlier.close()  # of another Trainer, whose engine's hooks on the module would still run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -9,11 +10,70 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.distributed import collectives
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared_loader import Iteration, Iterations
 from trainwright.rank_zero import rank_zero_warn
 
 LOW = (torch.float16, torch.bfloat16)
+
+
+class TokenMean:
+    """Makes the gradients of losses that are sums over tokens the gradients of the mean over all tokens of all ranks.
+
+    How many tokens a window has is known at its end. Until then its losses are divided by a power of two, which rounds nothing.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._unit = 0.0
+        """About the number of tokens of a rank's first window, a power of two. 0 before the first loss."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a window."""
+        self._count: int | Tensor = 0
+        self._factor: float | None = None
+        self._corrected: set[int] = set()
+
+    def scale(self, loss: Tensor, weight: float, num_tokens: int | Tensor | None, length: int) -> Tensor:
+        """Return a loss for backward, and count its tokens. A rank without samples has weight 0. The first call is collective.
+
+        Raises:
+            ValueError: num_tokens is not a number of tokens.
+        """
+        if isinstance(num_tokens, Tensor):
+            is_count = num_tokens.numel() == 1 and not num_tokens.is_complex()
+        else:
+            is_count = isinstance(num_tokens, int) and not isinstance(num_tokens, bool) and num_tokens >= 0
+        if num_tokens is None or not is_count:
+            raise ValueError(
+                f"accumulate_by='tokens' was given num_tokens={num_tokens!r}. Expected the number of tokens that the loss sums "
+                "up, an integer or a tensor of one element: return {'loss': losses.sum(), 'num_tokens': mask.sum()} from "
+                "training_step, or pass it to accelerator.backward(loss, num_tokens=mask.sum())."
+            )
+        if self._factor is not None:  # a step was made since the latest loss
+            self.reset()
+        count = num_tokens.detach().reshape(()) if isinstance(num_tokens, Tensor) else num_tokens
+        count = count if weight else 0
+        if not self._unit:
+            self._unit = 2.0 ** round(math.log2(max(1.0, self._sum(count) / self._engine.world_size * length)))
+        self._count = self._count + count
+        return scaled(loss, 1.0 if weight else 0.0, self._unit)
+
+    def factor(self, optimizer: Optimizer | None) -> float:
+        """Return the factor that an optimizer's gradients need in this window; 1 from the second call on. Collective."""
+        if id(optimizer) in self._corrected:  # a clip has multiplied the gradients
+            return 1.0
+        self._corrected.add(id(optimizer))
+        if self._factor is None:
+            self._factor = self._engine.world_size * self._unit / (self._sum(self._count) or 1.0)
+        return self._factor
+
+    def _sum(self, count: int | Tensor) -> float:
+        """Return the sum over the ranks. NOTE: waits for the device."""
+        total = torch.as_tensor(count, dtype=torch.int64, device=self._engine.device)
+        return collectives.all_reduce(total, "sum").item()
 
 
 class AccumulationWindow:
@@ -23,7 +83,7 @@ class AccumulationWindow:
     first batch. If it ends earlier, its gradients are multiplied by `correction` before the step.
     """
 
-    def __init__(self, engine: Engine, *, syncs_each_batch: bool = False) -> None:
+    def __init__(self, engine: Engine, *, syncs_each_batch: bool = False, by_tokens: bool = False) -> None:
         self.length = 1
         """Batches of this window, as known at its first batch. The losses are divided by this number."""
         self.usual_length = 1
@@ -38,6 +98,8 @@ class AccumulationWindow:
         self.is_at_start = self.is_at_end = True
         """Whether the current batch is the window's first, and whether it is its last."""
         self._engine, self._syncs_each_batch = engine, syncs_each_batch
+        self.tokens = TokenMean(engine) if by_tokens else None
+        """Weighs tokens equally, or None to weigh batches equally."""
         self._divisor: float | None = None
         """The number that this window's losses are divided by. None before the first loss."""
         self._position = 0
@@ -77,9 +139,13 @@ class AccumulationWindow:
         self.has_gradients = self.is_open = False
         self._position, self._count = 0, 1
         self.is_at_start = self.is_at_end = True
+        if self.tokens is not None:
+            self.tokens.reset()
 
-    def scale(self, loss: Tensor, weight: float = 1.0) -> Tensor:
+    def scale(self, loss: Tensor, weight: float = 1.0, num_tokens: int | Tensor | None = None) -> Tensor:
         """Return a loss weighted by this rank's samples in its round, and divided for this window."""
+        if self.tokens is not None:
+            return self.tokens.scale(loss, weight, num_tokens, self.length)
         if self._divisor is None:
             self._divisor = divisor_of(self.length, loss.dtype)
         return scaled(loss, weight, self._divisor)
@@ -90,6 +156,8 @@ class AccumulationWindow:
 
         The window may end earlier than its losses were divided for, or its length may be inexact in their dtype.
         """
+        if self.tokens is not None:
+            return self.tokens.factor(None) if self.is_at_end else 1.0
         return (self._divisor or self.length) / self._count if self.is_at_end else 1.0
 
 
@@ -113,7 +181,7 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
     """The window of one set of models in a raw loop, empty for all: entered once for each of its batches."""
 
     def __init__(self, windows: AccumulationWindows, models: tuple[nn.Module, ...] = ()) -> None:
-        super().__init__(windows.engine, syncs_each_batch=windows.syncs_each_batch)
+        super().__init__(windows.engine, syncs_each_batch=windows.syncs_each_batch, by_tokens=windows.by_tokens)
         self._windows, self._models = windows, models
         self._iteration: Iteration | None = None
         """The pass over a loader that it began in."""
@@ -168,6 +236,8 @@ class ModelWindow(AccumulationWindow, AbstractContextManager[None]):
 
     def correct(self, optimizer: Optimizer) -> float:
         """Return the factor that an optimizer's gradients still need in this window; 1 from the second call on."""
+        if self.tokens is not None:
+            return self.tokens.factor(optimizer) if self.is_at_end else 1.0
         correction = self.correction
         if correction == 1.0 or id(optimizer) in self._corrected:  # a clip has multiplied the gradients
             return 1.0
@@ -191,10 +261,11 @@ class AccumulationWindows:
         *,
         ends_with_loader: bool = True,
         syncs_each_batch: bool = False,
+        by_tokens: bool = False,
     ) -> None:
         self.engine, self.iterations, self.drop_gradients = engine, iterations, drop_gradients
         self.usual_length = usual_length
-        self.ends_with_loader, self.syncs_each_batch = ends_with_loader, syncs_each_batch
+        self.ends_with_loader, self.syncs_each_batch, self.by_tokens = ends_with_loader, syncs_each_batch, by_tokens
         self.backwards = 0
         """Number of losses sent backward so far."""
         self.reset()
@@ -233,7 +304,7 @@ class AccumulationWindows:
         if length == 1 and not any(window.is_open for window in self._windows.values()):
             self.engine.sync_gradients(True)  # which a window of length 1 does not set again in each batch
 
-    def scale_loss(self, loss: Tensor, *, weighs_round: bool) -> Tensor:
+    def scale_loss(self, loss: Tensor, num_tokens: int | Tensor | None = None, *, weighs_round: bool) -> Tensor:
         """Return a loss scaled for the current window, and count it as sent backward.
 
         For a loop that counts its batches by itself, the loss is divided by the usual length. With `weighs_round` it is also
@@ -244,9 +315,9 @@ class AccumulationWindows:
         self.iterations.note_training()
         iteration = self.iterations.current() if weighs_round else None
         weight = 1.0 if iteration is None else iteration.loader.weight
-        if self.usual_length > 1 and not self._windows:
+        if self.usual_length > 1 and not self._windows and not self.by_tokens:
             return scaled(loss, weight, self.usual_length)
-        return self.current.scale(loss, weight)
+        return self.current.scale(loss, weight, num_tokens)
 
     def clear(self) -> None:
         """Note that no gradients wait any more: they have been stepped with, or dropped."""

@@ -1,4 +1,4 @@
-"""Loader workers that are killed or hang, and the latest collective, by private names of torch 2.11 to 2.13."""
+"""Loader workers that are killed or hang, the latest collective, and compilations, by private names of torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -105,3 +105,32 @@ def latest_collective() -> tuple[str, bool]:
         if dump is not None and (entries := json.loads(dump() or "{}").get("entries")):
             return entries[-1]["profiling_name"].partition(":")[2], not entries[-1]["retired"]
     return "", False
+
+
+class CompilationWatch:
+    """Finds the causes of torch.compile's compilations of the functions of one file, after their first."""
+
+    def __init__(self, path: str) -> None:
+        from torch._dynamo.callback import callback_handler
+        from torch._dynamo.utils import get_compilation_metrics
+
+        self._path, self._handler, self._metrics = path, callback_handler, get_compilation_metrics
+        self.has_news = False
+        """Whether something was compiled since `new_causes` was called."""
+        self._seen = get_compilation_metrics()
+        self._handler.register_end_callback(self._note)
+
+    def _note(self, *_: Any) -> None:
+        self.has_news = True
+
+    def new_causes(self) -> list[str]:
+        """Return the causes since the last call. A change to evaluation and back is none."""
+        self.has_news = False
+        seen, self._seen = set(map(id, self._seen)), self._metrics()
+        new = [entry for entry in self._seen if id(entry) not in seen]
+        causes = [entry.recompile_reason for entry in new if entry.co_filename == self._path and entry.recompile_reason]
+        causes = [re.sub(r"^\d+/\d+: ", "", cause).split("  #")[0] for cause in causes]
+        return [cause for cause in causes if "grad_mode" not in cause and "training" not in cause]
+
+    def close(self) -> None:
+        self._handler.remove_end_callback(self._note)

@@ -80,7 +80,9 @@ class Accelerator(Collectives):
             launched, otherwise every device of the accelerator, otherwise 1.
         precision: any precision of the Trainer, instead of mixed_precision.
         nan_policy: "raise" ends the loop at a loss or weights that are not finite, "skip" skips such steps.
-        strategy, num_nodes, hang_timeout: as for the Trainer.
+        accumulate_by: "tokens" weighs all tokens of a window equally, on all ranks: pass the sum of their losses and
+            `num_tokens` to `backward`.
+        strategy, num_nodes, hang_timeout, activation_checkpointing: as for the Trainer.
         log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for all that can be used here, a Logger, or a
             list of these.
         project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs, a path or an fsspec URL.
@@ -125,6 +127,8 @@ class Accelerator(Collectives):
         precision: str | int | Precision | None = None,
         num_nodes: int = 1,
         nan_policy: str | None = None,
+        accumulate_by: str = "batches",
+        activation_checkpointing: Any = False,
         hang_timeout: float | timedelta | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
@@ -143,6 +147,7 @@ class Accelerator(Collectives):
         settings = LoopSettings(
             mixed_precision, precision, cpu, accelerator, strategy, deepspeed_plugin, fsdp_plugin, gradient_accumulation_steps,
             gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, nan_policy,
+            accumulate_by, activation_checkpointing,
         )  # fmt: skip
         loaders = loader_options(dataloader_config, split_batches, rng_types, device_placement)
         engine = Engine(
@@ -167,6 +172,8 @@ class Accelerator(Collectives):
         options = PreparationOptions(
             fused_optimizers,
             settings.compiler,
+            settings.accumulate_by == "tokens",
+            settings.checkpointing,
             step_scheduler_with_optimizer,
             engine.world_size if scale_schedulers and not loaders.configuration.split_batches else 1,
             loaders,
@@ -276,10 +283,11 @@ class Accelerator(Collectives):
         """
         return self._preparations.windows.of(models)
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
+    def backward(self, loss: Tensor, *, num_tokens: int | Tensor | None = None, **options: Any) -> None:
         """Run backward on a loss, divided by the length of its window, and weighted by its samples in an uneven last round.
 
-        Tensor.backward gets the keyword arguments.
+        With accumulate_by="tokens" it is the sum of the losses of `num_tokens` tokens, and the step has the gradient of the
+        mean over all tokens of the window. Tensor.backward gets the other keyword arguments.
 
         Raises:
             TypeError, ValueError: something else than the loss of a prepared model, and, where it matters, of one whose
@@ -287,7 +295,7 @@ class Accelerator(Collectives):
             RuntimeError: nothing was prepared.
         """
         self._loss_check.check(loss, options)  # before the loss is counted as sent backward
-        scaled = self._preparations.windows.scale_loss(loss, weighs_round=self._weighs_rounds)
+        scaled = self._preparations.windows.scale_loss(loss, num_tokens, weighs_round=self._weighs_rounds)
         self.engine.backward(scaled, **options)
 
     def step(

@@ -21,6 +21,7 @@ from trainwright.engine.prepared import (
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
 from trainwright.engine.window import AccumulationWindows
 from trainwright.errors import a_type_of
+from trainwright.memory.activation_checkpointing import ActivationCheckpointing
 from trainwright.overrides import active_observer
 from trainwright.raw_loop.dataloaders import LoaderOptions
 from trainwright.raw_loop.plugins import GradientAccumulationPlugin
@@ -37,6 +38,10 @@ class PreparationOptions(NamedTuple):
     """Whether optimizers run fused if torch can and nothing else was chosen."""
     compiler: str | None = None
     """The backend that compiles models."""
+    by_tokens: bool = False
+    """Whether the tokens of a window have equal weight, and not its batches."""
+    checkpointing: ActivationCheckpointing | None = None
+    """How trained models recompute their activations."""
     steps_with_optimizer: bool = True
     """Whether schedulers step only where their optimizer has."""
     scheduler_steps: int = 1
@@ -68,6 +73,7 @@ class Preparation(Preparations):
             self._drop_gradients,
             ends_with_loader=accumulation.sync_with_dataloader,
             syncs_each_batch=accumulation.sync_each_batch,
+            by_tokens=options.by_tokens,
         )
         self._engine, self._optimization, self._options = engine, optimization, options
 
@@ -101,6 +107,8 @@ class Preparation(Preparations):
     def add_module(self, module: nn.Module, *, is_trained: bool = True) -> nn.Module:
         """Prepare a model that is new, and return it. Collective."""
         before = stepped_by(*self.optimizers).intersection(p for _, p in module.named_parameters())
+        if self._options.checkpointing is not None and is_trained:
+            self._options.checkpointing.install(module, self._engine.device.type)
         if self._options.compiler is not None:
             module.compile(backend=self._options.compiler)
         self._engine.prepare_module(module, self._optimization if is_trained else None)

@@ -11,6 +11,7 @@ import torch
 from trainwright.devices.hardware import resolve_device_type
 from trainwright.errors import a_type_of, did_you_mean
 from trainwright.faults.nan_policy import POLICIES
+from trainwright.memory.activation_checkpointing import ActivationCheckpointing
 from trainwright.overrides import overridden
 from trainwright.precision import MIXED, Precision, resolve_precision
 from trainwright.raw_loop.options import (
@@ -71,6 +72,8 @@ class LoopSettings:
     kwargs_handlers: Sequence[Any] | None
     dynamo_backend: Any
     nan_policy: str | None
+    accumulate_by: str
+    activation_checkpointing: Any
 
     def __post_init__(self) -> None:
         self._check_precision()
@@ -79,6 +82,9 @@ class LoopSettings:
                 f"nan_policy={self.nan_policy!r} is not accepted by the Accelerator; pass None, 'raise' or 'skip'. Only a "
                 "Trainer takes 'rollback'."
             )
+        if self.accumulate_by not in ("batches", "tokens"):
+            raise ValueError(f"accumulate_by={self.accumulate_by!r} is not accepted; pass 'batches' or 'tokens'.")
+        self.checkpointing = ActivationCheckpointing.read(self.activation_checkpointing)
         if self.cpu and self.accelerator not in ("auto", "cpu"):
             raise ValueError(f"cpu=True and accelerator={self.accelerator!r} were both given. Pass one.")
         check_length(self.gradient_accumulation_steps, "gradient_accumulation_steps")

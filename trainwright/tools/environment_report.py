@@ -13,9 +13,9 @@ import trainwright as tw
 from trainwright.devices import abilities, cuda, hardware
 from trainwright.devices.hardware import describe_devices, package_versions
 from trainwright.distributed.masking import HIDDEN, shown
-from trainwright.engine.memory_estimate import available_memory, size_text
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import Config, NameCheck, config_path, find_config, resolve
+from trainwright.memory.memory_estimate import available_memory, size_text
 from trainwright.tools.choices import LISTED_STRATEGIES, why_missing
 
 OF_JOBS = (

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from trainwright import estimate_memory
-from trainwright.engine.memory_estimate import MOST_USED, available_memory, size_text
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser
+from trainwright.memory.memory_estimate import MOST_USED, available_memory, size_text
 from trainwright.precision import NAMES, canonical_name, resolve_precision
 from trainwright.strategies.memory_plan import FULLY_SHARDED, DeviceBytes
 from trainwright.tools.choices import LISTED_STRATEGIES, choose

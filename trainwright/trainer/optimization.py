@@ -77,8 +77,9 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
                 "parameters, outside of torch.no_grad and without .detach() or .item()."
             )
         scaled = loss
-        if batch.is_uneven or run.accumulate > 1:
-            scaled = run.window.scale(loss, batch.weight)
+        if batch.is_uneven or run.accumulate > 1 or run.window.tokens is not None:
+            num_tokens = outputs.get("num_tokens") if isinstance(outputs, dict) else None
+            scaled = run.window.scale(loss, batch.weight, num_tokens)
         if run.accumulate > 1:
             run.window.hold_gradients()
         if plan.before_backward:
@@ -116,7 +117,7 @@ def step(run: TrainingRun, batch: Batch, loss: Tensor | None) -> None:
         return
     # The window ended early, or half precision rounded what its losses were divided by (engine/window.py). Hooks and
     # clipping are to see the gradients of the window's mean.
-    if run.accumulate > 1 and (correction := run.window.correction) != 1.0:
+    if (run.accumulate > 1 or run.window.tokens is not None) and (correction := run.window.correction) != 1.0:
         run.engine.strategy.clip_gradients(optimizer, Clipping(scale=correction))
     if plan.before_step:
         run.engine.strategy.finalize(optimizer)

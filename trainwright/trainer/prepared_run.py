@@ -32,6 +32,7 @@ from trainwright.trainer.checkpoint_choice import Choice
 from trainwright.trainer.evaluate import Evaluation
 from trainwright.trainer.hooks import Hooks
 from trainwright.trainer.run import Parts, Run
+from trainwright.trainer.settings import Settings
 from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_source, find_transfer, num_step_arguments
 from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.uneven_round import discarded
@@ -114,7 +115,7 @@ class PreparedRun(Run):
         self.update_trained(data=self.data)
         self.close_at_end(self.data.close)
         self.validation: Evaluation | None = None
-        self.window = AccumulationWindow(self.engine)
+        self.window = AccumulationWindow(self.engine, by_tokens=self.settings.accumulate_by == "tokens")
         """The batches of the next optimizer step. Windows count from where the run resumes, since no checkpoint is saved
         within one."""
         self.plain_backwards = PlainBackwards()
@@ -132,9 +133,11 @@ class PreparedRun(Run):
         """
         settings, engine, module = self.settings, self.engine, self.module
         is_manual = not module.automatic_optimization
-        if is_manual and (settings.accumulate_grad_batches > 1 or settings.gradient_clip_val):
+        if is_manual and (
+            settings.accumulate_grad_batches > 1 or settings.gradient_clip_val or self.window.tokens is not None
+        ):
             raise ValueError(
-                "accumulate_grad_batches and gradient_clip_val need automatic optimization, but this module has "
+                "accumulate_grad_batches, accumulate_by and gradient_clip_val need automatic optimization, but this module has "
                 "automatic_optimization = False. Accumulate and clip in training_step, and leave them at their defaults, in "
                 "trainwright launch and its config too."
             )
@@ -154,7 +157,7 @@ class PreparedRun(Run):
         first = self._prepare_optimizers()
         overrides = self.hooks.find_step_parts()
         has_hooks = bool(self.hooks["on_before_zero_grad"]) or "optimizer_zero_grad" in overrides
-        gives_closure = first is not None and _closure_is_wanted(self.accumulate, engine, first)
+        gives_closure = first is not None and _closure_is_wanted(self.settings, self.accumulate, engine, first)
         clock = None
         if settings.validation_seconds is not None:
             clock = IntervalClock(settings.validation_seconds, engine.connection.sync_point("validation"))
@@ -294,19 +297,20 @@ class PreparedRun(Run):
         self.window.drop()
 
 
-def _closure_is_wanted(accumulate: int, engine: Any, optimizer: Optimizer) -> bool:
+def _closure_is_wanted(settings: Settings, accumulate: int, engine: Any, optimizer: Optimizer) -> bool:
     """Return whether an optimizer's step gets a closure: it needs one, or is the user's own class and may use one.
 
     Raises:
         ValueError: it needs one, which these settings rule out.
     """
     # A later call could repeat only the window's last batch, and would use scaled gradients under a loss scale.
-    can_be_given = accumulate == 1 and engine.precision.takes_closure and engine.strategy.capabilities.takes_closure
+    is_plain = accumulate == 1 and settings.accumulate_by == "batches"
+    can_be_given = is_plain and engine.precision.takes_closure and engine.strategy.capabilities.takes_closure
     if needs_closure(optimizer) and not can_be_given:
         raise ValueError(
             f"configure_optimizers returned {type(optimizer).__name__}, whose step computes the loss several times. That "
-            f"cannot be done with accumulate_grad_batches={accumulate}, precision={engine.precision.name!r} and "
-            f"strategy={engine.strategy.name!r}. Use accumulate_grad_batches=1, a precision without a loss scale, and one "
-            "device or ddp, or choose another optimizer."
+            f"cannot be done with accumulate_grad_batches={accumulate}, accumulate_by={settings.accumulate_by!r}, "
+            f"precision={engine.precision.name!r} and strategy={engine.strategy.name!r}. Use accumulate_grad_batches=1, "
+            "accumulate_by='batches', a precision without a loss scale, and one device or ddp, or choose another optimizer."
         )
     return can_be_given and (needs_closure(optimizer) or may_use_closure(optimizer))

@@ -26,6 +26,7 @@ from trainwright.faults.nan_policy import NanGuard
 from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, refuse_branch, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.loggers.base import RunResult
+from trainwright.memory.activation_checkpointing import ActivationCheckpointing
 from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
 from trainwright.profilers.base import instrument, is_measuring
@@ -131,7 +132,8 @@ class Run:
             for callback in self.trainer.callbacks:
                 check_hooks(callback)
         self.hooks = HookTable(self.trainer, module, self.logbook, profiler)
-        self.compiled: Compiled | None = None
+        self._undo: list[Callable[[], None]] = []
+        """Restore the module's own calls, which compile= and activation_checkpointing= replace."""
         self.window: AccumulationWindow | None = None
         """The batches of the next optimizer step, in a fit."""
         self.is_prepared = False
@@ -193,12 +195,15 @@ class Run:
         self._closing.append(close)
 
     def prepare_module(self, module: Module) -> None:
-        """Convert batch norm and compile, as the settings ask, before the module moves."""
+        """Convert batch norm, recompute activations and compile, as the settings ask, before the module moves."""
         if self.settings.sync_batchnorm and self.engine.world_size > 1:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        checkpointing = ActivationCheckpointing.read(self.settings.activation_checkpointing)
+        if checkpointing is not None and self.call == "fit":
+            self._undo.append(checkpointing.install(module, self.engine.device.type))
         if self.settings.compile:
             options = self.settings.compile if isinstance(self.settings.compile, dict) else {}
-            self.compiled = Compiled(module, options)
+            self._undo.append(Compiled(module, options).undo)
 
     def changes(self) -> dict[str, Any]:
         """Return the results of this run, as plain data for a Trainer in another process."""
@@ -351,9 +356,8 @@ class Run:
                 outlived(logger, "log_hyperparams", plain)
 
     def _leave(self, outcome: Outcome) -> None:
-        if self.compiled is not None:
-            self.compiled.undo()
-            self.compiled = None
+        while self._undo:
+            self._undo.pop()()
         self.running_call, self.is_prepared, self.enable_validation = None, False, False
         self.logbook.stop_collecting()
         self.state.progress.end(outcome.error is not None)

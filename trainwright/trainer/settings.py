@@ -9,6 +9,7 @@ from typing import Any
 
 from trainwright.duration import to_seconds
 from trainwright.faults.nan_policy import POLICIES
+from trainwright.memory.activation_checkpointing import ActivationCheckpointing
 
 DEFAULT_MAX_EPOCHS = 1000
 
@@ -37,6 +38,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "gradient_clip_algorithm": ("norm", "value", None),
     "deterministic": (True, False, "warn", None),
     "nan_policy": POLICIES,
+    "accumulate_by": ("batches", "tokens"),
     **dict.fromkeys(
         ("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_report", "benchmark"),
         (True, False, None),
@@ -88,6 +90,8 @@ class Settings:
     sync_batchnorm: bool = False
     reload_dataloaders_every_n_epochs: int = 0
     enable_autolog_hparams: bool = True
+    accumulate_by: str = "batches"
+    activation_checkpointing: Any = False
     compile: bool | dict[str, Any] = False
     fused_optimizers: bool = True
     overfit: int | float = 0.0
@@ -120,7 +124,11 @@ class Settings:
                 yield f"{name}={value!r}: expected {', '.join(first)} or {last}"
         options: object = self.compile
         if not isinstance(options, (bool, dict)):
-            yield f"compile={options!r}: expected True, False or a dict of torch.compile's options"
+            yield f"compile={options!r}: expected True, False or a dict of torch.compile's options and 'whole'"
+        try:
+            ActivationCheckpointing.read(self.activation_checkpointing)
+        except ValueError as error:
+            yield str(error).rstrip(".")
 
     def _wrong_times(self) -> Iterable[str]:
         interval = self.val_check_interval

@@ -107,6 +107,11 @@ class Trainer(Status):
         enable_autolog_hparams: write the hyper-parameters to the loggers.
         hang_timeout: seconds, or a timedelta, after which a job without progress ends, and the limit of a collective. None: the
             strategy's timeout, or half an hour.
+        accumulate_by: "batches" weighs the batches of an optimizer step equally, "tokens" the tokens, on all ranks:
+            training_step returns {"loss": the sum over its tokens, "num_tokens": their number}.
+        activation_checkpointing: recompute activations in the backward to save memory: True for the repeated blocks of the
+            module, "selective" to recompute only cheap operations, a set of classes of blocks, or a dict with "blocks",
+            "selective" and "offload" (keep the blocks' inputs in host memory).
         compile: True, or a dict of torch.compile's options: compile in place the submodules that the steps call.
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
 
@@ -174,6 +179,8 @@ class Trainer(Status):
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
         hang_timeout: float | timedelta | None = None,
+        accumulate_by: str = "batches",
+        activation_checkpointing: Any = False,
         compile: bool | dict[str, Any] = False,
         fused_optimizers: bool = True,
         **unknown: Any,

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.memory_estimate import size_text
 from trainwright.loggers.files import write_file
+from trainwright.memory.memory_estimate import size_text
 from trainwright.plots import Bar, Section, bars_image, bars_of, document, sections_of
 from trainwright.tools.columns import lay_out
 from trainwright.tools.ladder.attempt import Attempt, Figure, Result

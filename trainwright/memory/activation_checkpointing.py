@@ -1,0 +1,176 @@
+"""Activation checkpointing: blocks store their inputs only, and compute their activations again in the backward.
+
+Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trainwright.errors import did_you_mean
+from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies.fsdp2.wrap_policy import has_forward
+
+EXPENSIVE = ("mm", "convolution", "attention")
+"""Parts of the names of operations whose results "selective" stores. All others take little time to repeat."""
+ACCEPTED = (
+    "Pass True (the repeated blocks), 'selective', a set of Module classes such as {Block}, or a dict with the keys 'blocks', "
+    "'selective' and 'offload'."
+)
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Which blocks recompute their activations, and how.
+
+    Args:
+        blocks: classes of modules. None for the repeated blocks.
+        selective: store the results of matrix products, convolutions and attention, and recompute only the rest.
+        offload: keep the blocks' inputs in host memory until the backward.
+    """
+
+    blocks: frozenset[type[nn.Module]] | None = None
+    selective: bool = False
+    offload: bool = False
+
+    @classmethod
+    def read(cls, value: Any) -> ActivationCheckpointing | None:
+        """Return the settings of an `activation_checkpointing=` argument, or None for False and None (ValueError)."""
+        if value is None or value is False:
+            return None
+        options: dict[str, Any] = {"blocks": value}
+        if isinstance(value, Mapping):
+            options = {"blocks": None, **value}
+        elif value == "selective":
+            options = {"blocks": None, "selective": True}
+        blocks = options["blocks"]
+        if blocks is None or blocks is True:
+            options["blocks"] = None
+        else:
+            options["blocks"] = frozenset(blocks if isinstance(blocks, set | frozenset | list | tuple) else [blocks])
+        are_classes = all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in options["blocks"] or ())
+        are_flags = all(isinstance(options.get(name, False), bool) for name in ("selective", "offload"))
+        is_known = options.keys() <= {"blocks", "selective", "offload"} and options["blocks"] != frozenset()
+        if not (are_classes and are_flags and is_known):
+            raise ValueError(f"activation_checkpointing={value!r} is not accepted. {ACCEPTED}")
+        return cls(**options)
+
+    def install(self, module: nn.Module, device_type: str) -> Callable[[], None]:
+        """Make the blocks of a module recompute their activations. Return a function that undoes it.
+
+        Raises:
+            ValueError: the module has no such block.
+        """
+        offloads = self.offload and device_type != "cpu"
+        if offloads != self.offload:
+            rank_zero_warn(
+                "activation_checkpointing: 'offload' moves tensors from a GPU to the host. This run is on the CPU: nothing is "
+                "moved.",
+                stacklevel=2,
+            )
+        blocks = repeated_blocks(module) if self.blocks is None else _of_classes(module, self.blocks)
+        if not blocks:
+            raise ValueError(
+                f"activation_checkpointing finds no repeated block in {type(module).__name__}: no ModuleList or Sequential of "
+                "it has two modules of one class that have children. Name the classes of the blocks, as in "
+                "activation_checkpointing={Block}."
+            )
+        for block in blocks:  # of another loop
+            if isinstance(earlier := vars(block).get("forward"), partial) and earlier.func is _recomputed:
+                block.forward = earlier.args[1]
+        before = [(block, vars(block).get("forward")) for block in blocks]
+        for block in blocks:
+            block.forward = partial(_recomputed, block, block.forward, self.selective, offloads)
+
+        def undo() -> None:
+            for block, forward in before:
+                if forward is None:
+                    vars(block).pop("forward", None)
+                else:
+                    block.forward = forward
+
+        return undo
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules with children that share their class with another item of their container."""
+    blocks: dict[nn.Module, None] = {}
+    inner: set[nn.Module] = set()
+    for container in module.modules():
+        if container in inner or not isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            continue
+        items = [item for item in container.children() if has_forward(item) and any(True for _ in item.children())]
+        counts = Counter(map(type, items))
+        for item in items:
+            if counts[type(item)] > 1:
+                blocks[item] = None
+                inner.update(item.modules())
+    return list(blocks)
+
+
+def _of_classes(module: nn.Module, classes: Iterable[type[nn.Module]]) -> list[nn.Module]:
+    """Return the submodules of the classes, without those within another (ValueError if a class has none)."""
+    submodules = [submodule for submodule in module.modules() if submodule is not module]
+    known = sorted({type(submodule).__name__ for submodule in submodules})
+    for kind in classes:
+        if not any(isinstance(submodule, kind) for submodule in submodules):
+            raise ValueError(
+                f"activation_checkpointing names {kind.__name__}, of which {type(module).__name__} has no submodule."
+                f"{did_you_mean(kind.__name__, known)} Its classes are {', '.join(known)}."
+            )
+    blocks: dict[nn.Module, None] = {}
+    inner: set[nn.Module] = set()
+    for submodule in submodules:
+        if submodule not in inner and isinstance(submodule, tuple(classes)):
+            blocks[submodule] = None
+            inner.update(submodule.modules())
+    return list(blocks)
+
+
+def _recomputed(
+    block: nn.Module, forward: Callable[..., Any], is_selective: bool, offloads: bool, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a block's forward, and store its inputs and, if `is_selective`, the results of expensive operations only."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if is_selective:
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    elif not torch.compiler.is_compiling() and (norms := _with_statistics(block)):
+        kwargs["context_fn"] = lambda: (nullcontext(), _without_updates(norms))
+    # The innermost hooks see a tensor, so these see only the inputs, which torch's checkpoint saves outside of its hooks.
+    outer: AbstractContextManager[Any] = save_on_cpu(pin_memory=True) if offloads else nullcontext()
+    with outer:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_expensive = any(word in str(operation) for word in EXPENSIVE)  # such as "aten.addmm.default"
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _with_statistics(block: nn.Module) -> list[nn.Module]:
+    """Return the norms of a block that update running statistics in a forward."""
+    return [layer for layer in block.modules() if layer.training and getattr(layer, "track_running_stats", False)]
+
+
+@contextmanager
+def _without_updates(norms: list[Any]) -> Iterator[None]:
+    """Let a recomputation leave the running statistics alone, which the forward has updated."""
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, momentum, count in before:
+            norm.momentum, norm.num_batches_tracked = momentum, count
