@@ -113,6 +113,54 @@ def test_items_of_containers_share_graphs_and_no_limit(counter: CompileCounterWi
     assert counter.frame_count == 11  # more than the 8 that the compiler makes of one function
 
 
+class Deep(nn.Module):
+    """Twelve equal layers between an embedding and a head, all eager but the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(1, 4), nn.Linear(4, 1)
+        self.layers = nn.ModuleList(Block() for _ in range(12))
+
+    def forward(self, x: Any) -> Any:
+        x = torch.relu(self.embed(x))  # no view, for which torch makes one more graph
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_equal_layers_need_one_graph_and_thirty_lengths_two(counter: CompileCounterWithBackend) -> None:
+    module = nn.ModuleDict({"net": Deep()})
+    expected = module["net"](torch.ones(4, 7, 1))
+    compiled = Compiled(module, {"backend": counter, "fullgraph": True})
+    assert torch.equal(module["net"](torch.ones(4, 7, 1)), expected)
+    assert counter.frame_count == 1
+    for length in range(8, 38):
+        module["net"](torch.ones(4, length, 1))
+    assert counter.frame_count == 2
+    assert len(compiled.recompiles) == 1
+    assert "size mismatch at index 1. expected 7, actual 8" in compiled.recompiles[0]
+
+
+def test_the_third_compilation_of_a_shape_is_warned_of_with_its_cause(counter: CompileCounterWithBackend) -> None:
+    net = Deep()
+    compiled = Compiled(nn.ModuleDict({"net": net}), {"backend": counter})
+    for shape in ((4, 7, 1), (4, 8, 1), (5, 8, 1)):
+        net(torch.ones(shape))
+    with pytest.warns(UserWarning, match=r"compile= has compiled again 3 times.*The latest cause: .*dtype mismatch"):
+        net.double()(torch.ones(5, 8, 1, dtype=torch.float64))
+    with torch.no_grad():
+        net.eval()(torch.ones(5, 8, 1, dtype=torch.float64))  # an evaluation needs a graph too
+    compiled.undo()
+    assert len(compiled.recompiles) == 3
+
+
+def test_the_option_whole_compiles_a_net_of_equal_layers_as_one_graph(counter: CompileCounterWithBackend) -> None:
+    module = nn.ModuleDict({"net": Deep()})
+    Compiled(module, {"backend": counter, "fullgraph": True, "whole": True})
+    module["net"](torch.ones(4, 7, 1))
+    assert (counter.frame_count, counter.op_count) == (1, 39)
+
+
 def test_opaque_modules_are_not_compiled(counter: CompileCounterWithBackend) -> None:
     module = Root()
     in_place = module.in_place._compiled_call_impl

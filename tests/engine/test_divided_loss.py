@@ -79,3 +79,53 @@ def test_divisors_are_exact_in_the_losses_dtype() -> None:
     for length in (1, 2, 3, 5, 64, 1000):
         reciprocal = 1.0 / divisor_of(length, torch.bfloat16)
         assert torch.tensor(reciprocal, dtype=torch.bfloat16).item() == pytest.approx(reciprocal, rel=1e-12)
+
+
+class Sums(Slope):
+    """Its loss is the sum over the rows of a batch, of which it may return no number."""
+
+    def __init__(self, num_tokens: Any = None) -> None:
+        super().__init__(torch.float32)
+        self.num_tokens = num_tokens
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        count = len(batch) if self.num_tokens is None else self.num_tokens
+        return {"loss": (self.weight * batch).sum(), "num_tokens": count}
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_tokens_of_unequal_batches_weigh_the_same(window: int) -> None:
+    rows = torch.arange(11.0)[:, None]
+    batches = [rows[:1], rows[1:5], rows[5:6], rows[6:]]
+    module = Sums()
+    settings = {"accumulate_by": "tokens", "accumulate_grad_batches": window, "max_epochs": 1}
+    tw.Trainer(**settings, **QUIET).fit(module, batches)
+    ends = [batches[i : i + window] for i in range(0, 4, window)]
+    assert module.gradients == pytest.approx([float(torch.cat(batch).mean()) for batch in ends])
+
+
+@pytest.mark.parametrize("num_tokens", [0.5, -1, "3", True, torch.ones(2)])
+def test_a_loss_by_tokens_needs_their_number(num_tokens: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"accumulate_by='tokens' was given num_tokens=.* Expected the number of tokens"
+    ):
+        tw.Trainer(accumulate_by="tokens", max_epochs=1, **QUIET).fit(Sums(num_tokens), DataLoader(torch.ones(4, 1)))
+    accelerator = tw.Accelerator(cpu=ON_HOST, accumulate_by="tokens")
+    module = Sums()
+    model = accelerator.prepare(module)
+    with pytest.raises(ValueError, match=r"given num_tokens=None"):
+        accelerator.backward((model.weight * 2.0).sum())
+
+
+def test_wrong_units_of_accumulation_are_rejected() -> None:
+    for make in (tw.Trainer, lambda **settings: tw.Accelerator(cpu=ON_HOST, **settings)):
+        with pytest.raises(ValueError, match="accumulate_by='words'"):
+            make(accumulate_by="words")
+    module = Sums()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="accumulate_by and gradient_clip_val need automatic optimization"):
+        tw.Trainer(accumulate_by="tokens", max_epochs=1, **QUIET).fit(module, DataLoader(torch.ones(4, 1)))
+    accelerator = tw.Accelerator(cpu=ON_HOST)
+    model = accelerator.prepare(Sums())
+    with pytest.raises(ValueError, match="pass accumulate_by='tokens' to the Accelerator"):
+        accelerator.backward(model.weight.sum(), num_tokens=3)

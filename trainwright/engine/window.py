@@ -310,6 +310,10 @@ class AccumulationWindows:
         For a loop that counts its batches by itself, the loss is divided by the usual length. With `weighs_round` it is also
         weighted by this rank's samples in the round of the current batch.
         """
+        if num_tokens is not None and not self.by_tokens:
+            raise ValueError(
+                "backward was given num_tokens=; pass accumulate_by='tokens' to the Accelerator, too, or omit it."
+            )
         self.backwards += 1
         self._has_gradients = True
         self.iterations.note_training()

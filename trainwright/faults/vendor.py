@@ -133,4 +133,5 @@ class CompilationWatch:
         return [cause for cause in causes if "grad_mode" not in cause and "training" not in cause]
 
     def close(self) -> None:
-        self._handler.remove_end_callback(self._note)
+        with suppress(ValueError):  # it was closed before
+            self._handler.remove_end_callback(self._note)

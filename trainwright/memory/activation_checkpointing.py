@@ -143,14 +143,24 @@ def _recomputed(
     """Run a block's forward, and store its inputs and, if `is_selective`, the results of expensive operations only."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if is_selective:
-        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    elif not torch.compiler.is_compiling() and (norms := _with_statistics(block)):
-        kwargs["context_fn"] = lambda: (nullcontext(), _without_updates(norms))
+    if torch.compiler.is_compiling():  # a compiled recomputation updates no buffer
+        contexts: Any = partial(create_selective_checkpoint_contexts, _policy) if is_selective else None
+    else:
+        contexts = partial(_contexts, block, is_selective)
+    if contexts is not None:
+        kwargs["context_fn"] = contexts
     # The innermost hooks see a tensor, so these see only the inputs, which torch's checkpoint saves outside of its hooks.
     outer: AbstractContextManager[Any] = save_on_cpu(pin_memory=True) if offloads else nullcontext()
     with outer:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _contexts(block: nn.Module, is_selective: bool) -> tuple[Any, Any]:
+    """Return the contexts of a block's forward and of its recomputation."""
+    forward, again = nullcontext(), nullcontext()
+    if is_selective:
+        forward, again = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return forward, _without_updates(block, again)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -158,19 +168,18 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _with_statistics(block: nn.Module) -> list[nn.Module]:
-    """Return the norms of a block that update running statistics in a forward."""
-    return [layer for layer in block.modules() if layer.training and getattr(layer, "track_running_stats", False)]
-
-
 @contextmanager
-def _without_updates(norms: list[Any]) -> Iterator[None]:
-    """Let a recomputation leave the running statistics alone, which the forward has updated."""
+def _without_updates(block: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let a recomputation leave the running statistics of norms alone, which the forward has updated."""
+    norms: list[Any] = [
+        layer for layer in block.modules() if layer.training and getattr(layer, "track_running_stats", False)
+    ]
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
-        yield
+        with inner:
+            yield
     finally:
         for norm, momentum, count in before:
             norm.momentum, norm.num_batches_tracked = momentum, count

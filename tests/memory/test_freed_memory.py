@@ -1,0 +1,38 @@
+"""Freed memory stays in the process: a training step on the CPU faults few pages in, unless one variable is set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, torch, trainwright as tw
+class Net(tw.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(800, 800) for _ in range(3)))
+    def training_step(self, batch, batch_idx):
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+faults = []
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+tw.Trainer(accelerator="cpu", max_epochs=1, **quiet).fit(Net(), [torch.ones(64, 800)] * 9)
+print((faults[-1] - faults[4]) / (len(faults) - 5))
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_a_step_on_the_cpu_faults_few_pages_in() -> None:
+    assert faults_of_a_step() < 500 < faults_of_a_step(TRAINWRIGHT_KEEP_FREED_MEMORY="0")
+
+
+def faults_of_a_step(**variables: str) -> float:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    return float(done.stdout)
