@@ -38,7 +38,6 @@ class LengthBucketSampler(Sampler[list[int]]):
     >>> sampler = tw.LengthBucketSampler([3, 90, 5, 80, 4, 85], batch_size=3)
     >>> sorted(sorted(batch) for batch in sampler)
     [[0, 2, 4], [1, 3, 5]]
-    >>> loader = DataLoader([[1] * 3, [1] * 90], batch_sampler=tw.LengthBucketSampler([3, 90], max_tokens=100))
     """
 
     def __init__(
@@ -114,8 +113,7 @@ class LengthBucketSampler(Sampler[list[int]]):
 
     def check_dataset(self, dataset: object) -> None:
         """Raise ValueError if the dataset has another number of samples than `lengths`."""
-        count = len(dataset) if hasattr(dataset, "__len__") else len(self.lengths)
-        if count != len(self.lengths):
+        if hasattr(dataset, "__len__") and (count := len(dataset)) != len(self.lengths):
             text = f"LengthBucketSampler has {len(self.lengths)} lengths, but the loader's dataset has {count} samples."
             raise ValueError(f"{text} Pass the length of every sample of this dataset, in its order.")
 
@@ -131,13 +129,11 @@ def check_integer(name: str, value: object, least: int = 1) -> int:
 
 def integer_lengths(lengths: Sequence[int] | Tensor) -> Tensor:
     """Return lengths as a tensor (TypeError unless they are integers, ValueError if one is negative or there is none)."""
-    text = (
-        f"lengths is {a_type_of(lengths)}. Expected the number of tokens of every sample, at least one sample and no "
-    )
+    text = f"lengths is {a_type_of(lengths)}. Expected the number of tokens of at least one sample"
     try:
         values = torch.tensor(list(map(index, lengths.tolist() if hasattr(lengths, "tolist") else lengths)))
     except TypeError as error:
-        raise TypeError(f"{text}other type than int: {error}.") from error
+        raise TypeError(f"{text}, as integers: {error}.") from error
     if len(values) == 0 or values.min() < 0:
-        raise ValueError(f"{text}number below 0.")
+        raise ValueError(f"{text}, and none below 0.")
     return values

@@ -65,7 +65,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         long = [index for index, size in enumerate(sizes) if size > length]
         if long and too_long == "raise":
             raise ValueError(
-                f"{len(long)} documents are longer than length={length}, first document {long[0]} with {sizes[long[0]]} tokens. "
+                f"document {long[0]} has {sizes[long[0]]} tokens, and {len(long)} documents have more than length={length}. "
                 "Pass a larger length, or too_long='truncate' or 'drop'."
             )
         self._sizes, self.num_too_long = sizes, len(long)
@@ -92,13 +92,11 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             tokens, labels = self._document(document_index)
             if len(tokens) != (expected := self._sizes[document_index]):
                 raise ValueError(f"document {document_index} has {len(tokens)} tokens, but its length was {expected}.")
-            part = slice(start, min(start + len(tokens), self.length))
-            size = part.stop - start
+            size = min(len(tokens), self.length)
+            part = slice(start, start := start + size)
             row["input_ids"][part], row["labels"][part] = tokens[:size], labels[:size]
-            row["labels"][start] = -100
-            row["position_ids"][part] = torch.arange(size)
-            row["document_ids"][part] = number
-            start = part.stop
+            row["labels"][part.start] = -100
+            row["position_ids"][part], row["document_ids"][part] = torch.arange(size), number
         return row
 
     def _document(self, index: int) -> tuple[Tensor, Tensor]:
@@ -189,6 +187,6 @@ def check_packing(
             difference = float((logits[0, : len(place)] - packed[row, place]).abs().max())
             if not difference <= limit:  # also if it is NaN
                 raise ValueError(
-                    f"the logits of document {number} in row {row} differ by {difference:.3g} from those in a row by itself, more "
-                    f"than {limit:.3g}. Pass the model document_mask(document_ids) and position_ids, after model.eval()."
+                    f"the logits of document {number} in row {row} change by {difference:.3g} in a row by itself, by more than "
+                    f"{limit:.3g}. Pass document_mask(document_ids) and position_ids to the model, after model.eval()."
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,20 +47,20 @@ class PadCollate:
         default = 8 if cuda.is_available() else 1
         self.multiple_of = check_integer("multiple_of", default if multiple_of is None else multiple_of)
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __call__(self, samples: Sequence[Any]) -> object:
         """Return the batch of these samples, with the structure of the first."""
         first = samples[0]
         if isinstance(first, Mapping):
             return self._collated({key: [sample[key] for sample in samples] for key in first})
         if not isinstance(first, (tuple, list)) or _as_sequence(first) is not None:
             return self._collated({None: samples})[None]
-        parts = self._collated(dict(enumerate(zip(*samples, strict=True)))).values()
+        parts: Iterable[Any] = self._collated(dict(enumerate(zip(*samples, strict=True)))).values()
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
 
-    def _collated(self, columns: Mapping[object, Sequence[object]]) -> dict[object, Any]:
+    def _collated(self, columns: Mapping[object, Sequence[object]]) -> dict[object, object]:
         """Return the values of every key as one value."""
         first_lengths: list[int] | None = None
-        batch = {}
+        batch: dict[object, object] = {}
         for key, values in columns.items():
             sequences = [part for part in map(_as_sequence, values) if part is not None]
             lengths = [len(part) for part in sequences]
