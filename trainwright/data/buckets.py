@@ -28,8 +28,8 @@ class LengthBucketSampler(Sampler[list[int]]):
         max_tokens: the most tokens in a batch with its padding: its longest length times its number of samples.
         seed: the seed of the order, the same on every rank.
         drop_last: drop random samples that fill no batch, and on several ranks a last round without a batch for every rank.
-        bucket_batches: the number of batches in a chunk, at most a quarter of an epoch. A larger number means less padding,
-            and batches that differ less between epochs.
+        bucket_batches: the number of batches in a chunk, at most 2 or a quarter of an epoch. A larger number means less
+            padding, and batches that differ less between epochs.
 
     Raises:
         TypeError: a length or another number is not an integer.
@@ -67,7 +67,7 @@ class LengthBucketSampler(Sampler[list[int]]):
                 )
             size = max(1, max_tokens * len(self.lengths) // max(1, int(self.lengths.sum())))
         self.batch_size, self.max_tokens, self.seed, self.drop_last = batch_size, max_tokens, seed, drop_last
-        self._chunk = size * max(1, min(bucket_batches, len(self.lengths) // (4 * size)))
+        self._chunk = size * min(bucket_batches, max(2, len(self.lengths) // (4 * size)))
         """Samples that are sorted together."""
         self.set_epoch(0)
 
