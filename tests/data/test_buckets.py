@@ -1,4 +1,4 @@
-"""Length buckets: batches of similar lengths, divided over ranks, and resumed within an epoch whose length differs."""
+"""Length buckets, on ranks and in resumed runs. The epochs differ in their numbers of batches."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_short_dataset_has_different_batches_in_every_epoch() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_divide_the_batches_and_resume_within_an_epoch(ranks: int, tmp_path: Path) -> None:
+def test_several_ranks_have_the_batches_of_one_and_resume_exactly(ranks: int, tmp_path: Path) -> None:
     alone, trainer = fit(tmp_path, 1)
     lengths = [len(epoch) for epoch in alone.epochs]
     assert len(set(lengths)) > 1, "the epochs of this test differ in their lengths"

@@ -1,4 +1,4 @@
-"""Packing: rows of documents train a causal language model as documents in rows by themselves do."""
+"""Packing: rows of documents train a model as single documents do."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def batch_of(documents: list[Tensor]) -> dict[str, Tensor]:
 
 
 def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the losses of all tokens, with the logits and labels shifted as transformers' models do."""
+    """Return the losses of all tokens. transformers' models shift the labels in the same way."""
     return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none").view(len(labels), -1)
 
 

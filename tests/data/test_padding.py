@@ -1,4 +1,4 @@
-"""Padding: sequences of a batch get one length, and the other values are collated as by torch."""
+"""Padding: the sequences of a batch get one length."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_lengths_of_text_are_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert tw.PadCollate()(samples)["input_ids"].shape == (2, 5)
 
 
-def test_workers_pad() -> None:
+def test_a_worker_returns_padded_batches() -> None:
     collate = pickle.loads(pickle.dumps(tw.PadCollate({"input_ids": 9}, multiple_of=4)))
     data: Any = [{"input_ids": [1] * size} for size in (1, 2, 3, 4, 5, 6)]
     loader = DataLoader(data, 2, collate_fn=collate, num_workers=1, multiprocessing_context="fork")

@@ -1,4 +1,4 @@
-"""Packed rows through transformers' models: losses and gradients equal those of single documents."""
+"""Packed rows train transformers' models as single documents do."""
 
 from __future__ import annotations
 

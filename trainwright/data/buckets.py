@@ -28,8 +28,8 @@ class LengthBucketSampler(Sampler[list[int]]):
         max_tokens: the most tokens in a batch with its padding: its longest length times its number of samples.
         seed: the seed of the order, the same on every rank.
         drop_last: drop random samples that fill no batch, and on several ranks a last round without a batch for every rank.
-        bucket_batches: the number of batches in a chunk, at most 2 or a quarter of an epoch. A larger number means less
-            padding, and batches that differ less between epochs.
+        bucket_batches: the number of batches in a chunk, limited to a quarter of an epoch (or to 2 if that is less). A larger
+            number means less padding, and batches that differ less between epochs.
 
     Raises:
         TypeError: a length or another number is not an integer.
