@@ -52,9 +52,7 @@ class LengthBucketSampler(Sampler[list[int]]):
     ) -> None:
         self.lengths = integer_lengths(lengths)
         if (batch_size is None) == (max_tokens is None):
-            raise ValueError(
-                f"batch_size={batch_size} and max_tokens={max_tokens}: pass a number for exactly one of them."
-            )
+            raise ValueError(f"batch_size={batch_size} and max_tokens={max_tokens}: pass exactly one of them.")
         check_integer("bucket_batches", bucket_batches)
         check_integer("seed", seed, least=0)
         size = check_integer("batch_size", 1 if batch_size is None else batch_size)
@@ -67,8 +65,7 @@ class LengthBucketSampler(Sampler[list[int]]):
                 )
             size = max(1, max_tokens * len(self.lengths) // max(1, int(self.lengths.sum())))
         self.batch_size, self.max_tokens, self.seed, self.drop_last = batch_size, max_tokens, seed, drop_last
-        self._chunk = size * min(bucket_batches, max(2, len(self.lengths) // (4 * size)))
-        """Samples that are sorted together."""
+        self._chunk = size * min(bucket_batches, max(2, len(self.lengths) // (4 * size)))  # samples to sort together
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:

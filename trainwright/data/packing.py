@@ -83,10 +83,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = {
-            name: torch.zeros(self.length, dtype=torch.long) for name in ("input_ids", "position_ids", "document_ids")
-        }
-        row["labels"] = torch.full((self.length,), -100)  # which torch's cross_entropy ignores
+        ids, positions, numbers = torch.zeros(3, self.length, dtype=torch.long)
+        targets = torch.full((self.length,), -100)  # which torch's cross_entropy ignores
         start = 0
         for number, document_index in enumerate(self.rows[index], start=1):
             tokens, labels = self._document(document_index)
@@ -94,10 +92,10 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 raise ValueError(f"document {document_index} has {len(tokens)} tokens, but its length was {expected}.")
             size = min(len(tokens), self.length)
             part = slice(start, start := start + size)
-            row["input_ids"][part], row["labels"][part] = tokens[:size], labels[:size]
-            row["labels"][part.start] = -100
-            row["position_ids"][part], row["document_ids"][part] = torch.arange(size), number
-        return row
+            ids[part], positions[part], numbers[part] = tokens[:size], torch.arange(size), number
+            targets[part] = labels[:size]
+            targets[part.start] = -100
+        return {"input_ids": ids, "position_ids": positions, "document_ids": numbers, "labels": targets}
 
     def _document(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a document's tokens and labels."""
@@ -182,8 +180,8 @@ def check_packing(
     for row, numbers in enumerate(documents):
         for number in range(1, int(numbers.max()) + 1):
             place = torch.nonzero(numbers == number).flatten()
-            rest = (0, len(numbers) - len(place))
-            logits = model_fn({name: pad(values[row, place], rest)[None] for name, values in batch.items()})
+            end = (0, len(numbers) - len(place))
+            logits = model_fn({name: pad(values[row, place], end)[None] for name, values in batch.items()})
             difference = float((logits[0, : len(place)] - packed[row, place]).abs().max())
             if not difference <= limit:  # also if it is NaN
                 raise ValueError(

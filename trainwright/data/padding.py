@@ -44,8 +44,8 @@ class PadCollate:
         if not all(isinstance(value, (int, float)) for value in (self._default, *self._by_key.values())):
             raise TypeError(f"padding_value={padding_value!r}: expected a number, or a dict with a number for a key.")
         # Chosen here, because a worker process may not see the device.
-        default = 8 if cuda.is_available() else 1
-        self.multiple_of = check_integer("multiple_of", default if multiple_of is None else multiple_of)
+        chosen = (8 if cuda.is_available() else 1) if multiple_of is None else multiple_of
+        self.multiple_of = check_integer("multiple_of", chosen)
 
     def __call__(self, samples: Sequence[Any]) -> object:
         """Return the batch of these samples, with the structure of the first."""
