@@ -50,6 +50,15 @@ def test_steps_are_compared_with_hand_written_ones() -> None:
 
 
 @pytest.mark.slow
+def test_ragged_text_is_compared_with_padding_by_hand() -> None:
+    done = run("--small", script="ragged.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [["reviews", "seconds"], ["documents", "tokens/s"]]
+    assert all(float(figure) > 0 for row in rows for figure in row[2:5])
+
+
+@pytest.mark.slow
 def test_starts_are_compared_with_a_hand_written_one() -> None:
     names = ["hand_written", "trainwright_trainer"]
     done = run("--rounds", "1", "--only", ",".join(names), script="start.py")

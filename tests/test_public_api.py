@@ -12,10 +12,10 @@ NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs CSVLogge
     CometLogger DDPCommunicationHookType DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin
     DeepSpeedStrategy DistributedDataParallelKwargs DistributedType Engine FSDPStrategy
     FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin GradientState
-    InitProcessGroupKwargs LaunchError LightningDataModule LightningModule Logger MLFlowLogger Module
-    PartialState Precision ProfileKwargs Profiler ProjectConfiguration PyTorchProfiler RunStopped
+    InitProcessGroupKwargs LaunchError LengthBucketSampler LightningDataModule LightningModule Logger MLFlowLogger Module
+    PackedDataset PadCollate PartialState Precision ProfileKwargs Profiler ProjectConfiguration PyTorchProfiler RunStopped
     ShardedDDPStrategy SimpleProfiler Strategy TensorBoardLogger Trainer TrainwrightError Tuner WandbLogger
-    WorkerFailed __version__ broadcast debug_launcher estimate_memory extract_model_from_parallel
+    WorkerFailed __version__ broadcast check_packing debug_launcher document_mask estimate_memory extract_model_from_parallel
     find_executable_batch_size gather gather_module init_empty_weights init_on_device isolate_rng
     notebook_launcher pad_across_processes rank_zero_info rank_zero_only rank_zero_warn reduce release_memory
     seed_everything set_seed skip_first_batches synchronize_rng_states"""

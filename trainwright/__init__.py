@@ -22,8 +22,11 @@ except ImportError as error:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "trainwright.data.buckets": "LengthBucketSampler",
     "trainwright.data.combined_loader": "CombinedLoader",
     "trainwright.data.datamodule": "DataModule",
+    "trainwright.data.packing": "PackedDataset check_packing document_mask",
+    "trainwright.data.padding": "PadCollate",
     "trainwright.data.seeding": "isolate_rng seed_everything",
     "trainwright.engine.engine": "Engine",
     "trainwright.memory.memory_estimate": "estimate_memory",

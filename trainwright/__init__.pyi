@@ -1,8 +1,13 @@
 """The public names, for type checkers. __init__.py loads them at their first use."""
 
 from trainwright.callbacks import *  # noqa: F403
+from trainwright.data.buckets import LengthBucketSampler as LengthBucketSampler
 from trainwright.data.combined_loader import CombinedLoader as CombinedLoader
 from trainwright.data.datamodule import DataModule as DataModule
+from trainwright.data.packing import PackedDataset as PackedDataset
+from trainwright.data.packing import check_packing as check_packing
+from trainwright.data.packing import document_mask as document_mask
+from trainwright.data.padding import PadCollate as PadCollate
 from trainwright.data.seeding import isolate_rng as isolate_rng
 from trainwright.data.seeding import seed_everything as seed_everything
 from trainwright.engine.engine import Engine as Engine

@@ -23,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import trainwright as tw
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.combined import CombinedLoader, shard
 from trainwright.data.stateful_iterable import ONCE
@@ -118,6 +119,9 @@ def samplers(count: int) -> dict[str, Any]:
         "a generator": DataLoader(data, batch_size=2, sampler=RandomSampler(data, generator=generator)),
         "a part": DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(0, count, 2))),
         "batches of one's own": DataLoader(data, batch_sampler=Uneven(count)),
+        "length buckets": DataLoader(
+            data, batch_sampler=tw.LengthBucketSampler(([1, 5, 2, 7, 3] * count)[:count], max_tokens=12)
+        ),
         "weighted": DataLoader(data, batch_size=3, sampler=WeightedRandomSampler(torch.rand(count).tolist(), count)),
     }
 

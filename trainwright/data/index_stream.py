@@ -18,6 +18,7 @@ from typing import Any
 from numpy import ndarray
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
+from trainwright.data.buckets import LengthBucketSampler
 from trainwright.data.seeding import IsolatedGenerators, SamplerGenerators, derive_seed
 from trainwright.data.stream_shard import Mode as Mode
 from trainwright.data.stream_shard import StreamPosition, StreamShard, even_sizes
@@ -164,9 +165,9 @@ class IndexStream(StreamShard):
             yield from chain(first, stock)
             return
         # Skipped batches are drawn in one chunk. Then a user's sampler draws one batch at a time, because it may follow the
-        # training (hard examples, a curriculum). torch's samplers do not.
+        # training (hard examples, a curriculum). torch's samplers and ours do not.
         skipped = self.start_item if pass_number == self.start_pass else 0
-        most = CHUNK if _is_torchs(self.source) else 1
+        most = CHUNK if _is_torchs(self.source) or type(self.source) is LengthBucketSampler else 1
         items: Iterator[Any] | None = None
         while True:
             size, skipped = max(skipped, most), 0
@@ -227,12 +228,12 @@ class IndexStream(StreamShard):
         return short
 
 
-def _is_stock(source: Any, kind: type) -> bool:
+def _is_stock(source: object, kind: type) -> bool:
     """Return whether a sampler is exactly torch's sampler of a kind, or torch's BatchSampler around it."""
     return type(source) is kind or (type(source) is BatchSampler and type(source.sampler) is kind)
 
 
-def _is_torchs(source: Any) -> bool:
+def _is_torchs(source: object) -> bool:
     """Return whether torch defines a sampler, and the sampler in a batch sampler."""
     parts = [source, source.sampler] if type(source) is BatchSampler else [source]
     return all(type(part).__module__.startswith("torch.utils.data.") for part in parts)

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe, RandomSampler
 
 from trainwright.data.batch_stream import BatchStream
+from trainwright.data.buckets import LengthBucketSampler
 from trainwright.data.index_stream import IndexStream, in_dataset_order
 from trainwright.data.loader_state import StatefulLoader
 from trainwright.data.seeding import IsolatedGenerators, derive_seed, read_isolated
@@ -166,6 +167,8 @@ class ShardedLoader(StatefulLoader):
     def _with_indices(self, clone: Any, loader: DataLoader[Any], in_order: bool) -> IndexStream:
         batched = loader.batch_sampler is not None
         source: Any = clone.batch_sampler if batched else loader.sampler
+        if isinstance(source, LengthBucketSampler):
+            source.check_dataset(loader.dataset)
         if in_order:
             # A batch sampler may choose more than the order, and a DistributedSampler chooses this rank's samples.
             is_kept = hasattr(loader.sampler, "num_replicas") or (batched and type(source) is not BatchSampler)
@@ -211,13 +214,13 @@ class ShardedLoader(StatefulLoader):
             if source is not None and source["ranks"] != self.world_size > 1 and not self.is_sharded:
                 source = None  # the state may belong to another rank's data
             self.shard.set_epoch(seed, epoch, start_batch, position, source)
-        else:
-            self.shard.set_epoch(seed, epoch, start_batch, position)
         if self._base_seeds is not None:
             self._base_seeds.manual_seed(derive_seed(seed, epoch, self.rank))
         if epoch != self._announced_epoch or self.mode != "train":  # a training run seeks its position twice
             set_epoch_of_parts(self.loader, epoch)
             self._announced_epoch = epoch
+        if self.stream is not None:  # last, because the length of a sampler may depend on its epoch
+            self.stream.set_epoch(seed, epoch, start_batch, position)
 
     def batches(self) -> Iterator[Any]:
         if self.stream is None:
@@ -368,7 +371,7 @@ def _check_parts(loader: Iterable[Any], parts: int) -> None:
         )
 
 
-def _warn_of_order(chooser: Any, is_kept: bool) -> None:
+def _warn_of_order(chooser: object, is_kept: bool) -> None:
     warnings.warn(
         f"overfit_batches needs the same batches in every epoch, but the loader's {type(chooser).__name__} chooses the "
         f"order. {'Pass another sampler to the loader' if is_kept else 'The order of the dataset replaces it'}.",

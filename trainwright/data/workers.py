@@ -210,7 +210,7 @@ def set_epoch_of_parts(loader: Any, epoch: int) -> None:
         set_epoch_of(part, epoch)
 
 
-def set_epoch_of(listener: Any, epoch: int) -> None:
+def set_epoch_of(listener: object, epoch: int) -> None:
     """Call `set_epoch` of an object, if it has this method, and of the datasets in torch's datasets."""
     if callable(set_epoch := getattr(listener, "set_epoch", None)) and not is_split_after_shuffle(listener):
         set_epoch(epoch)

@@ -134,6 +134,11 @@ class TrainingRun(PreparedRun):
         collector.begin_loader(None)
         self.state.progress.end_batches()
         self._drop_batch()
+        for loader in parts_of(self.stages.train_dataloader) if not self.stop.number else ():
+            for part in (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)):
+                if (share := getattr(part, "padding_share", None)) is not None:
+                    # The maximum, because a resumed run logs the same value again.
+                    self.module.log("padding_share", share, on_step=False, on_epoch=True, reduce_fx="max")
         is_empty = self._num_empty and self._num_empty == self.state.total_batches and self.optimizer is not None
         if is_empty and not self.stop.number:
             raise RuntimeError(
