@@ -58,8 +58,8 @@ _CALLBACKS = "trainwright.callbacks"
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _ALIASES = {"LightningModule": "Module", "LightningDataModule": "DataModule"}
 
-_PACKAGES = ("callbacks", "cli", "loggers", "profilers", "strategies")
-"""Packages that may be used in full names, such as `tw.callbacks.EarlyStopping`."""
+_PACKAGES = ("callbacks", "cli", "loggers", "optim", "profilers", "strategies")
+"""Packages, and a module, that may be used in full names, such as `tw.callbacks.EarlyStopping`."""
 
 
 def __getattr__(name: str) -> Any:
