@@ -63,7 +63,7 @@ def fit(strategy: str, ranks: int, matrix: Any = Muon, **settings: Any) -> tuple
 
 
 def on_ranks(folder: Path) -> dict[str, Any]:
-    """Train under the strategies of whole tensors, and resume from a checkpoint in the middle."""
+    """Train under every strategy."""
     results: dict[str, Any] = {}
     for strategy in ("ddp", "ddp_sharded"):
         module, trainer = fit(strategy, 2)
@@ -160,7 +160,7 @@ def test_a_resume_with_other_optimizers_is_rejected(tmp_path: Path) -> None:
 
 
 class Language(nn.Module):
-    """A language model in small, with every kind of parameter. `is_tied` ties the head to the embedding."""
+    """Has every kind of parameter. `is_tied` ties the head to the embedding."""
 
     def __init__(self, is_tied: bool = False) -> None:
         super().__init__()
@@ -210,12 +210,11 @@ def test_a_group_that_is_added_belongs_to_the_rest() -> None:
 
 
 def test_wrong_arguments_are_rejected() -> None:
-    net, other = Language(), nn.Linear(4, 4)
+    net = Language()
     for text, arguments in (
         ("exclude='atention' names no parameter or submodule of Language.*'attention'", {"exclude": "atention"}),
         ("Language has no parameters for matrix=: all .* belong to rest", {"exclude": net}),
-        ("matrix=.* makes an optimizer of other parameters than", {"matrix": lambda _: AdamW(other.parameters())}),
-        ("rest=.* makes an optimizer of other parameters than", {"rest": lambda _: AdamW(net.parameters())}),
+        ("some parameters appear in more than one parameter group", {"rest": lambda _: AdamW(net.parameters())}),
     ):
         with pytest.raises(ValueError, match=text):
             split(net, **arguments)  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ _HOMES = {
     "trainwright.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "trainwright.module": "Module",
     "trainwright.precision": "Precision",
+    "trainwright.precision.float8": "Float8Precision",
     "trainwright.profilers": "AdvancedProfiler Profiler PyTorchProfiler SimpleProfiler",
     "trainwright.rank_zero": "rank_zero_info rank_zero_only rank_zero_warn",
     "trainwright.raw_loop.accelerator": "Accelerator",

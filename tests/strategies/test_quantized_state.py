@@ -19,7 +19,7 @@ STEPS = 6
 
 
 class Quantizes(tw.Module):
-    """Trains a layer of 8,192 elements, whose state is quantized, and a small one, whose state is not."""
+    """Trains two layers. Only the first is large enough to be quantized."""
 
     def __init__(self, bits: str = "AdamW8bit") -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def fit(strategy: str, ranks: int, *, max_steps: int = STEPS, path: str | None =
 
 
 def interrupted(strategy: str, ranks: int, folder: Path) -> dict[str, Any]:
-    """Return the weights and the state after all steps, of a whole run and of a resumed one."""
+    """Return the results of a whole run and of a resumed one."""
     results: dict[str, Any] = {}
     half = str(folder / f"{strategy}.ckpt")
     fit(strategy, ranks, max_steps=STEPS // 2)[1].save_checkpoint(half)

@@ -399,26 +399,26 @@ def by_parameter(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Tens
     return found
 
 
-QUANTIZED = "OptimState8bit"
-"""The class of torchao's 8-bit state (Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization")."""
+QUANTIZED, PARTS = "OptimState8bit", ("codes", "scale", "qmap")
+"""torchao's 8-bit state and its tensors (Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization")."""
 
 
-def plain_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def plain_tensors(state: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a parameter's state by key, and quantized ones as the tensors in them ("key.codes")."""
     for key, value in state.items():
         if type(value).__name__ == QUANTIZED:
-            yield from ((f"{key}.{name}", getattr(value, name)) for name in value.__tensor_flatten__()[0])
+            yield from ((f"{key}.{part}", getattr(value, part)) for part in PARTS)
         elif isinstance(value, Tensor):
             yield key, value
 
 
-def join_quantized(parameter: Tensor, state: dict[str, Any]) -> None:
+def join_quantized(parameter: Tensor, state: dict[str, Tensor]) -> None:
     """Replace the tensors in quantized state by the quantized tensors, the reverse of `plain_tensors`."""
     for key in [key.removesuffix(".codes") for key in state if key.endswith(".codes")]:
         from torchao.optim.subclass_8bit import OptimState8bit
 
-        parts = [state.pop(f"{key}.{name}") for name in OptimState8bit.tensor_attrs]
         is_signed = key == "exp_avg"  # the others are squares
+        parts = [state.pop(f"{key}.{part}") for part in PARTS]
         state[key] = OptimState8bit(*parts, is_signed, dtype=parameter.dtype)
 
 

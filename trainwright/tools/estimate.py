@@ -23,7 +23,7 @@ from trainwright.tools.columns import fill, lay_out, terminal_width
 from trainwright.tools.module_source import make_module
 
 ALL_PRECISIONS = [name for name in NAMES if not name.startswith("64")]
-USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name not in ("16-true", "bf16-true")]
+USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name in ("32-true", "16-mixed", "bf16-mixed")]
 UNITS = {
     "": 1,
     "b": 1,
