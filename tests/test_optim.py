@@ -19,7 +19,7 @@ import trainwright as tw
 from trainwright.optim import split
 
 STEPS = 6
-EACH = 64
+SAMPLES = 64
 
 
 class Tower(tw.Module):
@@ -52,8 +52,8 @@ def batches(times: int = 1) -> DataLoader[Any]:
 
     Muon computes in bfloat16, where the sums of gradients of different batches would round differently.
     """
-    rows = [list(range(EACH * step, EACH * (step + 1))) for step in range(STEPS)]
-    return DataLoader(make_data(EACH * STEPS), batch_sampler=[row for row in rows for _ in range(times)])
+    rows = [list(range(SAMPLES * step, SAMPLES * (step + 1))) for step in range(STEPS)]
+    return DataLoader(make_data(SAMPLES * STEPS), batch_sampler=[row for row in rows for _ in range(times)])
 
 
 def fit(strategy: str, ranks: int, matrix: Any = Muon, **settings: Any) -> tuple[Tower, tw.Trainer]:
@@ -113,7 +113,7 @@ def test_a_split_optimizer_steps_as_two_optimizers_do() -> None:
     module, by_hand = Tower(), Tower()
     optimizer = split(module.net, partial(Muon, lr=0.02), partial(AdamW, lr=3e-3))
     matrices = [by_hand.net[index].weight for index in (0, 2, 4)]
-    others = [parameter for parameter in by_hand.net.parameters() if all(parameter is not each for each in matrices)]
+    others = [parameter for parameter in by_hand.net.parameters() if id(parameter) not in map(id, matrices)]
     pair = (Muon(matrices, lr=0.02), AdamW(others, lr=3e-3))
     losses = []
     for batch in batches():

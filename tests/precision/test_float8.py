@@ -97,7 +97,7 @@ def test_losses_are_within_a_percent_of_bf16_mixed(caplog: pytest.LogCaptureFixt
     assert module.losses != other.losses
     assert module.losses[-1] < module.losses[0] - 1
     for begin in range(0, STEPS, WINDOW):
-        mean, expected = (sum(each.losses[begin : begin + WINDOW]) / WINDOW for each in (module, other))
+        mean, expected = (sum(run.losses[begin : begin + WINDOW]) / WINDOW for run in (module, other))
         assert mean == pytest.approx(expected, rel=0.01)
 
 

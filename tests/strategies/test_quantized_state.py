@@ -45,7 +45,7 @@ def fit(strategy: str, ranks: int, *, max_steps: int = STEPS, path: str | None =
     )
     module = Quantizes()
     trainer = tw.Trainer(strategy=strategy, max_epochs=1, max_steps=max_steps, precision="bf16-mixed", **QUIET)
-    with torch.compiler.set_stance("force_eager"):  # each step compiles otherwise
+    with torch.compiler.set_stance("force_eager"):  # a step compiles otherwise
         trainer.fit(module, DataLoader(data, batch_size=8 // ranks), ckpt_path=path)
     return module, trainer
 

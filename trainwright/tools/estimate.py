@@ -22,8 +22,8 @@ from trainwright.tools.choices import LISTED_STRATEGIES, choose
 from trainwright.tools.columns import fill, lay_out, terminal_width
 from trainwright.tools.module_source import make_module
 
-ALL_PRECISIONS = [name for name in NAMES if not name.startswith("64")]
-USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name in ("32-true", "16-mixed", "bf16-mixed")]
+ALL_PRECISIONS = [name for name in NAMES if not name.startswith(("64", "fp8"))]
+USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name not in ("16-true", "bf16-true")]
 UNITS = {
     "": 1,
     "b": 1,
