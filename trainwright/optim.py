@@ -55,8 +55,7 @@ class SplitOptimizer(Optimizer):
 
     def describe(self) -> str:
         """Return a text with the names of the parameters that each of the two optimizers steps."""
-        lines = [f"{type(part).__name__}: {', '.join(self.names[steps])}" for steps, part in self.parts.items()]
-        return "\n".join(lines)
+        return "\n".join(f"{type(part).__name__}: {', '.join(self.names[steps])}" for steps, part in self.parts.items())
 
 
 def split(
@@ -114,7 +113,7 @@ def split(
 
 def last_linear(module: nn.Module) -> nn.Linear | None:
     """Return the last nn.Linear in the order of `module.modules()`, which usually is the output head."""
-    return next((layer for layer in reversed(list(module.modules())) if type(layer) is nn.Linear), None)
+    return next((layer for layer in reversed(list(module.modules())) if isinstance(layer, nn.Linear)), None)
 
 
 def _excluded(module: nn.Module, exclude: list[Excluded]) -> set[Tensor]:

@@ -186,6 +186,8 @@ def test_devices_without_float8_are_rejected(monkeypatch: pytest.MonkeyPatch) ->
         tw.Float8Precision().check(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     tw.Float8Precision().check(torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=r"Float8Precision\('cuda'\) does not run on cpu; pass 'cpu' to it"):
+        tw.Float8Precision(emulate=True).check(torch.device("cpu"))
 
 
 def test_a_missing_torchao_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainwright as tw
 from trainwright.strategies.divided_optimizers import refuse_unknown_optimizer
 
+pytestmark = pytest.mark.host
+
 STEPS = 6
 
 

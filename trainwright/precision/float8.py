@@ -20,8 +20,7 @@ from trainwright.optim import last_linear
 from trainwright.precision.mixed import MixedPrecision
 from trainwright.rank_zero import rank_zero_info
 
-MULTIPLE = 16
-"""The kernels take matrices whose dimensions are multiples of this."""
+MULTIPLE = 16  # of the dimensions of matrices that the kernels take
 
 
 class Float8Precision(MixedPrecision):
@@ -33,7 +32,7 @@ class Float8Precision(MixedPrecision):
 
     Args:
         device_type: "cuda", or another one with `emulate`.
-        emulate: compute float8 values in float32 on any device, for tests. This is slower than bf16-mixed.
+        emulate: multiply the float8 values in float32 on any device, for tests. This is slow.
 
     Raises:
         ImportError: when it is used, if torchao is not installed.
@@ -47,8 +46,7 @@ class Float8Precision(MixedPrecision):
         super().__init__("bf16-mixed", device_type)
         self.name = "fp8-mixed"
         self.emulate = emulate
-        self._added: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
-        """The modules of the run, with the attributes that were added to them."""
+        self._added_attributes: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
         self._logged = ""
 
     def check(self, device: torch.device) -> None:
@@ -61,14 +59,18 @@ class Float8Precision(MixedPrecision):
                 f"RTX 40), and {name} has none. Pass precision='bf16-mixed', or, to test a script, "
                 f"precision=tw.Float8Precision({device.type!r}, emulate=True)."
             )
+        if device.type != self._device_type:
+            raise ValueError(
+                f"Float8Precision({self._device_type!r}) does not run on {device}; pass {device.type!r} to it."
+            )
 
     def convert_module(self, module: nn.Module) -> None:
         """Make linear layers compute in float8, and log which ones do not. Names and tensors do not change."""
-        if module in self._added:  # a part of a module that was on the meta device
+        if module in self._added_attributes:  # a part of a module that was on the meta device
             return
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        self._added.update(dict.fromkeys(module.modules(), ()))
+        self._added_attributes.update(dict.fromkeys(module.modules(), ()))
         recipe = Float8LinearConfig.from_recipe_name("rowwise")
         # Batches of other sizes than multiples of 16 are padded with zeros for the kernels.
         config = dataclasses.replace(recipe, emulate=self.emulate, pad_inner_dim=True)
@@ -84,7 +86,7 @@ class Float8Precision(MixedPrecision):
             elif layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
                 others.append(f"{name} ({layer.in_features} x {layer.out_features} features)")
             else:
-                self._added[layer] = _convert(layer, pattern)
+                self._added_attributes[layer] = _convert(layer, pattern)
                 num_converted += 1
         text = (
             f"fp8-mixed: {num_converted} linear layers compute in float8, in bfloat16: {', '.join(others) or 'none'}."
@@ -96,7 +98,7 @@ class Float8Precision(MixedPrecision):
     def restore_module(self, module: nn.Module) -> None:
         """Make the layers compute as nn.Linear again."""
         for layer in module.modules():
-            for name in self._added.pop(layer, ()):
+            for name in self._added_attributes.pop(layer, ()):
                 del vars(layer)[name]
 
 
@@ -108,8 +110,7 @@ def _convert(layer: nn.Linear, pattern: nn.Module) -> tuple[str, ...]:
         device_type = layer.weight.device.type
         if torch.is_autocast_enabled(device_type):
             inputs = inputs.to(torch.get_autocast_dtype(device_type))
-        outputs: Tensor = forward(layer, inputs)
-        return outputs
+        return forward(layer, inputs)  # type: ignore[no-any-return]
 
     settings = {name: value for name, value in vars(pattern).items() if name not in vars(layer)}
     vars(layer).update(settings, forward=MethodType(compute, layer))

@@ -49,11 +49,10 @@ def refuse_unknown_optimizer(optimizer: Optimizer, strategy: str) -> None:
 def refuse_whole_matrices(optimizer: Optimizer, strategy: str) -> None:
     """Raise ValueError for an optimizer that steps a matrix as a whole. Its rounding in bfloat16 depends on the shards."""
     if isinstance(optimizer, (SplitOptimizer, torch.optim.Muon)):
-        parts = " of tw.optim.split" if isinstance(optimizer, SplitOptimizer) else ""
         raise ValueError(
-            f"{type(optimizer).__name__}{parts} steps whole matrices, and strategy={strategy!r} gives a rank only a shard of "
-            "their elements. Choose strategy='ddp', or 'ddp_sharded', which divides the optimizer's state among the ranks by "
-            f"whole tensors. To use {strategy!r}, choose another optimizer, such as AdamW."
+            f"{type(optimizer).__name__} steps whole matrices, and strategy={strategy!r} gives a rank only a shard of their "
+            "elements. Choose strategy='ddp', or 'ddp_sharded', which divides the optimizer's state by whole tensors. To use "
+            f"{strategy!r}, choose another optimizer, such as AdamW."
         )
 
 
