@@ -125,11 +125,12 @@ def test_a_run_resumed_in_float8_trains_the_same_bits(tmp_path: Path) -> None:
     assert largest_difference(resumed, whole.state_dict()) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.host
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_compiled_layers_compute_in_float8() -> None:
     eager, _ = fit(emulated(), 3)
-    compiled, _ = fit(emulated(), 3, compile={"backend": "aot_eager"})
+    compiled, _ = fit(emulated(), 3, compile={"backend": "eager"})
     plain, _ = fit("bf16-mixed", 3)
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-4)
     assert abs(plain.losses[2] - eager.losses[2]) > 2 * abs(compiled.losses[2] - eager.losses[2])
