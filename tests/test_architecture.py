@@ -15,7 +15,17 @@ from trainwright.strategies import STRATEGIES
 
 LAYERS = [
     {"errors"},
-    {"arguments", "duration", "metric_direction", "paths", "plain_forms", "plots", "tensor_names", "value_kinds"},
+    {
+        "arguments",
+        "duration",
+        "metric_direction",
+        "optim",
+        "paths",
+        "plain_forms",
+        "plots",
+        "tensor_names",
+        "value_kinds",
+    },
     {"gradient_norms", "history"},
     {"devices"},
     {"distributed"},

@@ -20,8 +20,8 @@ OPTIONAL = ("omegaconf", "onnxscript", "pydantic")
 DISTRIBUTION_OF = {"yaml": "PyYAML"}
 """Modules whose distribution has another name."""
 EXTRAS = (
-    "deepspeed", "fairscale", "tensorboard", "cli", "rich", "monitor", "wandb", "mlflow", "comet", "plot", "examples",
-    "s3",
+    "deepspeed", "fairscale", "torchao", "tensorboard", "cli", "rich", "monitor", "wandb", "mlflow", "comet", "plot",
+    "examples", "s3",
 )  # fmt: skip
 
 

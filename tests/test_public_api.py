@@ -11,6 +11,7 @@ import trainwright as tw
 NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs CSVLogger CheckpointError CombinedLoader
     CometLogger DDPCommunicationHookType DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin
     DeepSpeedStrategy DistributedDataParallelKwargs DistributedType Engine FSDPStrategy
+    Float8Precision
     FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin GradientState
     InitProcessGroupKwargs LaunchError LengthBucketSampler LightningDataModule LightningModule Logger MLFlowLogger Module
     PackedDataset PadCollate PartialState Precision ProfileKwargs Profiler ProjectConfiguration PyTorchProfiler RunStopped
@@ -44,7 +45,7 @@ METHODS = {
         optimizer_pieces reduce reduce_boolean_decision refresh_trainable refresh_weights release resolve run
         setup_module setup_optimizers skip_step step sync_gradients""",
     tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context
-        load_state_dict release reset state_dict step step_context track unscale""",
+        load_state_dict release reset restore_module state_dict step step_context track unscale""",
     tw.Trainer: """fit init_module predict print save_checkpoint stop_soon test trial validate""",
     tw.DataModule: """load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader
         prepare_data save_hyperparameters setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device

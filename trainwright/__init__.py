@@ -34,6 +34,7 @@ _HOMES = {
     "trainwright.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "trainwright.module": "Module",
     "trainwright.precision": "Precision",
+    "trainwright.precision.float8": "Float8Precision",
     "trainwright.profilers": "AdvancedProfiler Profiler PyTorchProfiler SimpleProfiler",
     "trainwright.rank_zero": "rank_zero_info rank_zero_only rank_zero_warn",
     "trainwright.raw_loop.accelerator": "Accelerator",
@@ -61,8 +62,8 @@ _CALLBACKS = "trainwright.callbacks"
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _ALIASES = {"LightningModule": "Module", "LightningDataModule": "DataModule"}
 
-_PACKAGES = ("callbacks", "cli", "loggers", "profilers", "strategies")
-"""Packages that may be used in full names, such as `tw.callbacks.EarlyStopping`."""
+_PACKAGES = ("callbacks", "cli", "loggers", "optim", "profilers", "strategies")
+"""Packages, and a module, that may be used in full names, such as `tw.callbacks.EarlyStopping`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,7 @@ from trainwright.loggers import WandbLogger as WandbLogger
 from trainwright.memory.memory_estimate import estimate_memory as estimate_memory
 from trainwright.module import Module as Module
 from trainwright.precision import Precision as Precision
+from trainwright.precision.float8 import Float8Precision as Float8Precision
 from trainwright.profilers import AdvancedProfiler as AdvancedProfiler
 from trainwright.profilers import Profiler as Profiler
 from trainwright.profilers import PyTorchProfiler as PyTorchProfiler

@@ -209,8 +209,9 @@ def refusals() -> None:
     refused = [
         *(
             (Other(kind), f"{kind.__name__} is not known to step every element .* strategy='deepspeed_stage_")
-            for kind in (torch.optim.Adafactor, torch.optim.Muon, Layers, torch.optim.LBFGS)
+            for kind in (torch.optim.Adafactor, Layers, torch.optim.LBFGS)
         ),
+        (Other(torch.optim.Muon), "Muon steps whole matrices, .* strategy='deepspeed_stage_.*'ddp', or 'ddp_sharded'"),
         (Other(sgd, torch.zeros(2, 2, dtype=torch.complex64)), "'odd' in complex64.*but DeepSpeed"),
         (Other(sgd, torch.zeros(2, 2, dtype=torch.float64)), "'odd' in float64.*but DeepSpeed"),
     ]

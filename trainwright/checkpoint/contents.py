@@ -243,6 +243,8 @@ def with_dtypes_of(
         was, dtype = model.get(parameter), present.get(parameter)
         if was is None or dtype is None or was.dtype == dtype or entry.dtype != was.dtype:
             return entry
+        if key.endswith((".scale", ".qmap")):
+            return entry  # of 8-bit state, which is computed with in float32
         if not entry.shape and (was.shape or key == "step"):
             return entry  # a count, which does not have the parameter's shape
         return replace(entry, dtype=dtype)

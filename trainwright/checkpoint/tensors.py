@@ -116,6 +116,8 @@ def tied_groups(pieces: Iterable[Piece]) -> list[list[Piece]]:
 def _identity(piece: Piece) -> Hashable:
     tensor = piece.tensor
     # Freed memory, for example after FSDP, has one address for all tensors, but these are not tied.
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # quantized, which the save rejects
+        return None
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:
         return None
     memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())

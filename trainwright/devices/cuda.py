@@ -33,6 +33,11 @@ def is_available() -> bool:
     return torch.cuda.is_available()
 
 
+def multiplies_float8(device: torch.device) -> bool:
+    """Return whether a device has kernels that multiply matrices in float8, as since compute capability 8.9."""
+    return device.type == NAME and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def try_algorithms(enabled: bool) -> None:
     """Choose whether cuDNN measures the fastest algorithm for every shape, or uses its default."""
     torch.backends.cudnn.benchmark = enabled

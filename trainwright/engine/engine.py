@@ -237,6 +237,8 @@ class Engine(EngineCheckpoints):
         self.finish_save()
         self.writer.release()
         self.strategy.close()
+        for module in self.modules:
+            self.precision.restore_module(module)
         self.modules, self.optimizers, self._trained = [], [], {}
 
 

@@ -448,6 +448,7 @@ def _not_finite(names: set[str], pieces: Iterable[Piece]) -> list[str]:
     for piece in pieces:
         tensor = piece.tensor.detach()
         is_plain = tensor.layout is torch.strided and not tensor.is_meta  # the save itself rejects others
+        is_plain &= type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
         if piece.name in names and is_plain and tensor.numel() > 0 and tensor.dtype in DTYPES:
             # On the CPU ten times as fast as a norm. An extreme is NaN where any element is.
             extremes = torch.stack(torch.aminmax(tensor))

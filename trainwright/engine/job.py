@@ -67,7 +67,8 @@ def join_job(
     if device_type != "cpu":
         device = torch.device(device_type, device_index(devices, device_type, environment))
         use(device)
-    chosen_precision.check(device)
+    if not num_workers:
+        chosen_precision.check(device)
     chosen_seconds = chosen.timeout_seconds if timeout_seconds is None else timeout_seconds
     seconds = DEFAULT_SECONDS if chosen_seconds is None else chosen_seconds
     device_types = [device_type, "cpu"] if on_host_too and device_type != "cpu" else [device_type]

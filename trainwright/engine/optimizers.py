@@ -120,8 +120,8 @@ def may_use_closure(optimizer: Optimizer) -> bool:
     if needs_closure(optimizer):
         return True
     step = inspect.unwrap(type(optimizer).step)  # torch wraps the step of each class, for its profiler
-    is_torchs = step.__module__.startswith("torch.optim.")  # which, except LBFGS, would call it once
-    return not is_torchs and any(parameter.name == "closure" for parameter in _step_parameters(optimizer))
+    calls_once = step.__module__.startswith(("torch.optim.", "trainwright.optim"))  # except LBFGS
+    return not calls_once and any(parameter.name == "closure" for parameter in _step_parameters(optimizer))
 
 
 def _step_parameters(optimizer: Optimizer) -> list[inspect.Parameter]:

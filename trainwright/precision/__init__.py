@@ -15,6 +15,7 @@ NAMES = {
     "bf16-mixed": ("bf16", "bf16-mixed"),
     "16-true": ("16-true",),
     "bf16-true": ("bf16-true",),
+    "fp8-mixed": ("fp8", "fp8-mixed"),
 }
 MIXED = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 """The values of the Accelerator's mixed_precision=, and their precisions."""
@@ -27,6 +28,7 @@ OTHER_WORDS = {
     "float16": "16-mixed",
     "half": "16-true",
     "bfloat16": "bf16-mixed",
+    "float8": "fp8-mixed",
 }
 """Rejected names, and the suggestions for them."""
 _SPELLED = {spelling: name for name, spellings in NAMES.items() for spelling in spellings}
@@ -76,6 +78,10 @@ def resolve_precision(precision: str | int | Precision | None, device_type: str)
     name = _SPELLED[wanted]
     if name == "32-true":
         return Precision()
+    if name == "fp8-mixed":
+        from trainwright.precision.float8 import Float8Precision
+
+        return Float8Precision(device_type)
     if name.endswith("-mixed"):
         from trainwright.precision.mixed import MixedPrecision
 

@@ -60,6 +60,9 @@ class Precision:
     def convert_module(self, module: nn.Module) -> None:
         """Convert a module's parameters and buffers to the dtype that it is trained in. The base converts nothing."""
 
+    def restore_module(self, module: nn.Module) -> None:
+        """Remove from a module, after a run, everything that is not in its parameters and buffers. The base adds nothing."""
+
     def convert_batch(self, batch: Any) -> Any:
         """Return a batch, already on its device, in the dtype that the module takes. The base converts nothing."""
         return batch

@@ -8,7 +8,7 @@ methods in which its engine differs. Nothing outside this folder asks for its na
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -302,8 +302,7 @@ class Strategy(JobView):
         return [
             self._piece(f"{names[parameter]}/{key}", value, writer)
             for parameter in self._local_parameters(optimizer)
-            for key, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
+            for key, value in plain_tensors(optimizer.state.get(parameter, {}))
         ]
 
     def describe_optimizer(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
@@ -334,6 +333,7 @@ class Strategy(JobView):
                 for key, entry in stored.items():
                     is_part = tuple(parameter.shape) == tuple(entry.shape) and key != "step"
                     state[key] = new_state(parameter, key, entry, group, is_part)
+                join_quantized(parameter, state)
 
     def _piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
         """Return the part of a state tensor that this rank holds, as a piece."""
@@ -397,6 +397,29 @@ def by_parameter(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Tens
         parameter_name, key = name.rsplit("/", 1)
         found.setdefault(parameter_name, {})[key] = entry
     return found
+
+
+QUANTIZED, PARTS = "OptimState8bit", ("codes", "scale", "qmap")
+"""torchao's 8-bit state and its tensors (Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization")."""
+
+
+def plain_tensors(state: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a parameter's state by key, and quantized ones as the tensors in them ("key.codes")."""
+    for key, value in state.items():
+        if type(value).__name__ == QUANTIZED:
+            yield from ((f"{key}.{part}", getattr(value, part)) for part in PARTS)
+        elif isinstance(value, Tensor):
+            yield key, value
+
+
+def join_quantized(parameter: Tensor, state: dict[str, Tensor]) -> None:
+    """Replace the tensors in quantized state by the quantized tensors, the reverse of `plain_tensors`."""
+    for key in [key.removesuffix(".codes") for key in state if key.endswith(".codes")]:
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        is_signed = key == "exp_avg"  # the others are squares
+        parts = [state.pop(f"{key}.{part}") for part in PARTS]
+        state[key] = OptimState8bit(*parts, is_signed, dtype=parameter.dtype)
 
 
 def new_state(parameter: Tensor, key: str, entry: TensorEntry, group: Mapping[str, Any], is_part: bool) -> Tensor:

@@ -10,8 +10,11 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from trainwright.optim import SplitOptimizer
 
 ELEMENTWISE = (SGD, Adam, Adagrad, NAdam, RAdam, Adamax, ASGD, Rprop, RMSprop, Adadelta)  # AdamW is an Adam
 """torch's optimizers that step every element independently."""
@@ -40,6 +43,16 @@ def refuse_unknown_optimizer(optimizer: Optimizer, strategy: str) -> None:
             f"{type(optimizer).__name__} is not known to step every element independently, and strategy={strategy!r} gives "
             "a rank only a shard of the elements. If it does, pass elementwise=True to the strategy. Otherwise choose "
             "strategy='ddp' or 'ddp_sharded', which step whole tensors, or another optimizer, such as AdamW."
+        )
+
+
+def refuse_whole_matrices(optimizer: Optimizer, strategy: str) -> None:
+    """Raise ValueError for an optimizer that steps a matrix as a whole. Its rounding in bfloat16 depends on the shards."""
+    if isinstance(optimizer, (SplitOptimizer, torch.optim.Muon)):
+        raise ValueError(
+            f"{type(optimizer).__name__} steps whole matrices, and strategy={strategy!r} gives a rank only a shard of their "
+            "elements. Choose strategy='ddp', or 'ddp_sharded', which divides the optimizer's state by whole tensors. To use "
+            f"{strategy!r}, choose another optimizer, such as AdamW."
         )
 
 

@@ -22,7 +22,7 @@ from trainwright.tools.choices import LISTED_STRATEGIES, choose
 from trainwright.tools.columns import fill, lay_out, terminal_width
 from trainwright.tools.module_source import make_module
 
-ALL_PRECISIONS = [name for name in NAMES if not name.startswith("64")]
+ALL_PRECISIONS = [name for name in NAMES if not name.startswith(("64", "fp8"))]
 USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name not in ("16-true", "bf16-true")]
 UNITS = {
     "": 1,

@@ -89,6 +89,7 @@ def _load_weights(run: Run, path: str, buffers: dict[str, Any]) -> None:
             f"trainer.{run.call} has finished, but its weights do not fit the {type(module).__name__} here: {error} "
             "Make every layer in __init__ or in configure_model: setup() and other hooks are called in the workers only."
         ) from error
+    engine.precision.restore_module(module)
     with torch.no_grad():
         for name, value in module.named_buffers():
             if name in buffers and value.shape == buffers[name].shape:

@@ -369,6 +369,8 @@ class Run:
         for close in self._closing:
             outcome.after(close)
         outcome.after(self.engine.strategy.after_run, outcome.error)
+        if self.module is not None:
+            self.engine.precision.restore_module(self.module)
         outcome.after(self.profiler.describe)
         outcome.after(self.profiler.teardown, self.call)
 

@@ -68,8 +68,8 @@ class Trainer(Status):
             cores). "auto": the launcher's number if launched, otherwise all GPUs, otherwise 1.
         num_nodes: nodes of the job. torchrun, srun or `trainwright launch` starts more than one, or the script on each node
             with NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
-        precision: "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true" or "64-true", the short forms 32, 16, "bf16" and
-            64, or a Precision.
+        precision: "32-true", "16-mixed", "bf16-mixed", "fp8-mixed", "16-true", "bf16-true" or "64-true", the short forms 32,
+            16, "bf16", "fp8" and 64, or a Precision.
         logger: True for the CSV logger, False for none, a Logger or a list of them.
         callbacks: a Callback or a list of them.
         fast_dev_run: run this many batches (True: one) in each loop, and write nothing.

@@ -34,6 +34,7 @@ from trainwright.strategies.divided_optimizers import (
     no_shards,
     refuse_unknown_optimizer,
     refuse_unsharded,
+    refuse_whole_matrices,
     with_gradients,
 )
 from trainwright.strategies.fsdp2 import vendor
@@ -301,6 +302,7 @@ class FSDPStrategy(Strategy):
     ) -> list[Optimizer]:
         for optimizer in optimizers:
             refuse_unsharded(optimizer)
+            refuse_whole_matrices(optimizer, self.name)
             if not self.elementwise:
                 refuse_unknown_optimizer(optimizer, self.name)
         self.refresh_trainable(modules)  # configure_optimizers may have created some

@@ -28,7 +28,7 @@ from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.mixed import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Capabilities, Clipping, Optimization, StepResult, Strategy, call_step
-from trainwright.strategies.divided_optimizers import parameters_of
+from trainwright.strategies.divided_optimizers import parameters_of, refuse_whole_matrices
 from trainwright.strategies.module_checks import refuse_sparse_weights, refuse_unreplicable, trained
 from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
 from trainwright.strategies.replication import equalize
@@ -221,6 +221,7 @@ class DeepSpeedStrategy(Strategy):
         return list(self._engines)
 
     def _refuse_optimizer(self, optimizer: Optimizer) -> None:
+        refuse_whole_matrices(optimizer, self.name)
         if not self.elementwise:
             deepspeed_config.refuse_optimizer(self.own_config, optimizer, self.name)
 

@@ -148,7 +148,7 @@ class ZeroPrecision(Precision):
         self.has_scaler = self.compute_dtype == torch.float16
         self.converts_batch = inner.converts_batch
         contexts = ("init_context", "forward_context", "backward_context", "step_context")
-        for method in ("convert_module", "convert_batch", *contexts):
+        for method in ("convert_module", "restore_module", "convert_batch", *contexts):
             setattr(self, method, getattr(inner, method))
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
