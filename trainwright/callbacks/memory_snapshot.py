@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,9 @@ if TYPE_CHECKING:
 
 
 class MemorySnapshot(Callback):
-    """Records the allocations of a fit, and writes them to `memory-rank<k>.pickle` in the run's folder.
+    """Records the allocations of a fit, and writes them to `memory-rank<k>.pickle` in the run's folder, on every rank.
 
-    Every rank writes a file, for https://docs.pytorch.org/memory_viz.
-
-    Args:
-        when: "on_oom" to write it if the fit runs out of memory, or the number of first optimizer steps to record.
+    `when` is "on_oom" to write the file if the fit runs out of memory, or the number of first optimizer steps to record.
     """
 
     reads_outputs = False
@@ -61,8 +57,7 @@ class MemorySnapshot(Callback):
         self._last_step = None
         path = f"{trainer.log_dir or trainer.default_root_dir}/memory-rank{trainer.global_rank}.pickle"
         with tempfile.TemporaryDirectory() as folder:  # torch writes local files only
-            local = os.path.join(folder, "snapshot")
-            cuda.save_memory_record(local)
+            cuda.save_memory_record(f"{folder}/snapshot")
             cuda.record_memory(False)
-            write_file(path, Path(local).read_bytes())
+            write_file(path, Path(folder, "snapshot").read_bytes())
         say(f"memory snapshot: {path} (open it at https://docs.pytorch.org/memory_viz)")

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 TORCHS_TEXT = "called a synchronizing "
-"""The start of torch's warning of a wait."""
 _TORCH = (os.path.dirname(torch.__file__) + os.sep, warnings.__file__, __file__)
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -21,8 +20,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 class HostWaits:
     """Counts the waits of the host for its device by the user's line, from `start` to `stop`.
 
-    Waits whose innermost line, outside of torch, is in this package are counted together. `tell` gets a text for every new
-    line. Not every wait is reported: `torch.cuda.set_sync_debug_mode` says which.
+    `tell` gets a text for every new line. Not every wait is reported: `torch.cuda.set_sync_debug_mode` says which.
     """
 
     def __init__(self, device: torch.device, tell: Callable[[str], object]) -> None:
@@ -33,19 +31,17 @@ class HostWaits:
         self.num_internal = 0
         """The waits of this package, at rows of the log, ends of epochs and saves."""
 
-    @property
-    def can_detect(self) -> bool:
-        """Return whether torch reports waits for this device."""
-        return hasattr(self._backend, "set_sync_debug_mode")
-
-    def start(self) -> None:
-        """Begin to count."""
+    def start(self) -> bool:
+        """Begin to count, and return whether torch reports the waits for this device."""
+        if not hasattr(self._backend, "set_sync_debug_mode"):
+            return False
         self._show = warnings.showwarning
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the mode is a prototype, as torch warns
             self._backend.set_sync_debug_mode("warn")
         warnings.filterwarnings("always", TORCHS_TEXT)
         warnings.showwarning = self._take
+        return True
 
     def stop(self) -> None:
         """Stop counting, and print the lines, the most frequent first."""

@@ -298,9 +298,8 @@ class Run:
     def _explain_memory(self, error: BaseException) -> None:
         """Add the use of memory, and the arguments that need less, to an error of too little memory."""
         assert self.module is not None
-        (loader, *_) = parts_of(self.stages.train_dataloader)
-        size, accumulate = getattr(loader, "batch_size", None), self.trained.accumulate_grad_batches
-        error.add_note(memory_note(self.engine, self.module, size, accumulate))
+        size = getattr(parts_of(self.stages.train_dataloader)[0], "batch_size", None)
+        error.add_note(memory_note(self.engine, self.module, size, self.trained.accumulate_grad_batches))
 
     def _position(self) -> tuple[tuple[int, ...], str]:
         """Return how far the run is, in counts that are the same on every rank, and in words. Another thread calls it."""

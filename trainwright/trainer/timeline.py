@@ -16,10 +16,8 @@ from trainwright.devices.abilities import copies_aside
 from trainwright.rank_zero import rank_zero_warn
 
 PHASES = ("data", "step", "validation", "checkpoints", "other")
-TIMED_BATCHES = 1000
-LONG_WAIT_SECONDS = 10.0
-LARGE_SHARE = 0.3
-"""Training warns of waits in its first batches that take this long in total, and this share of the time."""
+TIMED_BATCHES, LONG_WAIT_SECONDS, LARGE_SHARE = 1000, 10.0, 0.3
+"""Training warns if waits in its first batches take this long in total, and this share of the time."""
 ADVISED_SHARE = 0.1
 """The share of waits from which the line of a fit's end has advice."""
 SHORT_SECONDS = 1e-4
@@ -129,7 +127,7 @@ class Timeline:
         """Return the line of a fit's end. `flops` is FLOP of a batch, `peak` the device's FLOP/s."""
         total, training = max(sum(self.seconds.values()), 1e-9), max(self.measure()[1], 1e-9)
         counts = {"steps": self.steps, "samples": self.samples * world_size, "tokens": self.tokens * world_size}
-        rates = [f"{_number(count / training)} {name}/s" for name, count in counts.items() if count > 0]
+        rates = [f"{count / training:,.2f} {name}/s" for name, count in counts.items() if count > 0]
         if flops and peak:
             rates.append(f"MFU {flops * self.batches / training / peak:.1%}")
         shares = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in self.seconds.items() if seconds)
@@ -147,9 +145,8 @@ class Timeline:
         if self._can_overlap:
             more = min(self._cores - 1, max(2, 2 * loader.num_workers))
             return f"{now}, and this process has {self._cores} cores. Pass num_workers={more} to it."
-        prefetch = f"prefetch_factor={loader.prefetch_factor}, and if only some batches are slow, a larger one helps"
-        rest = f" Its {prefetch}." if loader.num_workers else ""
-        return f"{now}, and this process has {self._cores} core(s): prepare the data before training.{rest}"
+        factor = f", or pass it more than prefetch_factor={loader.prefetch_factor}" if loader.num_workers else ""
+        return f"{now}, and this process has {self._cores} core(s): prepare the data before training{factor}."
 
 
 def _size_key(batch: Any) -> tuple[Any, bool]:
@@ -167,7 +164,3 @@ def _size_key(batch: Any) -> tuple[Any, bool]:
     else:
         items = enumerate(batch) if isinstance(batch, (list, tuple)) else ()
     return next(((key, True) for key, item in items if isinstance(item, Tensor) and item.dim() > 0), (None, False))
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

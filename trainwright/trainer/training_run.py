@@ -66,8 +66,7 @@ class TrainingRun(PreparedRun):
         if not self.state.progress.batches_begun:
             self.close_at_end(self._drop_batch)
             warn_of_evaluation_mode(self.module, self.trained.optimizers)
-            processes = self.engine.environment.local_world_size
-            loaders = parts_of(self.stages.train_dataloader)
+            loaders, processes = parts_of(self.stages.train_dataloader), self.engine.environment.local_world_size
             self.state.timeline.begin(loaders, processes, self.engine.device, self.state.step)
             self.close_at_end(self._show_timeline)
             if self.settings.detect_syncs and self.engine.rank == 0:
@@ -155,8 +154,7 @@ class TrainingRun(PreparedRun):
     def _detect_syncs(self) -> None:
         """Print the lines at which the host waits for the device, until the run ends."""
         waits = HostWaits(self.engine.device, self.trainer.print)
-        if waits.can_detect:
-            waits.start()
+        if waits.start():
             self.close_at_end(waits.stop)
             return
         rank_zero_warn(
