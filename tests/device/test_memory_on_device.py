@@ -161,7 +161,7 @@ def test_a_run_out_of_memory_says_so_and_the_process_goes_on(device: torch.devic
             (note,) = [note for note in failed.value.__notes__ if note.startswith("Out of memory on rank 0")]
             assert "which stored: parameters " in note
             assert re.search(
-                r"The peak was [\d.]+ \wiB: activations, batches and workspace took up to [\d.]+ \wiB", note
+                r"The peak was [\d.]+ \wiB: activations, batches and workspace used up to [\d.]+ \wiB", note
             )
 
         fail()

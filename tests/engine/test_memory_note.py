@@ -1,4 +1,4 @@
-"""The note on an error of too little memory: real failed allocations, under every rank's own strategy."""
+"""The note on an error of too little memory: allocations that really fail, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def note_of(settings: dict[str, Any]) -> str:
     return note
 
 
-def test_note_names_stored_bytes_and_arguments_that_need_less() -> None:
+def test_note_shows_stored_bytes_and_arguments_that_need_less() -> None:
     lines = note_of({}).splitlines()
     bytes_of = 4 * (8 * WIDTH + WIDTH + 3 * WIDTH)
     assert lines[0] == (

@@ -1,4 +1,4 @@
-"""The times of a fit: every second is in one phase, and the line of its end says them with advice on the loader."""
+"""The times of a fit: every second is in one phase, and the line at the end of the fit has advice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Read(Dataset[Any]):
 
 
 class Timed(Classifier):
-    """Takes 4 s for a step, 6 s for a batch of validation, 2 s for a checkpoint and 1 s for the start of an epoch."""
+    """Takes 4 s for a step, 6 s for a validation, 2 s for a save and 1 s for an epoch's end."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -14,11 +14,11 @@ from trainwright.engine.memory_estimate import estimate_memory, size_text
 from trainwright.strategies.divided_optimizers import unwrap_optimizer
 
 
-def memory_note(engine: Engine, module: nn.Module, batch_size: int | None, accumulate: int) -> str:
+def memory_note(engine: Engine, module: nn.Module, batch_size: int, accumulate: int) -> str:
     """Return the memory that this rank stores and the arguments that need less, as text. It allocates no tensor.
 
     Args:
-        batch_size: the batch size of the training loader, None if unknown.
+        batch_size: the batch size of the training loader, 1 if unknown.
         accumulate: batches of an optimizer step.
     """
     states = [state for optimizer in engine.optimizers for state in unwrap_optimizer(optimizer).state.values()]
@@ -33,7 +33,7 @@ def memory_note(engine: Engine, module: nn.Module, batch_size: int | None, accum
     peak_of = getattr(torch.get_device_module(device), "max_memory_allocated", None)
     if peak_of is not None and (peak := peak_of(device)):
         rest = size_text(max(0, peak - sum(stored.values())))
-        text += f" The peak was {size_text(peak)}: activations, batches and workspace took up to {rest}."
+        text += f" The peak was {size_text(peak)}: activations, batches and workspace used up to {rest}."
     remedies = _remedies(engine, module, batch_size, accumulate)
     return "\n  - ".join([f"{text}\nWhat needs less (sizes are without activations):", *remedies])
 
@@ -45,16 +45,18 @@ def _local_bytes(tensors: Iterable[Any]) -> int:
     return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
-def _remedies(engine: Engine, module: nn.Module, batch_size: int | None, accumulate: int) -> Iterator[str]:
+def _remedies(engine: Engine, module: nn.Module, batch_size: int, accumulate: int) -> Iterator[str]:
     """Yield the arguments that need less memory: first of activations, then of everything else."""
     precision = engine.precision.name
-    if batch_size is not None and batch_size > 1:
+    if batch_size > 1:
         smaller = f"batch_size={batch_size // 2} instead of {batch_size} in the loader"
         yield f"{smaller}, with accumulate_grad_batches={2 * accumulate}: half of the activations"
     yield "activation_checkpointing=True: the backward computes most activations again instead of storing them"
     if precision == "32-true":
         yield 'precision="bf16-mixed": half of most activations'
-    if any(map(is_lazy, module.parameters())):
+    if any(
+        is_lazy(parameter) or not parameter.numel() for parameter in module.parameters()
+    ):  # an engine took its values
         return
     optimizers = [unwrap_optimizer(optimizer) for optimizer in engine.optimizers] or torch.optim.AdamW
     sharded = estimate_memory(module, optimizers, max(engine.world_size, 2))

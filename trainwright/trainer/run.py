@@ -298,7 +298,7 @@ class Run:
     def _explain_memory(self, error: BaseException) -> None:
         """Add the use of memory, and the arguments that need less, to an error of too little memory."""
         assert self.module is not None
-        size = getattr(parts_of(self.stages.train_dataloader)[0], "batch_size", None)
+        size = getattr(parts_of(self.stages.train_dataloader)[0], "batch_size", None) or 1
         error.add_note(memory_note(self.engine, self.module, size, self.trained.accumulate_grad_batches))
 
     def _position(self) -> tuple[tuple[int, ...], str]:
