@@ -1,4 +1,4 @@
-"""memory_snapshot: its checks, and when the record is written. Only CUDA records memory, so the record is a fake here."""
+"""The checks of memory_snapshot, and the time of its file. The record itself is a fake, since only CUDA makes one."""
 
 from __future__ import annotations
 

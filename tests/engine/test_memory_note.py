@@ -1,4 +1,4 @@
-"""The note on an error of too little memory: allocations that really fail, on one rank and on two."""
+"""The note on an error of too little memory, after allocations that really fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The times of a fit: every second is in one phase, and the line at the end of the fit has advice."""
+"""The times of a fit, and the line at its end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Read(Dataset[Any]):
 
 
 class Timed(Classifier):
-    """Takes 4 s for a step, 6 s for a validation, 2 s for a save and 1 s for an epoch's end."""
+    """Spends time in every phase."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -18,16 +18,14 @@ from trainwright.rank_zero import rank_zero_warn
 PHASES = ("data", "step", "validation", "checkpoints", "other")
 TIMED_BATCHES, LONG_WAIT_SECONDS, LARGE_SHARE = 1000, 10.0, 0.3
 """Training warns if waits in its first batches take this long in total, and this share of the time."""
-ADVISED_SHARE = 0.1
-"""The share of waits from which the line of a fit's end has advice."""
-SHORT_SECONDS = 1e-4
-"""A shorter wait is not compared with the work of the device."""
+ADVISED_SHARE, SHORT_SECONDS = 0.1, 1e-4
+"""Above this share of waits the line has advice. A shorter wait is not compared with the device's work."""
 
 
 class Timeline:
     """How long a fit waits for data, trains, validates and saves. A phase within another phase counts only as itself.
 
-    The times are the host's. On a GPU a wait at whose end the device still computes costs nothing, so it counts as "step".
+    The times are the host's. A wait at whose end a GPU still computes costs nothing, so it counts as "step".
     """
 
     def __init__(self) -> None:
@@ -48,7 +46,6 @@ class Timeline:
         self._loaders = [loader for loader in loaders if isinstance(loader, DataLoader)]
         self._workers = min((loader.num_workers for loader in self._loaders), default=cores)
         self._can_overlap = self._workers + 1 < self._cores and (device.type == "cpu" or copies_aside(device.type))
-        """Whether more workers could load while this process trains."""
         self._left = TIMED_BATCHES if self._can_overlap else 0
         self._phase, self._since = "other", perf_counter()
 

@@ -166,8 +166,8 @@ class TrainingRun(PreparedRun):
     def _show_timeline(self) -> None:
         """End the times of the fit, and print their line where a summary of the model was printed."""
         callbacks, is_quiet = self.trainer.callbacks, self.state.progress.has_failed or self.settings.fast_dev_run
-        has_run = self.state.timeline.end(self.state.step)
-        if not has_run or is_quiet or not any(isinstance(each, ModelSummary) for each in callbacks):
+        is_quiet = not self.state.timeline.end(self.state.step) or is_quiet
+        if is_quiet or not any(isinstance(each, ModelSummary) for each in callbacks):
             return
         monitor = next((each for each in callbacks if isinstance(each, ThroughputMonitor)), None)
         flops = None if monitor is None else monitor.flops_per_batch
