@@ -127,7 +127,9 @@ class Timeline:
         rates = [f"{count / training:,.2f} {name}/s" for name, count in counts.items() if count > 0]
         if flops and peak:
             rates.append(f"MFU {flops * self.batches / training / peak:.1%}")
-        shares = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in self.seconds.items() if seconds)
+        shares = ", ".join(
+            f"{phase} {seconds / total:.0%}" for phase, seconds in self.seconds.items() if seconds > total / 200
+        )
         return f"trained for {total:.3g} s: {', '.join(rates)}. Time: {shares}.{self._advice(total)}"
 
     def _advice(self, total: float) -> str:
