@@ -12,6 +12,7 @@ from small import QUIET, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.callbacks.memory_snapshot import MemorySnapshot
+from trainwright.cli import TrainwrightCLI
 from trainwright.devices import cuda
 
 
@@ -76,3 +77,11 @@ def test_snapshot_is_written_once_when_it_is_due(
     assert [call for call in calls if not isinstance(call, bool)] == ([] if step is None else [step])
     assert [path.read_bytes() for path in written] == ([] if step is None else [b"record"])
     assert all(path.parent.name == "version_0" for path in written)
+
+
+@pytest.mark.host
+def test_a_command_line_takes_a_number_of_steps_as_an_integer(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, expected in (("on_oom", "'on_oom'"), ("3", "3")):
+        with pytest.raises(SystemExit):
+            TrainwrightCLI(Classifier, args=[f"--trainer.memory_snapshot={text}"], trainer_defaults=QUIET, run=False)
+        assert f"memory_snapshot={expected} needs CUDA" in capsys.readouterr().err

@@ -84,7 +84,7 @@ class Settings:
     use_distributed_sampler: bool = True
     detect_anomaly: bool = False
     detect_syncs: bool = False
-    memory_snapshot: str | int | None = None
+    memory_snapshot: int | str | None = None
     nan_policy: str | None = None
     barebones: bool = False
     sync_batchnorm: bool = False

@@ -170,7 +170,7 @@ class Trainer(Status):
         use_distributed_sampler: bool = True,
         profiler: str | Profiler | None = None,
         detect_syncs: bool = False,
-        memory_snapshot: str | int | None = None,
+        memory_snapshot: int | str | None = None,
         detect_anomaly: bool = False,
         nan_policy: str | None = None,
         barebones: bool = False,
