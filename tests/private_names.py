@@ -29,6 +29,8 @@ USES = (
         "keep what checkpoint_wrapper wraps under its plain names"),
     Use("torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "keep what torch.compile wraps under its plain names"),
     Use("torch.autograd", "_profiler_enabled", "leave torch's profiler whole when a recording fails (profilers/pytorch.py)"),
+    Use("torch.cuda.memory", "_record_memory_history _dump_snapshot",
+        "write torch's record of the memory, as its documentation says (devices/cuda.py)"),
     Use("torch.Tensor", "_version", "see that a step wrote to a parameter or a buffer in place"),
     Use("torch.Tensor", "_is_view", "hand out results that are no views of fsdp's buffers (strategies/fsdp2/vendor.py)"),
     Use("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks",

@@ -24,7 +24,8 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     min_steps max_time limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
     overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
     enable_checkpointing enable_progress_bar enable_model_summary enable_report accumulate_grad_batches gradient_clip_val
-    gradient_clip_algorithm deterministic benchmark inference_mode use_distributed_sampler profiler detect_anomaly nan_policy
+    gradient_clip_algorithm deterministic benchmark inference_mode use_distributed_sampler profiler detect_syncs
+    memory_snapshot detect_anomaly nan_policy
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     hang_timeout accumulate_by activation_checkpointing compile fused_optimizers unknown"""
 METHODS = {

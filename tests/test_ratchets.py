@@ -124,7 +124,7 @@ def public_names() -> list[str]:
 # -- the floors of trainer/ ----------------------------------------------------------------------------------------------
 
 FLOORS = [
-    "checkpoint_choice run_position settings stage", "logged_value oversights parts sources", "vendor stop",
+    "timeline", "checkpoint_choice run_position settings stage", "logged_value oversights parts sources", "vendor stop",
     "metrics", "uneven_round", "logbook", "hooks training_data", "epoch_batches run", "evaluate remote_call status",
     "prepared_run", "training_run", "saving", "optimization", "epoch_end preparation", "resume", "fit", "trainer",
     "tuner",

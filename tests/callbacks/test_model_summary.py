@@ -48,7 +48,7 @@ def test_the_table_counts_parameters(capsys: pytest.CaptureFixture[str]) -> None
         ["net.0", "Linear", "117", "train"],
         ["net.1", "Tanh", "0", "eval"],
     ]
-    assert lines[-1][:5] == ["159", "parameters,", "42", "of", "them"]
+    assert lines[-2][:5] == ["159", "parameters,", "42", "of", "them"]
 
 
 def test_summary_shows_children_to_a_depth() -> None:

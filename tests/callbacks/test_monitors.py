@@ -87,13 +87,7 @@ def test_throughput_writes_rows_of_windows_of_batches() -> None:
 
 
 def test_saving_is_no_wait_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Clock:
-        now = 0.0
-
-        def perf_counter(self) -> float:
-            return self.now
-
-    clock = Clock()
+    clock = SimpleNamespace(now=0.0)
 
     class Takes(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -103,7 +97,7 @@ def test_saving_is_no_wait_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             clock.now += 50.0
 
-    monkeypatch.setattr("trainwright.callbacks.throughput_monitor.time", clock)
+    monkeypatch.setattr("trainwright.trainer.timeline.perf_counter", lambda: clock.now)
     saving = tw.ModelCheckpoint(tmp_path, every_n_train_steps=1)
     memory = Memory()
     settings = {**QUIET, "logger": memory, "enable_checkpointing": True, "max_epochs": 1, "log_every_n_steps": 2}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,8 +156,13 @@ def test_a_run_out_of_memory_says_so_and_the_process_goes_on(device: torch.devic
 
         def fail() -> None:
             greedy = Greedy(step)
-            with pytest.raises(torch.OutOfMemoryError):
+            with pytest.raises(torch.OutOfMemoryError) as failed:
                 tw.Trainer(max_epochs=1, **ON_DEVICE).fit(greedy, make_loader())
+            (note,) = [note for note in failed.value.__notes__ if note.startswith("Out of memory on rank 0")]
+            assert "which stored: parameters " in note
+            assert re.search(
+                r"The peak was [\d.]+ \wiB: activations, batches and workspace used up to [\d.]+ \wiB", note
+            )
 
         fail()
         gc.collect()
@@ -165,3 +173,17 @@ def test_a_run_out_of_memory_says_so_and_the_process_goes_on(device: torch.devic
     finally:
         if hasattr(module, "set_memory_limit"):
             module.set_memory_limit(1 << 62)
+
+
+@pytest.mark.parametrize("when", ["on_oom", 2])
+def test_a_snapshot_of_the_memory_is_written(cuda: torch.device, tmp_path: Path, when: str | int) -> None:
+    settings: dict[str, Any] = {**ON_DEVICE, "max_epochs": 1, "default_root_dir": tmp_path, "memory_snapshot": when}
+    if when == 2:
+        tw.Trainer(**settings).fit(Classifier(), make_loader())
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            tw.Trainer(**settings).fit(Greedy(3), make_loader())
+    snapshot = pickle.loads((tmp_path / "memory-rank0.pickle").read_bytes())  # as memory_viz reads it
+    traces = [event for events in snapshot["device_traces"] for event in events]
+    assert any(frame["name"] == "training_step" for event in traces for frame in event.get("frames", []))
+    assert any(event["action"] == "oom" for event in traces) == (when == "on_oom")

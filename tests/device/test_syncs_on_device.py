@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
@@ -170,3 +172,37 @@ def test_a_loss_scale_is_read_once_a_step(device: torch.device) -> None:
     trainer = tw.Trainer(max_epochs=1, precision="16-mixed", log_every_n_steps=1000, callbacks=[Counts()], **ON_DEVICE)
     trainer.fit(Logging(), make_loader(84))
     assert {after - before for before, after in pairwise(counts[2:])} == {1}
+
+
+class Waits(Logging):
+    """Waits for the device at two of its lines."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 2:
+            loss.item()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs["loss"] > 1e6:
+            raise AssertionError
+
+
+def test_detect_syncs_names_the_lines_that_wait(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "set_sync_debug_mode"):
+        pytest.skip(f"{device.type} does not report that the host waits for it")
+    show = warnings.showwarning
+    trainer = tw.Trainer(max_epochs=2, log_every_n_steps=1000, detect_syncs=True, **ON_DEVICE)
+    trainer.fit(Waits(), make_loader(40))
+    first = {name: getattr(Waits, name).__code__.co_firstlineno for name in ("training_step", "on_train_batch_end")}
+    item = f"{__file__}:{first['training_step'] + 3} in training_step"
+    compare = f"{__file__}:{first['on_train_batch_end'] + 1} in on_train_batch_end"
+    lines = [line for line in capsys.readouterr().out.splitlines() if "detect_syncs" in line or line.startswith("  /")]
+    assert lines[:2] == [f"detect_syncs: the host waits for the device at {place}" for place in (compare, item)]
+    assert re.match(
+        r"detect_syncs: the host waited for the device at 2 line\(s\) of your code; trainwright waited", lines[2]
+    )
+    assert lines[3:] == [f"  {compare}: 20 times", f"  {item}: 10 times"]
+    assert module.get_sync_debug_mode() == 0
+    assert warnings.showwarning is show

@@ -182,7 +182,7 @@ inline void host_waits_for(const Clock& clock) {
 inline void refuse_wait(const std::string& what, bool read = true) {
   const auto& refused = world().refused;
   if (refused >= (read ? 1 : 2)) TORCH_CHECK(false, "sim: the host waits for the device: ", what);
-  if (world().warn_of_waits) TORCH_WARN("sim: the host waits for the device: ", what);
+  if (world().warn_of_waits) TORCH_WARN("called a synchronizing sim operation: ", what);
 }
 
 inline void synchronize(Stream& stream) {

@@ -420,13 +420,13 @@ def test_waiting_for_data_beside_idle_cores_is_named(
             return super().training_step(batch, batch_idx)
 
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
-    monkeypatch.setattr("trainwright.data.workers.perf_counter", lambda: now[0])
+    monkeypatch.setattr("trainwright.trainer.timeline.perf_counter", lambda: now[0])
     loader = DataLoader(Reading(lambda: spend(seconds)))
     if not is_named:
         trainer_of(max_epochs=4).fit(Computing(), loader)
         return
     with pytest.warns(
-        UserWarning, match=r"during 33% of its time: .* num_workers=0, and this process has 4 cores"
+        UserWarning, match=r"during 32% of its time: .* num_workers=0, and this process has 4 cores"
     ) as said:
         trainer_of(max_epochs=4).fit(Computing(), loader)
     assert len(said) == 1
@@ -442,8 +442,8 @@ def test_other_loaders_may_count_workers_in_their_own_way(monkeypatch: pytest.Mo
 
 def test_a_dataset_that_sleeps_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
-    monkeypatch.setattr("trainwright.data.workers.LONG_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr("trainwright.data.workers.LARGE_SHARE", 0.01)
+    monkeypatch.setattr("trainwright.trainer.timeline.LONG_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("trainwright.trainer.timeline.LARGE_SHARE", 0.01)
     with pytest.warns(UserWarning, match="training has waited for data"):
         trainer_of().fit(Classifier(), DataLoader(Reading(lambda: time.sleep(0.01))))
 

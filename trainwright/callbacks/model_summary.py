@@ -46,6 +46,7 @@ class ModelSummary(Callback):
     net.1  Tanh                 0  train
     net.2  Linear              27  train
     67 parameters, 67 of them trained, 0.000 MiB
+    trained for ...
     """
 
     @refuses_unknown

@@ -46,6 +46,7 @@ MOST_BYTES = 64 << 20
 """The most that is read of metrics.csv, or of an event file: a few seconds' work."""
 MOST_METRICS = 100
 """The most metrics whose curves are drawn."""
+NAMES_OF_PHASES = {"data": "waits for data", "step": "training steps"}
 LONGEST_SECONDS = 3.0
 """The longest time for an answer of git: the difference of a large tree on a slow disk takes minutes."""
 
@@ -80,13 +81,6 @@ class RunReport(Callback):
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         self._times.mark("training")
-        self._times.step, self._times.batch = trainer.global_step, trainer.state.total_batches
-
-    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self._times.mark("validation")
-
-    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
-        self._times.end_validation()
 
     def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._times.mark("end")
@@ -126,22 +120,15 @@ def _is_first(trainer: TrainerProtocol) -> bool:
 
 
 class Times:
-    """When a fit and its parts began, and the counters when its training began."""
+    """When a fit and its training began."""
 
     def __init__(self) -> None:
         self.began = datetime.now(UTC)
-        self.validations, self.seconds_of_validations = 0, 0.0
-        self.step = self.batch = 0
         self._moments = {"start": time.monotonic()}
 
     def mark(self, event: str) -> None:
-        """Record that "training", "validation" or "end" begins now."""
+        """Record that "training" or "end" begins now."""
         self._moments[event] = time.monotonic()
-
-    def end_validation(self) -> None:
-        if "training" in self._moments:  # the sanity check comes before
-            self.validations += 1
-            self.seconds_of_validations += time.monotonic() - self._moments["validation"]
 
     def seconds_until(self, event: str) -> float:
         """Return the seconds of the fit until an event, or until now if it has not come."""
@@ -250,18 +237,17 @@ class Facts:
         return Section("Hyper-parameters", rows, notes=notes)
 
     def _time(self) -> Section:
-        trainer, times = self.trainer, self.times
+        times = self.times
         seconds, before = times.seconds_until("end"), times.seconds_until("training")
-        steps, batches = trainer.global_step - times.step, trainer.state.total_batches - times.batch
-        rest = seconds - before - times.seconds_of_validations
+        timeline = self.trainer.state.timeline
+        _, training = timeline.measure()
         rows = [
             ("began", f"{times.began:%Y-%m-%d %H:%M:%S} UTC"),
             ("duration in this process", _duration(seconds)),
             ("setup, data, sanity check", _duration(before)),
-            ("training", _duration(rest)),
-            ("validation", f"{_duration(times.seconds_of_validations)} for {times.validations:,} validations"),
-            ("steps", f"{steps:,}, {_rate(steps, rest)} while training"),
-            ("batches per rank", f"{batches:,}, {_rate(batches, rest)} while training"),
+            *((NAMES_OF_PHASES.get(phase, phase), _duration(part)) for phase, part in timeline.seconds.items()),
+            ("steps", f"{timeline.steps:,}, {_rate(timeline.steps, training)} while training"),
+            ("batches per rank", f"{timeline.batches:,}, {_rate(timeline.batches, training)} while training"),
         ]
         return Section("Time", rows)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,17 +10,12 @@ import torch
 
 from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Callback, require_logger
+from trainwright.devices.hardware import peak_flops
 from trainwright.faults.failing_loggers import outlived
 
 if TYPE_CHECKING:
     from trainwright.module import Module
     from trainwright.module_hooks import AnyTrainer
-
-PEAK_FLOPS = {
-    "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12,
-    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-}  # fmt: skip
-"""FLOP/s of dense 16-bit matrix products by a part of the device's name, from the vendors' data sheets."""
 
 
 class Moment(NamedTuple):
@@ -84,10 +77,6 @@ class ThroughputMonitor(Callback):
     def _begin(self) -> None:
         self._moments: deque[Moment] = deque(maxlen=self.window_size)
         self._batches = self._samples = self._length = 0
-        self._waited = self._busy = 0.0
-        self._ended_at: float | None = None
-        """When the previous batch ended, or None after anything but a batch."""
-        self._began_at = 0.0
         self._step = 0
         """The steps before the latest batch."""
         self._flops: float | None = self.flops_per_batch
@@ -100,23 +89,9 @@ class ThroughputMonitor(Callback):
 
     def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         if self._flops is None:
-            given = getattr(module, "flops_per_batch", None)
-            self._flops = given() if callable(given) else given
-
-    def state_dict(self) -> dict[str, Any]:
-        self._ended_at = None  # a checkpoint is written
-        return {}
-
-    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
-        self._ended_at = None
-
-    on_validation_end = on_train_epoch_start
+            self._flops = flops_of(module)
 
     def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
-        self._began_at = time.perf_counter()
-        if self._ended_at is not None:
-            self._waited += self._began_at - self._ended_at
-            self._busy += self._began_at - self._ended_at
         if not trainer.is_dummy_batch:  # here, since a step may take entries out of the batch
             self._samples += int(self.batch_size_fn(batch))
             self._length += int(self.length_fn(batch)) if self.length_fn is not None else 0
@@ -128,10 +103,9 @@ class ThroughputMonitor(Callback):
         is_due = every > 0 and step % every == 0 and step != self._step  # the batches of a window have one step
         if is_due and module.device.type != "cpu":
             torch.accelerator.synchronize(module.device)
-        self._ended_at = time.perf_counter()
-        self._busy += self._ended_at - self._began_at
         if is_due:
-            self._moments.append(Moment(self._busy, self._waited, self._batches, self._samples, self._length))
+            waited, seconds = trainer.state.timeline.measure()
+            self._moments.append(Moment(seconds, waited, self._batches, self._samples, self._length))
             values = self._rates(trainer.world_size, module.device) if len(self._moments) > 1 else {}
             for logger in trainer.loggers if values and trainer.is_global_zero else ():
                 outlived(logger, "log_metrics", values, trainer.state.logged_step)
@@ -149,16 +123,14 @@ class ThroughputMonitor(Callback):
             own["flops_per_sec"] = self._flops * own["batches_per_sec"]
         values = {f"train/device/{name}": value for name, value in own.items()}
         values |= {f"train/{name}": value * world_size for name, value in own.items()}
-        peak = self.available_flops or _peak(device)
+        peak = self.available_flops or peak_flops(device)
         if self._flops and peak:
             values["train/device/mfu"] = own["flops_per_sec"] / peak
         values["train/data_wait"] = (last.waited - first.waited) / seconds
         return values
 
 
-def _peak(device: torch.device) -> float | None:
-    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
-    name = name_of(device) if name_of is not None else ""
-    if "Laptop" in name:  # slower than the card of the same name
-        return None
-    return next((flops for part, flops in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
+def flops_of(module: Module) -> float | None:
+    """Return the FLOP of a training step that a module names in `flops_per_batch`, or None if it names none."""
+    flops = getattr(module, "flops_per_batch", None)
+    return flops() if callable(flops) else flops

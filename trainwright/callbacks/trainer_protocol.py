@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainwright.loggers.base import Logger
     from trainwright.profilers import Profiler
     from trainwright.strategies import Strategy
+    from trainwright.trainer.timeline import Timeline
 
 Batches = int | float
 """A number of batches, or math.inf if it is unknown until the loader ends."""
@@ -52,6 +53,10 @@ class Counters(Protocol):
     @property
     def progress(self) -> RunProgress:
         """The current phase of the run."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """How long the fit has waited for data, trained, validated and saved, in seconds by phase."""
 
     def is_where(self, saved: dict[str, Any]) -> bool:
         """Return whether a run resumed from a checkpoint with these counters would continue from here."""

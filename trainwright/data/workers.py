@@ -1,4 +1,4 @@
-"""Workers: their random numbers depend on (seed, epoch, batch) only, they end without leftovers, and too few get a warning.
+"""Workers: their random numbers depend on (seed, epoch, batch) only, and they end without leftovers.
 
 torch's workers do not reseed between batches. So random augmentation would differ after a resume and with another number of
 workers. Therefore the index stream adds a seed to every batch of indices, and the dataset in the worker seeds its generators
@@ -13,16 +13,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import chain, islice
-from time import perf_counter
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
     ChainDataset,
     ConcatDataset,
-    DataLoader,
     Dataset,
     IterableDataset,
     StackDataset,
@@ -32,17 +29,9 @@ from torch.utils.data import (
 
 from trainwright.data.seeding import derive_seed, seed_generators
 from trainwright.data.vendor import is_loop_done, is_split_after_shuffle
-from trainwright.devices.abilities import copies_aside
 from trainwright.distributed.signals import STOP_SIGNALS
-from trainwright.rank_zero import rank_zero_warn
-
-T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
-TIMED_BATCHES = 1000
-LONG_WAIT_SECONDS = 10.0
-LARGE_SHARE = 0.3
-"""Waits for data are worth a warning if they take this long in total, and this share of the time."""
 
 
 class SeededBatch(list[Any]):
@@ -153,50 +142,6 @@ def hear_signals() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before prctl was called
         sys.exit(128 + signal.SIGTERM)
-
-
-class LoaderWaits:
-    """A fit's waits for its loaders. It warns once if training waits long while cores are idle.
-
-    The first batches of the fit are timed. A wait costs nothing if the device still computes at its end.
-
-    Args:
-        loaders: the training loaders.
-        processes: how many processes share the cores.
-        device: the device of this process.
-    """
-
-    def __init__(self, loaders: Iterable[Any], processes: int, device: torch.device) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._cores = cores // processes
-        self._workers = min((each.num_workers for each in loaders if isinstance(each, DataLoader)), default=cores)
-        is_possible = self._workers + 1 < self._cores and (device.type == "cpu" or copies_aside(device.type))
-        self._left = TIMED_BATCHES if is_possible else 0
-        self._device, self._waited, self._spent = device, 0.0, 0.0
-
-    def timed(self, batches: Iterator[T]) -> Iterator[T]:
-        """Return the same batches of an epoch."""
-        return chain(self._timed(batches), batches) if self._left else batches
-
-    def _timed(self, batches: Iterator[T]) -> Iterator[T]:
-        stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
-        yield from islice(batches, 1)  # the first batch starts the workers
-        asked = perf_counter()
-        for batch in islice(batches, self._left):
-            came = perf_counter()
-            if stream is None or stream.query():
-                self._waited += came - asked
-            yield batch
-            asked, before = perf_counter(), asked
-            self._left, self._spent = self._left - 1, self._spent + asked - before
-            if self._waited > max(LONG_WAIT_SECONDS, LARGE_SHARE * self._spent):
-                self._left = 0
-                rank_zero_warn(
-                    f"training has waited for data during {self._waited / self._spent:.0%} of its time: the loader has "
-                    f"num_workers={self._workers}, and this process has {self._cores} cores. Pass a larger num_workers.",
-                    stacklevel=2,
-                )
-                return
 
 
 def set_epoch_of_parts(loader: Any, epoch: int) -> None:

@@ -43,6 +43,25 @@ def try_algorithms(enabled: bool) -> None:
     torch.backends.cudnn.benchmark = enabled
 
 
+def record_memory(enabled: bool) -> None:
+    """Begin to record all allocations with their stacks, or stop and forget them."""
+    torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
+
+
+def save_memory_record(path: str) -> None:
+    """Write the recorded allocations to a local file, for https://docs.pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
+def check_memory_snapshot(when: Any, device: torch.device) -> None:
+    """Raise ValueError for memory_snapshot= on a device whose memory torch cannot record."""
+    if when is not None and device.type != NAME:
+        raise ValueError(
+            f"memory_snapshot={when!r} needs CUDA, whose memory torch can record, but this Trainer runs on {device.type}. Omit "
+            "it, or run on a GPU."
+        )
+
+
 def check_generator_state(state: Tensor) -> None:
     """Raise ValueError for an invalid state of a CUDA generator, on any machine."""
     numel, offset = state.numel(), int(state[8:].view(torch.int64)[0]) if len(state) == GENERATOR_BYTES else 0

@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib.metadata
 import os
+import re
 import resource
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,11 @@ PACKAGES = (
 )
 """The packages whose versions a report shows."""
 MISSING = "not installed"
+PEAK_FLOPS = {
+    "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12,
+    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}  # fmt: skip
+"""FLOP/s of dense 16-bit matrix products by a part of the device's name, from the vendors' data sheets."""
 _used: set[str] = set()
 """The accelerator types that this process computes on. Some of torch's modules do not record this."""
 if hasattr(os, "register_at_fork"):
@@ -222,6 +228,15 @@ def peak_memory(device: torch.device) -> str:
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peak = getattr(torch.get_device_module(device), "max_memory_allocated", lambda _: None)(device)
     return f"{host / 2**30:.2f} GiB of the host" + ("" if peak is None else f", {peak / 2**30:.2f} GiB of {device}")
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return a known GPU's FLOP/s in dense 16-bit matrix products, or None."""
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    name = name_of(device) if name_of is not None else ""
+    if "Laptop" in name:  # slower than the card of the same name
+        return None
+    return next((flops for part, flops in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def package_versions() -> dict[str, str]:

@@ -11,6 +11,7 @@ import torch
 
 from trainwright.arguments import foreign_hint
 from trainwright.callbacks.base import Callback, Checkpoint
+from trainwright.callbacks.memory_snapshot import MemorySnapshot
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.callbacks.progress_bar import ProgressBar
@@ -38,6 +39,7 @@ TRIAL: dict[str, Any] = {
     "enable_report": False, "max_epochs": -1, "min_epochs": None, "min_steps": None, "max_time": None, "limit_val_batches": 0,
     "num_sanity_val_steps": 0, "val_check_interval": None, "check_val_every_n_epoch": 1, "profiler": None,
     "fast_dev_run": False, "barebones": False, "log_every_n_steps": 0, "nan_policy": None,
+    "detect_syncs": False, "memory_snapshot": None,
 }  # fmt: skip
 """The arguments of a trial run."""
 DEFAULTS: tuple[tuple[str, type[Callback], type[Callback], Any], ...] = (
@@ -84,9 +86,13 @@ def arranged_callbacks(callbacks: Any, settings: Settings, loggers: Sequence[Log
             wanted = writes_files or kind is not RunReport
         if wanted and not any(isinstance(callback, kind) for callback in passed):
             (after if kind is RunReport else before).append(default())
-    if settings.max_time is not None:
-        before.append(Timer(settings.max_time))
-    return _in_order([*before, *passed, *after])
+    return _in_order([*before, *_asked_by(settings), *passed, *after])
+
+
+def _asked_by(settings: Settings) -> list[Callback]:
+    """Return the callbacks behind other settings."""
+    timers = [] if settings.max_time is None else [Timer(settings.max_time)]
+    return [*timers, *([] if settings.memory_snapshot is None else [MemorySnapshot(settings.memory_snapshot)])]
 
 
 def with_the_modules(callbacks: Sequence[Callback], returned: Any) -> list[Callback]:

@@ -15,9 +15,11 @@ from trainwright.callbacks.base import attach, detach
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.data.datamodule import DataModule
 from trainwright.devices.abilities import has_pinned_memory
+from trainwright.devices.hardware import is_out_of_memory
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.engine.compilation import Compiled
 from trainwright.engine.engine import Engine
+from trainwright.engine.memory_note import memory_note
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
@@ -35,6 +37,7 @@ from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import Choice, lock_folders
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.logbook import Logbook
+from trainwright.trainer.oversights import parts_of
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Stages
@@ -180,7 +183,8 @@ class Run:
         if not self.state.may_save(weights_only):
             self.waiting.append((weights_only, write))
             return False
-        write()
+        with self.state.timeline.during("checkpoints"):
+            write()
         return True
 
     def save_waiting(self) -> None:
@@ -270,7 +274,8 @@ class Run:
                 self._set_up()
                 yield
                 # Within the try, so that an error of the save in flight is the run's, and on_exception sees it.
-                engine.finish_save()
+                with self.state.timeline.during("checkpoints"):
+                    engine.finish_save()
                 if self.numbers is not None and not self.settings.is_trial:
                     self.numbers.end()
             except BaseException as error:
@@ -283,6 +288,8 @@ class Run:
         engine = self.engine
         if self.logbook.collector is not None:
             self.logbook.collector.annotate(error)
+        if self.call == "fit" and is_out_of_memory(error):
+            outcome.after(self._explain_memory, error)
         if self.is_prepared:
             self.state.progress.fail(self.obstacle(error))
         self.stop.note_end(error)
@@ -292,6 +299,12 @@ class Run:
             outcome.after(hook, error)
         if self.datamodule is not None:
             outcome.after(hook_of(self.datamodule, "on_exception", DataModule), error)
+
+    def _explain_memory(self, error: BaseException) -> None:
+        """Add the use of memory, and the arguments that need less, to an error of too little memory."""
+        assert self.module is not None
+        size = getattr(parts_of(self.stages.train_dataloader)[0], "batch_size", None) or 1
+        error.add_note(memory_note(self.engine, self.module, size, self.trained.accumulate_grad_batches))
 
     def _position(self) -> tuple[tuple[int, ...], str]:
         """Return how far the run is, in counts that are the same on every rank, and in words. Another thread calls it."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainwright.data.seeding import rng_state, set_rng_state
 from trainwright.engine.window import AccumulationWindow
+from trainwright.trainer.timeline import Timeline
 
 OF_THE_END = ("epoch", "batch", "unchecked_batches", "schedulers_stepped", "epoch_ended")
 """The counters that change between an epoch's end and the next one's beginning."""
@@ -111,6 +112,7 @@ class Progress:
         self._window: AccumulationWindow | None = None
         self.is_last_batch = False
         """Whether the current training batch is the epoch's last."""
+        self.timeline = Timeline()
         self.batches_begun = 0
         """Training batches begun, the same on every rank unless one is further on."""
         self.batches_before = self.steps_before = self.skipped_before = 0
@@ -174,7 +176,8 @@ class Progress:
     def during(self, phase: Phase) -> Iterator[None]:
         """Set the phase within the block. If the block fails the phase stays, so that on_exception sees it."""
         outer, self.phase = self.phase, phase
-        yield
+        with self.timeline.during("validation" if phase in EVALUATING else "other"):
+            yield
         self.phase = outer
 
     @property
@@ -310,6 +313,7 @@ class Position:
         finally:
             vars(self).update(now)
 
+    timeline = property(attrgetter("progress.timeline"), doc="The times of the fit, by phase.")
     fn = property(attrgetter("progress.fn"), doc="The Trainer's present or latest call.")
     stage = property(attrgetter("progress.stage"), doc="The stage within the call. None outside of a call.")
     status = property(attrgetter("progress.status"), doc="How far the call is.")

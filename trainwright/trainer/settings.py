@@ -46,7 +46,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",
-            "enable_autolog_hparams", "fused_optimizers",
+            "enable_autolog_hparams", "fused_optimizers", "detect_syncs",
         ),
         (True, False),
     ),
@@ -85,6 +85,8 @@ class Settings:
     inference_mode: bool = False
     use_distributed_sampler: bool = True
     detect_anomaly: bool = False
+    detect_syncs: bool = False
+    memory_snapshot: int | str | None = None
     nan_policy: str | None = None
     barebones: bool = False
     sync_batchnorm: bool = False
@@ -113,6 +115,9 @@ class Settings:
         clip = self.gradient_clip_val
         if clip is not None and not (_is_number(clip) and clip >= 0):
             yield f"gradient_clip_val={clip!r}: expected a number above 0, or 0 or None for no limit"
+        when = self.memory_snapshot
+        if when not in (None, "on_oom") and not (_is_number(when) and isinstance(when, int) and when >= 1):
+            yield f"memory_snapshot={when!r}: expected 'on_oom', a number of optimizer steps of at least 1, or None"
         if not isinstance(self.fast_dev_run, bool):
             yield from _whole_number(self, "fast_dev_run", 0)
 
@@ -157,10 +162,12 @@ class Settings:
             yield f"min_epochs={self.min_epochs} is above max_epochs={self.max_epochs}"
         if -1 < self.max_steps < (self.min_steps or 0):
             yield f"min_steps={self.min_steps} is above max_steps={self.max_steps}"
+        if self.memory_snapshot is not None and self.fast_dev_run:
+            yield f"fast_dev_run writes no file, but memory_snapshot={self.memory_snapshot!r} asks for one. Omit one"
         if self.barebones:
             names = (
                 "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_report",
-                "num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "log_every_n_steps",
+                "num_sanity_val_steps", "fast_dev_run", "detect_anomaly", "detect_syncs", "log_every_n_steps",
             )  # fmt: skip
             wanted = ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name))
             if wanted:
@@ -169,7 +176,7 @@ class Settings:
     @property
     def shared(self) -> dict[str, Any]:
         """The settings that have to be the same on every rank."""
-        own = ("enable_", "detect_anomaly", "benchmark")  # each rank may print and look for errors in its own way
+        own = ("enable_", "detect_", "benchmark")  # each rank may print and look for errors in its own way
         return {name: value for name, value in vars(self).items() if not name.startswith(own)}
 
     @property

@@ -18,6 +18,7 @@ from trainwright.arguments import refuse_unknown, refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.datamodule import DataModule
+from trainwright.devices import cuda
 from trainwright.duration import seconds_of
 from trainwright.engine.engine import Engine
 from trainwright.engine.script_settings import refuse_unlike_arguments
@@ -96,6 +97,9 @@ class Trainer(Status):
             or a metric makes there cannot be trained with later.
         use_distributed_sampler: shard the data over the ranks, False if the loaders do that themselves.
         profiler: "simple", "advanced", "pytorch", or a Profiler.
+        detect_syncs: on CUDA, print each line of your code at which the host waits for the device in a fit, and how often.
+        memory_snapshot: on CUDA, write torch's record of the memory to memory-rank<k>.pickle in the run's folder: "on_oom" if a
+            fit runs out of memory, or a number for a fit's first optimizer steps.
         detect_anomaly: have autograd name the operation that made a NaN.
         nan_policy: what happens if a loss or a gradient is not finite: None warns, "raise" ends the run, "skip" omits the step,
             "rollback" also returns to the newest checkpoint.
@@ -170,6 +174,8 @@ class Trainer(Status):
         inference_mode: bool = False,
         use_distributed_sampler: bool = True,
         profiler: str | Profiler | None = None,
+        detect_syncs: bool = False,
+        memory_snapshot: int | str | None = None,
         detect_anomaly: bool = False,
         nan_policy: str | None = None,
         barebones: bool = False,
@@ -203,6 +209,7 @@ class Trainer(Status):
         places |= {"precision": choose_precision(precision, plugins), "can_call_workers": True}
         self.engine = Engine(**places, timeout_seconds=seconds_of(hang_timeout, "hang_timeout"))
         check_compile(self._settings.compile, self.engine.strategy)
+        cuda.check_memory_snapshot(self._settings.memory_snapshot, self.engine.device)
         set_switches(self._settings)  # once nothing is left that could be refused
         self.run = Run(self._parts(root), "fit", None, None, Choice(), None)
         """The present or the latest call. Before the first one it has no module."""

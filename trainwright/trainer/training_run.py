@@ -8,8 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from trainwright.callbacks.model_summary import ModelSummary
+from trainwright.callbacks.throughput_monitor import ThroughputMonitor, flops_of
 from trainwright.data.transfer import map_tensors
-from trainwright.data.workers import LoaderWaits
+from trainwright.devices.hardware import peak_flops
+from trainwright.devices.host_waits import HostWaits
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.engine.optimizers import use_fused
 from trainwright.profilers.base import is_measuring
@@ -59,13 +62,16 @@ class TrainingRun(PreparedRun):
         return EpochBatches(self.data, plan.num_arguments, plan.transfer, self.engine, self._timed, self.stop)
 
     def _timed(self, pairs: Pairs) -> Pairs:
-        """Return the same batches, timed by the profiler, and for a warning of slow loaders."""
+        """Return the same batches, timed by the profiler and for the timeline."""
         if not self.state.progress.batches_begun:
             self.close_at_end(self._drop_batch)
             warn_of_evaluation_mode(self.module, self.trained.optimizers)
-            processes = self.engine.environment.local_world_size
-            self._waits = LoaderWaits(parts_of(self.stages.train_dataloader), processes, self.engine.device)
-        pairs = self._waits.timed(pairs)
+            loaders, processes = parts_of(self.stages.train_dataloader), self.engine.environment.local_world_size
+            self.state.timeline.begin(loaders, processes, self.engine.device, self.state.step)
+            self.close_at_end(self._show_timeline)
+            if self.settings.detect_syncs and self.engine.rank == 0:
+                self._detect_syncs()
+        pairs = self.state.timeline.timed(pairs)
         if is_measuring(self.profiler):
             return self.profiler.timed_iterator(pairs, "train_dataloader_next")
         return pairs
@@ -132,6 +138,7 @@ class TrainingRun(PreparedRun):
         collector = self.logbook.training_collector
         assert collector is not None
         collector.begin_loader(None)
+        self.state.timeline.enter("other")
         self.state.progress.end_batches()
         self._drop_batch()
         for loader in parts_of(self.stages.train_dataloader) if not self.stop.number else ():
@@ -148,6 +155,30 @@ class TrainingRun(PreparedRun):
             )
         if self.numbers is not None and not self.stop.number:
             self.numbers.end_epoch()
+
+    def _detect_syncs(self) -> None:
+        """Print the lines at which the host waits for the device, until the run ends."""
+        waits = HostWaits(self.engine.device, self.trainer.print)
+        if waits.start():
+            self.close_at_end(waits.stop)
+            return
+        rank_zero_warn(
+            f"detect_syncs=True finds nothing on {self.engine.device.type}, where torch does not report that the host waits. "
+            "Run it on a GPU, or omit it.",
+            stacklevel=2,
+        )
+
+    def _show_timeline(self) -> None:
+        """End the times of the fit, and print their line where a summary of the model was printed."""
+        callbacks, is_quiet = self.trainer.callbacks, self.state.progress.has_failed or self.settings.fast_dev_run
+        is_quiet = not self.state.timeline.end(self.state.step) or is_quiet
+        if is_quiet or not any(isinstance(each, ModelSummary) for each in callbacks):
+            return
+        monitor = next((each for each in callbacks if isinstance(each, ThroughputMonitor)), None)
+        flops = None if monitor is None else monitor.flops_per_batch
+        peak = None if monitor is None else monitor.available_flops
+        flops, peak = flops or flops_of(self.module), peak or peak_flops(self.engine.device)
+        self.trainer.print(self.state.timeline.describe(self.engine.world_size, flops, peak))
 
     def _drop_batch(self) -> None:
         """Free the objects that hold a batch: the Trainer keeps this run until its next one."""

@@ -1,0 +1,73 @@
+"""The note on an error of too little memory: the bytes that this rank stored, and the arguments that need less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainwright.engine.engine import Engine
+from trainwright.engine.memory_estimate import estimate_memory, size_text
+from trainwright.strategies.divided_optimizers import unwrap_optimizer
+
+
+def memory_note(engine: Engine, module: nn.Module, batch_size: int, accumulate: int) -> str:
+    """Return the memory that this rank stores and the arguments that need less, as text. It allocates no tensor.
+
+    Args:
+        batch_size: the batch size of the training loader, 1 if unknown.
+        accumulate: batches of an optimizer step.
+    """
+    states = [state for optimizer in engine.optimizers for state in unwrap_optimizer(optimizer).state.values()]
+    stored = {
+        "parameters": _local_bytes(module.parameters()),
+        "gradients": _local_bytes(parameter.grad for parameter in module.parameters()),
+        "optimizer state": _local_bytes(value for state in states for value in state.values()),
+        "buffers": _local_bytes(module.buffers()),
+    }
+    device, parts = engine.device, ", ".join(f"{name} {size_text(size)}" for name, size in stored.items())
+    text = f"Out of memory on rank {engine.rank} ({device}), which stored: {parts}."
+    peak_of = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    if peak_of is not None and (peak := peak_of(device)):
+        rest = size_text(max(0, peak - sum(stored.values())))
+        text += f" The peak was {size_text(peak)}: activations, batches and workspace used up to {rest}."
+    remedies = _remedies(engine, module, batch_size, accumulate)
+    return "\n  - ".join([f"{text}\nWhat needs less (sizes are without activations):", *remedies])
+
+
+def _local_bytes(tensors: Iterable[Any]) -> int:
+    """Return the bytes of the tensors among these objects, of a sharded tensor only the bytes of this rank's shard."""
+    known = (tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not is_lazy(tensor))
+    shards = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in known]
+    return sum(shard.numel() * shard.element_size() for shard in shards)
+
+
+def _remedies(engine: Engine, module: nn.Module, batch_size: int, accumulate: int) -> Iterator[str]:
+    """Yield the arguments that need less memory: first of activations, then of everything else."""
+    precision = engine.precision.name
+    if batch_size > 1:
+        smaller = f"batch_size={batch_size // 2} instead of {batch_size} in the loader"
+        yield f"{smaller}, with accumulate_grad_batches={2 * accumulate}: half of the activations"
+    yield "activation_checkpointing=True: the backward computes most activations again instead of storing them"
+    if precision == "32-true":
+        yield 'precision="bf16-mixed": half of most activations'
+    if any(
+        is_lazy(parameter) or not parameter.numel() for parameter in module.parameters()
+    ):  # an engine took its values
+        return
+    optimizers = [unwrap_optimizer(optimizer) for optimizer in engine.optimizers] or torch.optim.AdamW
+    sharded = estimate_memory(module, optimizers, max(engine.world_size, 2))
+    before = {**estimate_memory(module, optimizers, 1).parts, **sharded.parts}.get(engine.strategy.name)
+    if before is None:
+        return
+    if precision in ("32-true", "bf16-mixed", "16-mixed"):
+        yield f'precision="bf16-true": from {size_text(before.total)} to {size_text(before.total // 2)}'
+    if before.optimizer > before.parameters:  # two moments
+        sizes = f"from {size_text(before.optimizer)} to about {size_text(before.optimizer // 4)}"
+        yield f"an 8-bit optimizer, such as bitsandbytes.optim.AdamW8bit: its state {sizes}"
+    on = f"devices={sharded.num_devices}, " if engine.world_size == 1 else ""
+    for size, name in sorted((size, name) for name, size in sharded.per_device.items() if size < before.total)[:2]:
+        yield f'{on}strategy="{name}": from {size_text(before.total)} to {size_text(size)} on each device'
