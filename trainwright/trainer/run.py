@@ -19,7 +19,6 @@ from trainwright.devices.hardware import is_out_of_memory
 from trainwright.distributed.failures import is_secondary_failure
 from trainwright.engine.compilation import Compiled
 from trainwright.engine.engine import Engine
-from trainwright.engine.memory_note import memory_note
 from trainwright.engine.optimizers import SchedulerConfig
 from trainwright.engine.prepared import PreparedOptimizer
 from trainwright.engine.window import AccumulationWindow
@@ -29,6 +28,7 @@ from trainwright.hyperparameters import logged_hyper_parameters
 from trainwright.loggers import Logger, match_states, refuse_branch, resume_loggers, start_loggers, withdraw_loggers
 from trainwright.loggers.base import RunResult
 from trainwright.memory.activation_checkpointing import ActivationCheckpointing
+from trainwright.memory.memory_note import memory_note
 from trainwright.module import Module, hook_of, is_overridden, trainer_of
 from trainwright.profilers import Profiler
 from trainwright.profilers.base import instrument, is_measuring

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.engine.engine import Engine
-from trainwright.engine.memory_estimate import estimate_memory, size_text
+from trainwright.memory.memory_estimate import estimate_memory, size_text
 from trainwright.strategies.divided_optimizers import unwrap_optimizer
+
+if TYPE_CHECKING:
+    from trainwright.engine.engine import Engine
 
 
 def memory_note(engine: Engine, module: nn.Module, batch_size: int, accumulate: int) -> str:
@@ -67,7 +69,7 @@ def _remedies(engine: Engine, module: nn.Module, batch_size: int, accumulate: in
         yield f'precision="bf16-true": from {size_text(before.total)} to {size_text(before.total // 2)}'
     if before.optimizer > before.parameters:  # two moments
         sizes = f"from {size_text(before.optimizer)} to about {size_text(before.optimizer // 4)}"
-        yield f"an 8-bit optimizer, such as bitsandbytes.optim.AdamW8bit: its state {sizes}"
+        yield f"an 8-bit optimizer, such as torchao.optim.AdamW8bit: its state {sizes}"
     on = f"devices={sharded.num_devices}, " if engine.world_size == 1 else ""
     for size, name in sorted((size, name) for name, size in sharded.per_device.items() if size < before.total)[:2]:
         yield f'{on}strategy="{name}": from {size_text(before.total)} to {size_text(size)} on each device'
