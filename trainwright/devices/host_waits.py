@@ -52,11 +52,9 @@ class HostWaits:
         tail = f"; trainwright waited {self.num_internal:,} times, at rows of the log, ends of epochs and saves"
         self._tell("\n".join([head + tail + (":" if lines else "."), *lines]))
 
-    def _take(
-        self, message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
-    ) -> None:
+    def _take(self, message: Warning | str, *details: Any, **options: Any) -> None:
         if not str(message).startswith(TORCHS_TEXT):
-            self._show(message, category, filename, lineno, file, line)
+            self._show(message, *details, **options)
             return
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(_TORCH):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from trainwright.devices.abilities import copies_aside
 from trainwright.rank_zero import rank_zero_warn
 
+Pair = tuple[Any, bool]
 PHASES = ("data", "step", "validation", "checkpoints", "other")
 TIMED_BATCHES, LONG_WAIT_SECONDS, LARGE_SHARE = 1000, 10.0, 0.3
 """Training warns if waits in its first batches take this long in total, and this share of the time."""
@@ -32,8 +33,7 @@ class Timeline:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         """The seconds of every phase from the first epoch's start on: "data", "step", "validation", "checkpoints", "other"."""
         self.steps = self.batches = 0
-        self.samples: float = 0
-        self.tokens: float = 0
+        self.samples = self.tokens = 0.0
         """Optimizer steps, known when the fit ends, and this rank's batches, samples and tokens (0 or NaN if unknown)."""
         self._phase: str | None = None
         """The current phase, or None outside of a fit's loop."""
@@ -77,7 +77,7 @@ class Timeline:
         self.enter(self._phase)
         return self.seconds["data"], self.seconds["data"] + self.seconds["step"]
 
-    def timed(self, pairs: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
+    def timed(self, pairs: Iterator[Pair]) -> Iterator[Pair]:
         """Yield the batches of an epoch, each with whether it is the last. Two readings of the clock for a batch."""
         stream = None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
         seconds, is_first, key, counts = self.seconds, True, None, False
