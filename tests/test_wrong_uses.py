@@ -326,7 +326,7 @@ FIT = [
     ("two under automatic", optimizers(lambda m: [adam(m), adam(m)]), ValueError,
      r"returned 2 optimizers, but .*. Set automa"),
     ("accumulation under manual", {"automatic_optimization": False, "accumulate_grad_batches": 2}, ValueError,
-     r"accumulate_grad_batches and gradient_clip_val need automatic optimization.*Accumulate and clip in training_step"),
+     r"accumulate_by and gradient_clip_val need automatic optimization.*Accumulate and clip in training_step"),
     ("clipping under manual", {"automatic_optimization": False, "gradient_clip_val": 1.0}, ValueError,
      r"clip in training_st"),
     ("training_step without a batch", {"training_step": lambda self: None}, TypeError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from by_hand import ON_DEVICE, adamw
-from small import Classifier, assert_close, make_loader, weights
+from small import DEVICE, Classifier, assert_close, make_loader, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
 from trainwright.data.transfer import to_device
+from trainwright.memory.activation_checkpointing import ActivationCheckpointing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_memory")]
 
@@ -187,3 +189,17 @@ def test_a_snapshot_of_the_memory_is_written(cuda: torch.device, tmp_path: Path,
     traces = [event for events in snapshot["device_traces"] for event in events]
     assert any(frame["name"] == "training_step" for event in traces for frame in event.get("frames", []))
     assert any(event["action"] == "oom" for event in traces) == (when == "on_oom")
+
+
+def test_offload_keeps_the_inputs_of_blocks_on_the_host() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))).to(DEVICE)
+    checkpointing = ActivationCheckpointing.read({"offload": True})
+    assert checkpointing is not None
+    checkpointing.install(blocks, DEVICE.type)
+    inputs: list[Any] = []
+    blocks[1].register_forward_pre_hook(lambda _, arguments: inputs.append(weakref.ref(arguments[0])))
+    loss = blocks(torch.ones(2, 8, device=DEVICE)).sum()
+    gc.collect()
+    assert inputs[0]() is None
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in blocks.parameters())

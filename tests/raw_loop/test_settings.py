@@ -20,6 +20,7 @@ OPEN: dict[str, Any] = {
     "mixed_precision": None, "precision": None, "cpu": True, "accelerator": "auto", "strategy": "auto",
     "deepspeed_plugin": None, "fsdp_plugin": None, "gradient_accumulation_steps": 1,
     "gradient_accumulation_plugin": None, "kwargs_handlers": None, "dynamo_backend": None, "nan_policy": None,
+    "accumulate_by": "batches", "activation_checkpointing": False,
 }  # fmt: skip
 
 
