@@ -81,7 +81,7 @@ class Accelerator(Collectives):
         precision: any precision of the Trainer, instead of mixed_precision.
         nan_policy: "raise" ends the loop at a loss or weights that are not finite, "skip" skips such steps.
         strategy, num_nodes, hang_timeout: as for the Trainer.
-        log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for all that can be used here, a Logger, or a
+        log_with: "csv", "tensorboard", "wandb", "mlflow", "all" for all that can be used here, a Logger, or a
             list of these.
         project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs, a path or an fsspec URL.
         project_config: the same folders, and how many checkpoints are kept.
