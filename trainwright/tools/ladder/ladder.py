@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -246,40 +247,23 @@ def _outcome(attempt: Attempt) -> str:
 
 
 def _new_folder(out: str | None, command: Sequence[str]) -> Path:
-    """Make and return the folder of this ladder.
-
-    Raises:
-        ValueError: it exists and is not empty, or cannot be made.
-    """
-    if out is not None:
+    """Make and return the folder of this ladder (ValueError if it is not empty, or cannot be made or written)."""
+    if out is None:
+        stem = command[1].replace(".", "_") if command[0] == "-m" else Path(command[0]).resolve().stem
+        folder = next(path for number in count(1) if not (path := Path(f"ladder/{stem}-{number}").absolute()).exists())
+    else:
         folder = Path(out).absolute()
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise ValueError(f"--out {out} exists already; pass a new folder, so that no earlier result is replaced.")
-        _make_folder(folder, f"--out {out}")
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"--out {out} cannot be written; pass another folder.")
-        return folder
-    stem = command[1].replace(".", "_") if command[0] == "-m" else Path(command[0]).resolve().stem
-    parent = Path("ladder").absolute()
-    _make_folder(parent, "the folder ladder")
-    number = 1
-    while True:
-        folder = parent / f"{stem}-{number}"
-        with suppress(FileExistsError):  # another ladder may have just made it
-            _make_folder(folder, f"the folder {os.path.relpath(folder)}", exist_ok=False)
-            return folder
-        number += 1
-
-
-def _make_folder(folder: Path, name: str, exist_ok: bool = True) -> None:
-    """Make a folder, or raise ValueError, or FileExistsError if it may not exist."""
+    shown = os.path.relpath(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
     except OSError as error:
-        if isinstance(error, FileExistsError) and not exist_ok:
-            raise
-        why = "a file has this name" if isinstance(error, FileExistsError) else error.strerror
-        raise ValueError(f"{name} cannot be made: {why}; pass another folder with --out.") from error
+        raise ValueError(f"the folder {shown} cannot be made ({error}); pass another folder with --out.") from error
+    if not is_empty:
+        raise ValueError(f"--out {out} exists already; pass a new folder, so that no earlier result is replaced.")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"the folder {shown} cannot be written; pass another folder with --out.")
+    return folder
 
 
 def _whole(text: str | None, flag: str) -> int | None:
