@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 
 import trainwright as tw
@@ -18,6 +16,7 @@ from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import KEYS, Config, NameCheck, check_env, config_path, find_config, printable, resolve
+from trainwright.loggers.files import write_file
 from trainwright.strategies import CHOICES
 from trainwright.tools.choices import best_precision, why_missing
 
@@ -55,7 +54,8 @@ def config_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         if not _may_write(path, options.force, asks=not options.default):
             print("Nothing was written.")
             return 0
-        write(path, as_yaml(suggested() if options.default else Questions(check_names).ask()))
+        text = as_yaml(suggested() if options.default else Questions(check_names).ask())
+        write_file(os.path.realpath(path), text.encode())
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except EOFError:
@@ -192,20 +192,3 @@ def _may_write(path: str, force: bool, asks: bool) -> bool:
     if not asks:
         raise ValueError(f"{path} exists; add --force to replace it.")
     return input(f"{path} exists. Replace it? (yes or no) [no] ").strip().lower() in ("y", "yes")
-
-
-def write(path: str, text: str) -> None:
-    """Write a file whole or not at all."""
-    path = os.path.realpath(path)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".config-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
