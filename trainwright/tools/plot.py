@@ -1,4 +1,4 @@
-"""`trainwright plot`: draws the curves of one or several runs as a page or an image."""
+"""`trainwright plot`: draws the curves of one or several runs as a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainwright.launch.config import printable
 from trainwright.loggers.files import write_file
 from trainwright.loggers.run_files import read_history
 from trainwright.paths import absolute
-from trainwright.plots import AXES, checked_format, draw, panels_of
+from trainwright.plots import AXES, check_page, draw, panels_of
 from trainwright.tools.run_folders import check_run
 
 
@@ -29,7 +29,7 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
     add(
         "--out",
         metavar="FILE",
-        help=f"a page (.html) or an image (.png, with matplotlib); default: {CURVES_NAME} in the run, or here for several",
+        help=f"the page, which ends in .html; default: {CURVES_NAME} in the run, or here for several",
     )
     add("--metrics", action="append", metavar="A,B", help="the metrics to draw; default: all")
     add("--x", choices=AXES, default="step", help="the x axis; default: step")
@@ -41,11 +41,11 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
         histories = [read_history(run) for run in runs]
         drawn = [history for history in histories if history.series] or histories
         out = options.out or (CURVES_NAME if len(histories) > 1 else f"{drawn[0].folder}/{CURVES_NAME}")
-        form = checked_format(out)
+        check_page(out)
         if os.path.isdir(out):
             raise ValueError(f"--out {out} is a folder; pass the name of a file.")
         metrics = _named(options.metrics, drawn) if options.metrics else None
-        data = draw(drawn, form, metrics, options.x)
+        data = draw(drawn, metrics, options.x)
         write_file(absolute(out), data)
         panels = panels_of(drawn, metrics, options.x)
     except (ValueError, ImportError, OSError) as error:

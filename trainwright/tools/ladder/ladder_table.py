@@ -1,8 +1,7 @@
-"""The table of a ladder: for a terminal, and as files in CSV, Markdown, HTML and PNG. advice.py has the sentences below it."""
+"""The table of a ladder: for a terminal, and as files in CSV, Markdown and HTML. advice.py has the sentences below it."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from trainwright.engine.memory_estimate import size_text
 from trainwright.loggers.files import write_file
-from trainwright.plots import Bar, Section, bars_image, bars_of, document, sections_of
+from trainwright.plots import Bar, Section, bars_of, document, sections_of
 from trainwright.tools.columns import lay_out
 from trainwright.tools.ladder.attempt import Attempt, Figure, Result
 from trainwright.tools.ladder.comparison import Comparison
@@ -99,7 +98,7 @@ def _csv_row(comparison: Comparison, attempt: Attempt) -> Iterator[Any]:
 
 
 def write_files(folder: Path, title: str, comparison: Comparison, sentences: Sequence[str]) -> list[Path]:
-    """Write the files and return their paths. The picture needs matplotlib."""
+    """Write the files and return their paths."""
     bars, axis = list(_bars(comparison)), heads(comparison)[5]
     table = Section("Rungs", [cells(comparison, result) for result in comparison.results], heads(comparison))
     page = [*bars_of(bars, axis), *sections_of([table, Section("Notes", notes=sentences)])]
@@ -109,8 +108,6 @@ def write_files(folder: Path, title: str, comparison: Comparison, sentences: Seq
         ".md": "\n".join(markdown).encode(),
         ".html": document(title, page).encode(),
     }
-    with contextlib.suppress(ImportError):  # the page has the same chart
-        contents[".png"] = bars_image(bars, axis)
     paths = [folder / f"{NAME}{end}" for end in contents]
     for path, data in zip(paths, contents.values(), strict=True):
         write_file(str(path), data)
