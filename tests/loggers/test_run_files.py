@@ -216,3 +216,14 @@ def test_loggers_without_files_cannot_plot(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match=r"writes no files to draw from\. CSVLogger and TensorBoardLogger"):
         tw.Logger().plot()
     assert SilentLogger().plot() == ""
+
+
+def test_a_long_table_is_left_to_the_command() -> None:
+    logger = tw.CSVLogger("memory://long", name=None, version=0)
+    for step in range(30):
+        logger.log_metrics({"loss": float(step)}, step=step)
+    logger.finalize("success")
+    assert len(logger.history().series["loss"].steps) == 30
+    history = logger.history(most_bytes=200)
+    assert history.series == {}
+    assert "was not read. `trainwright plot memory://long/version_0` draws its curves." in history.problems[0]

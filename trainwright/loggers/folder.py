@@ -290,7 +290,7 @@ class FolderLogger(Logger):
             ) from error
 
     def history(self, most_bytes: int | None = None) -> History:
-        """Return the rows of this run so far, thinned evenly in files with more than `most_bytes`."""
+        """Return the rows of this run so far. Longer files than `most_bytes` are skipped or thinned evenly."""
         from trainwright.loggers.run_files import read_history
 
         if self._folder is None:
