@@ -57,8 +57,6 @@ class Bar(NamedTuple):
     value: float | None
     text: str
     """The text at its end."""
-    spread: float | None = None
-    """The standard deviation of its value."""
     is_marked: bool = False
     """Whether it has another color than the others."""
 
@@ -85,12 +83,9 @@ def bars_of(bars: Sequence[Bar], axis: str) -> Iterator[str]:
             color = COLORS[1 if bar.is_marked else 0]
             end = at(bar.value)
             yield f'<rect x="{LEFT}" y="{top}" width="{round(end - LEFT, 2)}" height="{BAR}" fill="{color}"/>'
-            if bar.spread:
-                low, end = at(max(0.0, bar.value - bar.spread)), at(bar.value + bar.spread)
-                yield f'<line x1="{low}" x2="{end}" y1="{middle}" y2="{middle}" stroke="currentColor" stroke-width="2"/>'
         yield f'<text x="{end + 8}" y="{middle + 4}">{escaped(bar.text)}</text>'
     yield "</svg>"
 
 
 def _most(bars: Sequence[Bar]) -> float:
-    return max(((bar.value or 0.0) + (bar.spread or 0.0) for bar in bars), default=0.0) or 1.0
+    return max((bar.value or 0.0 for bar in bars), default=0.0) or 1.0

@@ -73,17 +73,6 @@ def test_runs_that_do_not_finish(fake: Path, capsys: pytest.CaptureFixture[str])
     assert rung == Rung("unchanged", str(folder.absolute() / "unchanged"), accelerator="cpu", steps=20)
 
 
-def test_a_rung_is_run_with_every_seed(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in (1, 2):
-        assert ladder_command(["--rungs", "16-mixed", "--seeds", "2", "train.py", "--seed={seed}"], None) == 0
-        assert Path(f"ladder/train-{number}/ladder.html").exists()
-    assert Path("ladder/train-1/16-mixed-seed2/arguments").read_text() == "train.py --seed=2\n"
-    said = capsys.readouterr().out
-    assert "16-mixed, seed 2" in said
-    assert "0.9 ±0" in said
-    assert "calls neither" not in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -22,8 +22,8 @@ from trainwright.strategies import STRATEGIES, VARIANTS
 from trainwright.tools.choices import choose, why_missing
 from trainwright.tools.columns import fill, terminal_width
 from trainwright.tools.ladder.advice import choice_lines, notes, sentence
-from trainwright.tools.ladder.attempt import Attempt, Result
-from trainwright.tools.ladder.climb import LOG_NAME, SEED, Climb
+from trainwright.tools.ladder.attempt import Attempt
+from trainwright.tools.ladder.climb import LOG_NAME, Climb
 from trainwright.tools.ladder.comparison import ComparedMetric, Comparison, choose_metric
 from trainwright.tools.ladder.ladder_table import terminal_table, write_files
 from trainwright.tools.ladder.rung import Rung
@@ -78,7 +78,6 @@ def _parser() -> Parser:
         "default): all of the accelerator, or two processes on the CPU")
     add("--cpu", action=argparse.BooleanOptionalAction, help="compute on the CPU even if there is a GPU")
     add("--steps", metavar="N", help="end every training after N optimizer steps")
-    add("--seeds", metavar="K", help=f"run every rung with the seeds 1 to K, which also replace {SEED} in the arguments")
     add("--timeout", metavar="SECONDS", help="end a run after that time, and go to the next rung")
     add("--out", metavar="DIR", help="a new folder for logs and results (default: ladder/NAME-1 and so on)")
     add("--metric", metavar="NAME", help="the metric to compare (default: one of the test, or of the validation)")
@@ -94,8 +93,7 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
     check_script(command)
     if options.higher and options.lower:
         raise ValueError("--higher and --lower exclude each other. Pass one.")
-    steps, seeds = _whole(options.steps, "--steps"), _whole(options.seeds, "--seeds")
-    timeout = _whole(options.timeout, "--timeout")
+    steps, timeout = _whole(options.steps, "--steps"), _whole(options.timeout, "--timeout")
     config = find_config(options.config_file)
     variables = config.set_variables()
     if (job := Environment.detect(variables)).launched_by != "single" or rung_file() is not None:
@@ -107,8 +105,6 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
     kind = resolve_device_type("cpu" if on_cpu else "auto")
     num_devices = choose_devices(options.devices, kind)
     names = choose(options.rungs, known_rungs(), usual_rungs(kind, num_devices), "--rungs")
-    if seeds is None and any(SEED in word for word in command):
-        seeds = 1
     climb = Climb(
         command=command,
         folder=_new_folder(options.out, command),
@@ -119,7 +115,7 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
     )
     direction: Direction | None = "max" if options.higher else "min" if options.lower else None
     wanted = [name for name in names if name != UNCHANGED]
-    return Ladder(climb, [UNCHANGED, *wanted], kind, num_devices, seeds, options.metric, direction)
+    return Ladder(climb, [UNCHANGED, *wanted], kind, num_devices, options.metric, direction)
 
 
 class Ladder:
@@ -131,15 +127,13 @@ class Ladder:
         names: Sequence[str],
         device_type: str,
         num_devices: int,
-        seeds: int | None,
         wanted: str | None,
         direction: Direction | None,
     ) -> None:
         self.climb, self.names = climb, names
         self.device_type, self.num_devices = device_type, num_devices
-        self.seeds: Sequence[int | None] = [None] if seeds is None else range(1, seeds + 1)
         self.wanted, self.direction = wanted, direction
-        self.results: dict[str, Result] = {}
+        self.results: dict[str, Attempt] = {}
         self.metric: ComparedMetric | None = None
 
     def run(self) -> int:
@@ -159,7 +153,7 @@ class Ladder:
                     return self._give_up(first)
                 if name == UNCHANGED:
                     try:
-                        self.metric = choose_metric(first.attempts[0], self.wanted, self.direction)
+                        self.metric = choose_metric(first, self.wanted, self.direction)
                     except ValueError as error:
                         _say(f"trainwright ladder: {error}")
                         return 2
@@ -171,40 +165,31 @@ class Ladder:
             self._report(f"The ladder of {script}")
         elif started is not None:
             _say("\nThe ladder was interrupted in its first rung, the unchanged script, so nothing can be compared.")
-            _say(f"Its output is in {os.path.relpath(started.attempts[-1].log)}.")
+            _say(f"Its output is in {os.path.relpath(started.log)}.")
         return code
 
     def _climb(self, name: str) -> None:
-        """Run the script under a rung with every seed."""
+        """Run the script under a rung."""
         settings: dict[str, Any] = {}
         reason = why_missing(name) if name in _strategies(known_rungs()) else ""
         if not reason:
             settings = settings_of(name, self.results, self.num_devices)
-        attempts: list[Attempt] = []
-        for seed in self.seeds:
-            shown = name if seed is None else f"{name}, seed {seed}"
-            width = max(map(len, self.names)) + len(shown) - len(name)
-            print(f"{shown:<{width}}  ", end="", flush=True)
-            if reason:
-                attempts.append(Attempt(Rung(name, str(self.climb.folder)), "skipped", reason))
-            else:
-                rung = Rung(name, str(self.climb.folder), **settings, seed=seed)
-                log = str(self.climb.folder_of(name, seed) / LOG_NAME)
-                try:
-                    attempts.append(self.climb.run(name, settings, seed))
-                except OSError as error:  # of a full disk, for example: the ladder still reports its results
-                    attempts.append(Attempt(rung, "failed", str(error), log=log))
-                except KeyboardInterrupt:
-                    attempts.append(Attempt(rung, "interrupted", "the ladder was interrupted", log=log))
-                    self.results[name] = Result(tuple(attempts))
-                    raise
-            self.results[name] = Result(tuple(attempts))
-            print(_outcome(attempts[-1]), flush=True)
-            if attempts[-1].state != "finished":
-                break  # another seed would probably end in the same way
+        print(f"{name:<{max(map(len, self.names))}}  ", end="", flush=True)
+        rung = Rung(name, str(self.climb.folder), **settings)
+        if reason:
+            self.results[name] = Attempt(rung, "skipped", reason)
+        else:
+            log = str(self.climb.folder / name / LOG_NAME)
+            try:
+                self.results[name] = self.climb.run(name, settings)
+            except OSError as error:  # of a full disk, for example: the ladder still reports its results
+                self.results[name] = Attempt(rung, "failed", str(error), log=log)
+            except KeyboardInterrupt:
+                self.results[name] = Attempt(rung, "interrupted", "the ladder was interrupted", log=log)
+                raise
+        print(_outcome(self.results[name]), flush=True)
 
-    def _give_up(self, first: Result) -> int:
-        failed = first.attempts[-1]
+    def _give_up(self, failed: Attempt) -> int:
         _say(f"\nThe ladder ends at its first rung, the unchanged script: {sentence(failed.reason)}")
         _say(f"Its output is in {os.path.relpath(failed.log)}.")
         return 1
@@ -212,7 +197,7 @@ class Ladder:
     def _report(self, title: str) -> None:
         comparison = Comparison(list(self.results.values()), self.metric)
         choice = list(choice_lines(comparison, self.climb.command))
-        sentences = list(notes(comparison, self.climb.command, self.device_type))
+        sentences = list(notes(comparison, self.device_type))
         # Files first, since a closed terminal may have interrupted the ladder.
         try:
             paths = write_files(self.climb.folder, title, comparison, [*choice, *sentences])

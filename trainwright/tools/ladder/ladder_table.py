@@ -12,13 +12,13 @@ from trainwright.engine.memory_estimate import size_text
 from trainwright.loggers.files import write_file
 from trainwright.plots import Bar, Section, bars_of, document, sections_of
 from trainwright.tools.columns import lay_out
-from trainwright.tools.ladder.attempt import Attempt, Figure, Result
+from trainwright.tools.ladder.attempt import Attempt
 from trainwright.tools.ladder.comparison import Comparison
 
 NAME = "ladder"
 NO_VALUE = "-"
 CSV_HEADS = (
-    *("rung", "seed", "state", "reason", "made", "strategy", "precision", "compile", "processes", "steps"),
+    *("rung", "state", "reason", "made", "strategy", "precision", "compile", "processes", "steps"),
     *("common_steps", "seconds_to_common_steps", "seconds", "samples_per_second", "batches_per_second", "peak_bytes"),
     *("metric", "value", "process_seconds", "log"),
 )
@@ -37,8 +37,8 @@ def heads(comparison: Comparison) -> list[str]:
     return names if metric is None else [*names, metric.name]
 
 
-def cells(comparison: Comparison, result: Result) -> list[str]:
-    """Return the row of a rung: the means of its seeds, with their standard deviations."""
+def cells(comparison: Comparison, result: Attempt) -> list[str]:
+    """Return the row of a rung."""
     end = [NO_VALUE] if comparison.metric is not None else []
     if result.state != "finished":
         return [result.rung.name, _with(result), NO_VALUE, NO_VALUE, NO_VALUE, result.state, NO_VALUE, NO_VALUE, *end]
@@ -47,12 +47,12 @@ def cells(comparison: Comparison, result: Result) -> list[str]:
     return [
         result.rung.name,
         _with(result),
-        NO_VALUE if steps is None else f"{steps.mean:,.0f}",
+        NO_VALUE if steps is None else f"{steps:,.0f}",
         seconds_text(comparison.seconds_to_common(result)),
         seconds_text(result.figure(lambda record: record.seconds)),
         _number(comparison.rate(result)),
         NO_VALUE if speed_up is None else f"{speed_up:.2f}x",
-        NO_VALUE if peak is None else size_text(int(peak.mean)),
+        NO_VALUE if peak is None else size_text(int(peak)),
         *([score_text(comparison.score(result))] if end else []),
     ]
 
@@ -70,20 +70,19 @@ def markdown_table(comparison: Comparison) -> list[str]:
 
 
 def csv_text(comparison: Comparison) -> str:
-    """Return a row of numbers for every run."""
+    """Return a row of numbers for every rung."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_HEADS)
     for result in comparison.results:
-        for attempt in result.attempts:
-            writer.writerow([_plain(value) for value in _csv_row(comparison, attempt)])
+        writer.writerow([_plain(value) for value in _csv_row(comparison, result)])
     return text.getvalue()
 
 
 def _csv_row(comparison: Comparison, attempt: Attempt) -> Iterator[Any]:
     rung, record, metric = attempt.rung, attempt.record, comparison.metric
     facts = {} if record is None else record.facts
-    yield from (rung.name, rung.seed, attempt.state, attempt.reason, None if record is None else record.owner)
+    yield from (rung.name, attempt.state, attempt.reason, None if record is None else record.owner)
     yield from (facts.get("strategy", rung.strategy), facts.get("precision", rung.precision), rung.compile)
     yield facts.get("processes", rung.devices)
     steps = comparison.common_steps
@@ -121,7 +120,7 @@ def _bars(comparison: Comparison) -> Iterator[Bar]:
         if result.state != "finished" or rate is None:
             yield Bar(result.rung.name, None, result.state if result.state != "finished" else "no rate")
         else:
-            yield Bar(result.rung.name, rate.mean, f"{row[5]} ({row[6]})", rate.spread, result is chosen)
+            yield Bar(result.rung.name, rate, f"{row[5]} ({row[6]})", result is chosen)
 
 
 def _paragraphs(sentences: Sequence[str]) -> Iterator[str]:
@@ -130,7 +129,7 @@ def _paragraphs(sentences: Sequence[str]) -> Iterator[str]:
         yield ""
 
 
-def _with(result: Result) -> str:
+def _with(result: Attempt) -> str:
     rung = result.rung
     devices = f"{rung.devices} device{'s' * (rung.devices > 1)}" if rung.devices else ""
     parts = [rung.precision or "", "compile" if rung.compile else "", devices]
@@ -141,18 +140,13 @@ def _plain(value: Any) -> Any:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
 
 
-def seconds_text(figure: Figure | None) -> str:
-    return NO_VALUE if figure is None else f"{_shown(figure, '.3g' if figure.mean < 100 else ',.0f')} s"
+def seconds_text(figure: float | None) -> str:
+    return NO_VALUE if figure is None else f"{_number(figure)} s"
 
 
-def _number(figure: Figure | None) -> str:
-    return NO_VALUE if figure is None else _shown(figure, ".3g" if figure.mean < 100 else ",.0f")
+def _number(figure: float | None) -> str:
+    return NO_VALUE if figure is None else f"{figure:{'.3g' if figure < 100 else ',.0f'}}"
 
 
-def score_text(figure: Figure | None) -> str:
-    return NO_VALUE if figure is None else _shown(figure, ".4g")
-
-
-def _shown(figure: Figure, form: str) -> str:
-    spread = "" if figure.spread is None else f" ±{figure.spread:{form if figure.mean >= 100 else '.2g'}}"
-    return f"{figure.mean:{form}}{spread}"
+def score_text(figure: float | None) -> str:
+    return NO_VALUE if figure is None else f"{figure:.4g}"
