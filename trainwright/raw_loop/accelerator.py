@@ -604,7 +604,7 @@ class Accelerator(Collectives):
             log_kwargs: by a logger's name, further arguments of its `log_metrics`.
 
         Raises:
-            RuntimeError: on every rank, before `init_trackers`, or after `end_training`.
+            RuntimeError: on rank 0, before `init_trackers`, or after `end_training`.
             TypeError: a value that is neither a number nor a text.
         """
         self._trackers.log(values, self.step_count if step is None else step, log_kwargs)
