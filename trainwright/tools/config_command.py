@@ -128,8 +128,11 @@ class Questions:
         while "env" not in self.answers:
             answer = input(f"{KEYS['env'].about}, as NAME=VALUE, separated by blanks\nenv [none]: ")
             try:
-                self._check_variables(answer)
-                self.answers["env"] = dict(pair.split("=", 1) for pair in shlex.split(answer))
+                pairs = [pair.partition("=") for pair in shlex.split(answer)]
+                if not all(equals for _, equals, _ in pairs):
+                    raise ValueError(f"{answer}: expected NAME=VALUE pairs.")
+                check_env(name for name, _, _ in pairs)
+                self.answers["env"] = {name: value for name, _, value in pairs}
             except ValueError as error:
                 _print_problem(error)
 
@@ -144,15 +147,6 @@ class Questions:
         if name == "strategy" and (reason := why_missing(text)):
             raise ValueError(reason)
         return str(settings[name].value) if name == "precision" else text
-
-    def _check_variables(self, text: str) -> None:
-        seen = set()
-        for pair in shlex.split(text):
-            variable, equals, _ = pair.partition("=")
-            if not equals or variable in seen:
-                raise ValueError(f"{pair}: expected NAME=VALUE pairs with distinct names.")
-            seen.add(variable)
-        check_env(seen)
 
 
 def _print_problem(error: ValueError) -> None:

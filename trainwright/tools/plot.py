@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainwright.history import CURVES_NAME, History
+from trainwright.history import CURVES_NAME
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import printable
 from trainwright.loggers.files import write_file
@@ -44,7 +44,8 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
         check_page(out)
         if os.path.isdir(out):
             raise ValueError(f"--out {out} is a folder; pass the name of a file.")
-        metrics = _named(options.metrics, drawn) if options.metrics else None
+        texts = ",".join(options.metrics or ())
+        metrics = [name.strip() for name in texts.split(",")] if texts else None
         data = draw(drawn, metrics, options.x)
         write_file(absolute(out), data)
         panels = panels_of(drawn, metrics, options.x)
@@ -57,12 +58,3 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
     of = f"{len(drawn)} runs" if len(drawn) > 1 else "1 run"
     print(f"{printable(out)}: {len(panels)} panels of {of}, {sum(len(panel.curves) for panel in panels)} curves")
     return 0
-
-
-def _named(texts: Sequence[str], histories: Sequence[History]) -> list[str]:
-    """Return the names of metrics. A text with a comma is one name if a run has it."""
-    known = {name for history in histories for name in history.series}
-    names: list[str] = []
-    for text in texts:
-        names += [text] if text in known else [part for name in text.split(",") if (part := name.strip())]
-    return names
