@@ -73,23 +73,10 @@ def test_runs_that_do_not_finish(fake: Path, capsys: pytest.CaptureFixture[str])
     assert rung == Rung("unchanged", str(folder.absolute() / "unchanged"), accelerator="cpu", steps=20)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--rungs", "ddp", "--steps=5"], "--rungs, --steps after the script's name go to the script"),
-        (["--metric", "f1"], "--metric after the script's name goes to the script"),
-        (["--", "--rungs", "ddp"], ""),
-        (["--lr", "1", "-m", "x", "--help"], ""),
-    ],
-)
-def test_options_after_the_script_are_passed_to_it(
-    arguments: list[str], said: str, fake: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("arguments", [["--rungs", "ddp", "--steps=5"], ["--lr", "1", "-m", "x", "--help"]])
+def test_options_after_the_script_are_passed_to_it(arguments: list[str], fake: Path) -> None:
     assert ladder_command(["--cpu", "--rungs", "unchanged", "train.py", *arguments], None) == 0
-    output = capsys.readouterr().out
-    assert (said in output) if said else ("after the script's name" not in output)
-    given = [each for each in arguments if each != "--"]
-    assert Path("ladder/train-1/unchanged/arguments").read_text().split()[-len(given) :] == given
+    assert Path("ladder/train-1/unchanged/arguments").read_text().split()[-len(arguments) :] == arguments
 
 
 def test_a_script_that_is_too_short_is_named_at_once(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from trainwright.devices.hardware import describe_devices, resolve_device_type
 from trainwright.distributed.environment import Environment, rung_file
 from trainwright.launch.cli import Parser, check_script, parse_command
-from trainwright.launch.config import find_config, flag_of, setting_of
+from trainwright.launch.config import find_config, setting_of
 from trainwright.metric_direction import Direction
 from trainwright.strategies import STRATEGIES, VARIANTS
 from trainwright.tools.choices import choose, why_missing
@@ -37,28 +37,14 @@ def ladder_command(arguments: Sequence[str], _: Any) -> int:
     parser = _parser()
     options, command = parse_command(parser, arguments)
     script_end = 2 if command[:1] == ["-m"] else 1
-    misplaced: list[str] = []
     if command[script_end : script_end + 1] == ["--"]:
         del command[script_end]
-    else:
-        misplaced = _misplaced(options, command[script_end:])
     try:
         ladder = _ladder(options, command)
     except (ValueError, RuntimeError, OSError) as error:
         parser.error(str(error))
-    if misplaced:
-        verb = "goes" if len(misplaced) == 1 else "go"
-        _say(
-            f"{', '.join(misplaced)} after the script's name {verb} to the script. The ladder's options come before it."
-        )
     with _interruptible():
         return ladder.run()
-
-
-def _misplaced(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of the script that are options of the ladder."""
-    ours = {flag_of(name) for name in vars(options)}
-    return [flag for word in arguments if (flag := word.partition("=")[0]) in ours]
 
 
 def _parser() -> Parser:
