@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -245,10 +244,10 @@ def test_the_files_have_the_same_table(tmp_path: Path) -> None:
     comparison = compared()
     sentences = [*choice_lines(comparison, ["train.py"]), *notes(comparison, "cpu")]
     paths = write_files(tmp_path, "The ladder of train.py", comparison, sentences)
-    assert [path.name for path in paths] == ["ladder.csv", "ladder.md", "ladder.html"]
-    rows = list(csv.DictReader((tmp_path / "ladder.csv").read_text().splitlines()))
+    assert [path.name for path in paths] == ["ladder.json", "ladder.md", "ladder.html"]
+    rows = json.loads((tmp_path / "ladder.json").read_text())
     assert [each["state"] for each in rows] == ["finished", "finished", "failed", *["skipped"] * 3]
-    assert float(rows[1]["samples_per_second"]) == 185
+    assert rows[1]["record"]["samples_per_second"] == 185
     assert rows[2]["reason"] == "exit code 1: ValueError: it does not fit."
     written = (tmp_path / "ladder.md").read_text()
     assert markdown_table(comparison)[1] in written

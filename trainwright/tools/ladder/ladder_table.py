@@ -1,10 +1,10 @@
-"""The table of a ladder: for a terminal, and as files in CSV, Markdown and HTML. advice.py has the sentences below it."""
+"""The table of a ladder: for a terminal, and as files in JSON, Markdown and HTML. advice.py has the sentences below it."""
 
 from __future__ import annotations
 
-import csv
-import io
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,6 @@ from trainwright.tools.ladder.comparison import Comparison
 
 NAME = "ladder"
 NO_VALUE = "-"
-CSV_HEADS = (
-    *("rung", "state", "reason", "made", "strategy", "precision", "compile", "processes", "steps"),
-    *("common_steps", "seconds_to_common_steps", "seconds", "samples_per_second", "batches_per_second", "peak_bytes"),
-    *("metric", "value", "process_seconds", "log"),
-)
 
 
 def terminal_table(comparison: Comparison, width: int | None) -> list[str]:
@@ -69,31 +64,16 @@ def markdown_table(comparison: Comparison) -> list[str]:
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
 
 
-def csv_text(comparison: Comparison) -> str:
-    """Return a row of numbers for every rung."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_HEADS)
+def data_of(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return the rungs with their records as plain data, without the times of all steps."""
+    rows = []
     for result in comparison.results:
-        writer.writerow([_plain(value) for value in _csv_row(comparison, result)])
-    return text.getvalue()
-
-
-def _csv_row(comparison: Comparison, attempt: Attempt) -> Iterator[Any]:
-    rung, record, metric = attempt.rung, attempt.record, comparison.metric
-    facts = {} if record is None else record.facts
-    yield from (rung.name, attempt.state, attempt.reason, None if record is None else record.owner)
-    yield from (facts.get("strategy", rung.strategy), facts.get("precision", rung.precision), rung.compile)
-    yield facts.get("processes", rung.devices)
-    steps = comparison.common_steps
-    yield from (None if record is None else record.steps, steps)
-    if record is None:
-        yield from [None] * 5
-    else:
-        yield from (None if steps is None else record.seconds_to(steps), record.seconds)
-        yield from (record.samples_per_second, record.batches_per_second, record.peak_bytes)
-    yield from (None, None) if metric is None else (metric.name, metric.of(attempt))
-    yield from (attempt.seconds, attempt.log)
+        name = None if comparison.metric is None else comparison.metric.name
+        row = {**asdict(result), "metric": name, "value": comparison.score(result)}
+        if row["record"] is not None:
+            del row["record"]["points"]
+        rows.append(row)
+    return rows
 
 
 def write_files(folder: Path, title: str, comparison: Comparison, sentences: Sequence[str]) -> list[Path]:
@@ -103,7 +83,7 @@ def write_files(folder: Path, title: str, comparison: Comparison, sentences: Seq
     page = [*bars_of(bars, axis), *sections_of([table, Section("Notes", notes=sentences)])]
     markdown = [f"# {title}", "", *markdown_table(comparison), "", *_paragraphs(sentences)]
     contents = {
-        ".csv": csv_text(comparison).encode(),
+        ".json": json.dumps(data_of(comparison), indent=2).encode(),
         ".md": "\n".join(markdown).encode(),
         ".html": document(title, page).encode(),
     }
@@ -134,10 +114,6 @@ def _with(result: Attempt) -> str:
     devices = f"{rung.devices} device{'s' * (rung.devices > 1)}" if rung.devices else ""
     parts = [rung.precision or "", "compile" if rung.compile else "", devices]
     return ", ".join(part for part in parts if part and part != rung.name)
-
-
-def _plain(value: Any) -> Any:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
 
 
 def seconds_text(figure: float | None) -> str:
