@@ -1,4 +1,4 @@
-"""BasePredictionWriter gets the outputs with the indices in the dataset, on one process and on two ranks."""
+"""BasePredictionWriter gets every prediction with its indices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifests of docs/kubernetes.md: the schemas of Kubernetes' operators, and the commands in the pods."""
+"""The manifests of docs/kubernetes.md."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from small import QUIET, Classifier, loss_of, make_loader
 
 import trainwright as tw
 from trainwright.loggers import SilentLogger
-from trainwright.loggers.run_files import read_history
-from trainwright.tools.run_folders import check_run, find_runs, is_run
+from trainwright.loggers.run_files import find_runs, read_history
+from trainwright.tools.plot import check_run, is_run
 
 
 class Scored(Classifier):

@@ -275,7 +275,7 @@ def use_found(callback: Callback, setting_of: Callable[[Module], TunedSetting], 
 
 
 def _holders_of(name: str, owners: Sequence[Any]) -> Iterator[tuple[Any, str]]:
-    """Yield the objects with an attribute of this name, and the attribute's own name."""
+    """Yield the objects with an attribute of this name, and the last part of the name."""
     *path, last = name.removeprefix("hparams.").split(".")
     for owner in owners:
         # All, because save_hyperparameters keeps copies, which the loader hook and the loggers may read.

@@ -1,10 +1,11 @@
-"""Run files: reads the logged values of a run from its files."""
+"""Run files: finds the folders of runs, and reads the logged values of a run from its files."""
 
 from __future__ import annotations
 
 import csv
 import io
 import posixpath
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from trainwright.history import History, Numbers, Series
 from trainwright.loggers.files import CHECKPOINTS, TABLE_NAME, filesystem_of
 from trainwright.loggers.run_record import RECORD_NAME
 
-__all__ = ["EVENTS", "listing", "read_history"]
+__all__ = ["EVENTS", "find_runs", "listing", "read_history"]
 
 EVENTS = "events.out.tfevents."
 """The prefix of the names of event files."""
@@ -26,6 +27,8 @@ LONGEST_EVENT = 1 << 20
 """The bytes of an event with numbers. Longer ones have images."""
 FIRST_EVENTS = 4
 """Events at the beginning of a file that are always read: they mark the start of a resumed run."""
+DEEPEST = 12
+"""The levels of folders that are searched for runs."""
 ROWS_AT_ONCE = 500
 """Rows that are text at the same time. More would outlive young garbage collections, and cause full ones."""
 
@@ -207,6 +210,45 @@ def _events_of(
 
 
 # -- folders --------------------------------------------------------------------------------------------------------------
+
+
+def find_runs(root: str) -> list[str]:
+    """Return the folders of runs at and below a folder, by name and number. Links and hidden folders are skipped."""
+    filesystem, inside = fsspec.core.url_to_fs(root)
+    paths = (path[len(inside) :].strip("/") for path in _runs(filesystem, inside))
+    runs = (f"{root.rstrip('/')}/{path}" if path else root for path in paths)
+    # version_10 comes after version_9.
+    return sorted(
+        runs, key=lambda run: [(part.isdigit(), len(part) * part.isdigit(), part) for part in re.split(r"(\d+)", run)]
+    )
+
+
+def _runs(filesystem: Any, inside: str, depth: int = 0, is_within: bool = False) -> Iterator[str]:
+    """Yield the folders of runs. A run that `is_within` another needs a record or a table: writers have inner folders."""
+    listed = list(listing(filesystem, inside))
+    files = {name for name, is_folder in listed if not is_folder}
+    if inside.endswith(".ckpt"):
+        return  # a checkpoint, which may contain a copy of a table
+    has_events = not is_within and any(name.startswith(EVENTS) for name in files)
+    if RECORD_NAME in files or has_events or (TABLE_NAME in files and _is_table(filesystem, f"{inside}/{TABLE_NAME}")):
+        is_within = True
+        yield inside
+    skipped = CHECKPOINTS if is_within else ""
+    folders = [name for name, is_folder in listed if is_folder and name != skipped and not name.startswith(".")]
+    for name in folders if depth < DEEPEST else ():
+        yield from _runs(filesystem, f"{inside.rstrip('/')}/{name}", depth + 1, is_within)
+
+
+def _is_table(filesystem: Any, path: str) -> bool:
+    """Return whether a table has a column step, or cannot be read: other programs use its name too."""
+    try:
+        with filesystem.open(path, "rb") as file:
+            head = bytes(file.read(1 << 16)).partition(b"\n")[0]
+        return not head or "step" in next(csv.reader([head.decode("utf-8", "replace")]))
+    except OSError:
+        return True  # the reader will name the problem
+    except csv.Error:
+        return False
 
 
 def _event_files(filesystem: Any, inside: str, depth: int = 0) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The TensorBoard logger: scalars, hyper-parameters and the graph, through torch's own SummaryWriter."""
+"""The TensorBoard logger: scalars, hyper-parameters and the graph, through torch's SummaryWriter."""
 
 from __future__ import annotations
 

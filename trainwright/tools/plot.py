@@ -7,14 +7,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import fsspec
+
 from trainwright.history import CURVES_NAME
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import printable
-from trainwright.loggers.files import write_file
-from trainwright.loggers.run_files import read_history
+from trainwright.loggers.files import TABLE_NAME, write_file
+from trainwright.loggers.run_files import EVENTS, find_runs, listing, read_history
+from trainwright.loggers.run_record import RECORD_NAME
 from trainwright.paths import absolute
 from trainwright.plots import AXES, check_page, draw, panels_of
-from trainwright.tools.run_folders import check_run
 
 
 def plot_command(arguments: Sequence[str], _: Any) -> int:
@@ -58,3 +60,31 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
     of = f"{len(drawn)} runs" if len(drawn) > 1 else "1 run"
     print(f"{printable(out)}: {len(panels)} panels of {of}, {sum(len(panel.curves) for panel in panels)} curves")
     return 0
+
+
+def is_run(folder: str) -> bool:
+    """Return whether a folder contains files of a folder logger."""
+    names = [name for name, _ in listing(*fsspec.core.url_to_fs(folder))]
+    return any(name in (RECORD_NAME, TABLE_NAME) or name.startswith(EVENTS) for name in names)
+
+
+def check_run(folder: str) -> None:
+    """Raise ValueError if a path is not the folder of a run."""
+    filesystem, inside = fsspec.core.url_to_fs(folder)
+    if filesystem.isdir(inside) and is_run(folder):
+        return
+    runs = find_runs(folder) if filesystem.isdir(inside) else []
+    if not filesystem.exists(inside):
+        problem = "it does not exist"
+    elif not filesystem.isdir(inside):
+        problem = "it is a file"
+    else:
+        problem = f"it contains {len(runs)} of them" if runs else f"it has no {TABLE_NAME} and no event files"
+    parts = folder.rstrip("/").split("/")
+    above = (path for end in range(len(parts) - 1, 1, -1) if is_run(path := "/".join(parts[:end])))
+    nearest = runs[-1] if runs else next(above, None)
+    hint = f" Did you mean {nearest}?" if nearest else ""
+    raise ValueError(
+        f"{folder} is not a run folder: {problem}. A run folder is one that CSVLogger or TensorBoardLogger writes, with "
+        f"{TABLE_NAME} or event files in it.{hint}"
+    )
