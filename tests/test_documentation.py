@@ -86,9 +86,6 @@ def marked(block: Block) -> Any:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # from torch's compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # from MLflow's use of SQLAlchemy
-@pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning"
-)  # Comet's
 def test_a_code_block_runs(block: Block, tmp_path: Path) -> None:
     """Run a block as a program on one process, or on the ranks of a job."""
     (tmp_path / "block.py").write_text(block.text)
@@ -214,7 +211,7 @@ def test_trainwright_launch_accepts_what_is_shown(
     Path("cluster.yaml").write_text(CONFIGS[0].text)
     assert cli.launch_command(arguments, command_line.check_names) == 0
     said = capsys.readouterr().out
-    assert script in (said if {"--dry-run", "--emit"} & set(arguments) else started[0][0].command)
+    assert script in (said if "--dry-run" in arguments else started[0][0].command)
 
 
 @pytest.mark.parametrize("block", CONFIGS, ids=lambda block: block.place)

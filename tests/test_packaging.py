@@ -20,7 +20,7 @@ OPTIONAL = ("omegaconf", "onnxscript", "pydantic")
 DISTRIBUTION_OF = {"yaml": "PyYAML"}
 """Modules whose distribution has another name."""
 EXTRAS = (
-    "deepspeed", "fairscale", "torchao", "tensorboard", "cli", "rich", "monitor", "wandb", "mlflow", "comet", "plot",
+    "deepspeed", "fairscale", "torchao", "tensorboard", "cli", "rich", "monitor", "wandb", "mlflow", "plot",
     "examples", "s3",
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 import trainwright as tw
 
 NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs CSVLogger CheckpointError CombinedLoader
-    CometLogger DDPCommunicationHookType DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin
+    DDPCommunicationHookType DDPStrategy DataLoaderConfiguration DataModule DeepSpeedPlugin
     DeepSpeedStrategy DistributedDataParallelKwargs DistributedType Engine FSDPStrategy
     Float8Precision
     FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin GradientState

@@ -31,7 +31,7 @@ _HOMES = {
     "trainwright.engine.engine": "Engine",
     "trainwright.memory.memory_estimate": "estimate_memory",
     "trainwright.errors": "CheckpointError LaunchError RunStopped TrainwrightError WorkerFailed",
-    "trainwright.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
+    "trainwright.loggers": "CSVLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "trainwright.module": "Module",
     "trainwright.precision": "Precision",
     "trainwright.precision.float8": "Float8Precision",

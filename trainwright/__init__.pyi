@@ -16,7 +16,6 @@ from trainwright.errors import LaunchError as LaunchError
 from trainwright.errors import RunStopped as RunStopped
 from trainwright.errors import TrainwrightError as TrainwrightError
 from trainwright.errors import WorkerFailed as WorkerFailed
-from trainwright.loggers import CometLogger as CometLogger
 from trainwright.loggers import CSVLogger as CSVLogger
 from trainwright.loggers import Logger as Logger
 from trainwright.loggers import MLFlowLogger as MLFlowLogger

@@ -45,10 +45,11 @@ class History:
         return int(self.epochs[:, 1].max()) if len(self.epochs) else None
 
     def draw(self, path: str, metrics: Sequence[str] | None = None) -> bytes:
-        """Return the curves as the bytes of a file. The path's ending is the format, .html or .png."""
-        from trainwright.plots import checked_format, draw
+        """Return the curves as the bytes of a page, for a path that ends in .html."""
+        from trainwright.plots import check_page, draw
 
-        return draw([self], checked_format(path), metrics)
+        check_page(path)
+        return draw([self], metrics)
 
     def x_of(self, series: Series, axis: str) -> Numbers:
         """Return the x values of a series; ValueError if the run's files do not contain them."""

@@ -33,7 +33,7 @@ class Override:
     """One argument that something outside the script sets."""
 
     owner: str
-    """The class or function that takes the argument, such as "Engine" or "seed_everything"."""
+    """The class or function that takes the argument, such as "Engine" or "fit"."""
     argument: str
     value: Any
     source: str
@@ -47,8 +47,6 @@ class OverrideFile:
         self.path = path
         self.replaced: dict[str, tuple[str, str]] = {}
         """The script's value and the override's, by argument, if they differ."""
-        self.applied: set[str] = set()
-        """The arguments for which an override was in force."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             self.overrides = [Override(**each) for each in content["overrides"]]
@@ -73,7 +71,6 @@ class OverrideFile:
 
     def apply(self, override: Override, given: Any, *, stays: bool) -> Any:
         """Return the script's value if it `stays`, or the override's, and print once on rank 0 where the two differ."""
-        self.applied.add(override.argument)
         if stays:
             return given
         name, was, now = override.argument, _shown(given), _shown(override.value)

@@ -286,65 +286,48 @@ def test_variables_of_the_environment_are_read(
     [
         (
             "model: {width: 3}\ntrainer:\n  max_epoch: 3\n",
-            ["line 3: 'trainer' has no argument 'max_epoch'. Did you mean 'max_epochs'?"],
+            ["'trainer' has no argument 'max_epoch'. Did you mean 'max_epochs'?"],
         ),
-        ("modl:\n  width: 3\ndatas: 1\n", ["line 1: no argument 'modl'. Did you mean 'model'?"]),
+        ("modl:\n  width: 3\ndatas: 1\n", ["no argument 'modl'. Did you mean 'model'?"]),
         (
             "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    init_args:\n      monitr: loss\n",
-            ["line 6: ModelCheckpoint has no argument 'monitr'. Did you mean 'monitor'?"],
+            ["ModelCheckpoint has no argument 'monitr'. Did you mean 'monitor'?"],
         ),
         (
             "model:\n  width: 3\n  act:\n    class_path: torch.nn.Softmax\n    init_args: {axis: 1}\n",
-            ["line 5: Softmax has no argument 'axis'. Accepted are dim."],
+            ["Softmax has no argument 'axis'. Accepted are dim."],
         ),
-        ("model:\n  width: 3\ntrainer:\n  max_epochs: many\n", ['line 4: Parser key "trainer.max_epochs"']),
+        ("model:\n  width: 3\ntrainer:\n  max_epochs: many\n", ['Parser key "trainer.max_epochs"']),
         (
             "model:\n  width: 3\noptimizer:\n  class_path: SDG\n",
-            ["line 3: optimizer: 'SDG' is not an imported class. Did you mean 'SGD'?"],
+            ["optimizer: 'SDG' is not an imported class. Did you mean 'SGD'?"],
         ),
-        ("model:\n  width: 3\noptimizer: StepLR\n", ["line 3: optimizer: 'StepLR' is not a class that it accepts."]),
+        ("model:\n  width: 3\noptimizer: StepLR\n", ["optimizer: 'StepLR' is not a class that it accepts."]),
         (
             "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: CSVLogger\n",
-            ["line 3: trainer.callbacks: 'CSVLogger' is not a class that it accepts."],
+            ["trainer.callbacks: 'CSVLogger' is not a class that it accepts."],
         ),
-        ("model: {width: 3}\noptimizer:\n  lr: 0.1\n", ["line 2: optimizer needs class_path, the name of a class"]),
-        ("model:\n  width: 3\n trainer: 1\n", ["wrong.yaml is not YAML", "wrong.yaml, line 3"]),
+        ("model: {width: 3}\noptimizer:\n  lr: 0.1\n", ["optimizer needs class_path, the name of a class"]),
+        ("model:\n  width: 3\n trainer: 1\n", ["the config is not YAML", ", line 3"]),
         (
             "trainer: &common\n  max_epochs: 1\nmodel:\n  width: 3\ndata:\n  <<: &sizes {num_classes: 7}\n  batch_sise: 1\n",
-            ["line 7: 'data' has no argument 'batch_sise'. Did you mean 'batch_size'?"],
+            ["'data' has no argument 'batch_sise'. Did you mean 'batch_size'?"],
         ),
-        ("model:\n  <<: 3\n", ["wrong.yaml is not YAML", "wrong.yaml, line 2"]),
+        ("model:\n  <<: 3\n", ["the config is not YAML", ", line 2"]),
         (
             "model: {width: 3}\ntrainer: 5\n",
-            ["line 2: key 'trainer' is 5; it needs the names and values of its arguments."],
+            ["key 'trainer' is 5; it needs the names and values of its arguments."],
         ),
-        ("model: {width: 3}\ndata:\n- n: 7\n", ["line 2: key 'data' is [{'n': 7}]; it needs the names and values"]),
+        ("model: {width: 3}\ndata:\n- n: 7\n", ["key 'data' is [{'n': 7}]; it needs the names and values"]),
     ],
 )
-def test_a_wrong_config_is_named_with_its_line(
+def test_a_wrong_config_is_explained(
     text: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
     (tmp_path / "wrong.yaml").write_text(text)
     said = refused(capsys, parser.parse_args, "--config", str(tmp_path / "wrong.yaml"))
     for line in lines:
         assert line in said
-    assert f"{tmp_path / 'wrong.yaml'}, line" in said
-
-
-def test_a_wrong_value_is_found_among_several_configs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
-) -> None:
-    right, wrong = tmp_path / "right.yaml", tmp_path / "wrong.yaml"
-    right.write_text("model:\n  width: 3\n  act: torch.nn.ReLU\ntrainer: {max_epochs: 1}\n")
-    wrong.write_text("trainer:\n  max_epochs: many\n")
-    for order in ([right, wrong], [wrong, right]):
-        configs = [f"--config={each}" for each in order]
-        assert refused(capsys, parser.parse_args, *configs).startswith(
-            f'{wrong}, line 2: Parser key "trainer.max_epochs"'
-        )
-        assert refused(capsys, parser.parse_args, "--trainer.max_epochs=2", *configs).startswith(f"{wrong}, line 2:")
-    option = refused(capsys, parser.parse_args, f"--config={right}", "--model.act=torch.nn.Rely")
-    assert option.startswith('Parser key "model.act"')  # though the config has that key too
 
 
 def test_a_missing_checkpoint_is_a_wrong_argument(
@@ -361,7 +344,7 @@ def test_a_config_without_settings_is_rejected(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
     (tmp_path / "none.yaml").write_text(text)
-    assert "none.yaml has no settings" in refused(capsys, parser.parse_args, "--config", str(tmp_path / "none.yaml"))
+    assert "the config has no settings" in refused(capsys, parser.parse_args, "--config", str(tmp_path / "none.yaml"))
 
 
 def test_a_config_of_another_version_is_accepted(
@@ -369,7 +352,7 @@ def test_a_config_of_another_version_is_accepted(
 ) -> None:
     (tmp_path / "new.yaml").write_text("# trainwright==9.0.0\nmodel:\n  width: 3\n  depth: 2\n")
     said = refused(capsys, parser.parse_args, "--config", str(tmp_path / "new.yaml"))
-    assert "new.yaml, line 4: 'model' has no argument 'depth'. Did you mean 'width'?" in said
+    assert "'model' has no argument 'depth'. Did you mean 'width'?" in said
     (tmp_path / "new.yaml").write_text("# trainwright==9.0.0\nmodel:\n  width: 3\n")
     config = parser.parse_args(["--config", str(tmp_path / "new.yaml")])  # it is accepted if all it says is known
     assert config.model.width == 3
@@ -399,12 +382,12 @@ def test_wrong_arguments_of_a_subcommand_are_explained(tmp_path: Path, capsys: p
 
     (tmp_path / "all.yaml").write_text("fit:\n  model:\n    widht: 3\n")
     said = refused(capsys, parse, "--config", str(tmp_path / "all.yaml"), "fit")
-    assert "line 3: 'fit.model' has no argument 'widht'. Did you mean 'width'?" in said
+    assert "'fit.model' has no argument 'widht'. Did you mean 'width'?" in said
     (tmp_path / "all.yaml").write_text("fit:\n  trainer:\n    max_epochs: many\n")
     for given in (["--model.width=3"], [f"--config={tmp_path / 'right.yaml'}"], ["--trainer.max_epochs=2"]):
         (tmp_path / "right.yaml").write_text("trainer: {max_epochs: 1}\nmodel: {width: 3}\n")
         said = refused(capsys, parse, "--config", str(tmp_path / "all.yaml"), "fit", *given)
-        assert said.startswith(f'{tmp_path / "all.yaml"}, line 3: Parser key "trainer.max_epochs"')
+        assert said.startswith('Parser key "trainer.max_epochs"')
     assert "{fit,validate,test,predict}" in refused(capsys, parse)
     scheduler = ("--lr_scheduler=StepLR", "--lr_scheduler.step_size=1")
     assert "needs an optimizer. Pass --optimizer." in refused(capsys, parse, "fit", "--model.width=3", *scheduler)

@@ -18,7 +18,7 @@ from small import QUIET, Classifier, make_loader
 import trainwright as tw
 from trainwright.loggers import rank_zero_experiment
 from trainwright.loggers.run_files import read_history
-from trainwright.tools.run_folders import is_run
+from trainwright.tools.plot import is_run
 
 Kinds = pytest.mark.parametrize("kind", [tw.CSVLogger, tw.TensorBoardLogger])
 

@@ -13,8 +13,8 @@ from small import QUIET, Classifier, loss_of, make_loader
 
 import trainwright as tw
 from trainwright.loggers import SilentLogger
-from trainwright.loggers.run_files import read_history
-from trainwright.tools.run_folders import check_run, find_runs, is_run
+from trainwright.loggers.run_files import find_runs, read_history
+from trainwright.tools.plot import check_run, is_run
 
 
 class Scored(Classifier):
@@ -54,11 +54,12 @@ def test_both_kinds_of_files_say_the_same(tmp_path: Path) -> None:
     assert "train_loss" in page
     assert "val_loss" in one
     assert "train_loss" not in one
-    image = loggers[0].plot(tmp_path / "new" / "curves.png")
-    assert Path(image).read_bytes().startswith(b"\x89PNG")
-    assert os.listdir(tmp_path / "new") == ["curves.png"]
-    with pytest.raises(ValueError, match=r"curves\.svg' has no known format\. Pass a name that ends in \.html or"):
-        loggers[0].plot("curves.svg")
+    loggers[0].plot(tmp_path / "new" / "page.html")
+    assert os.listdir(tmp_path / "new") == ["page.html"]
+    with pytest.raises(
+        ValueError, match=r"curves\.png' is not accepted, .*Pass a name that ends in \.html\. For an image"
+    ):
+        loggers[0].plot("curves.png")
     with pytest.raises(ValueError, match="the metric 'nothing' was not logged"):
         loggers[0].plot(metrics=["nothing"])
 
@@ -215,3 +216,14 @@ def test_loggers_without_files_cannot_plot(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match=r"writes no files to draw from\. CSVLogger and TensorBoardLogger"):
         tw.Logger().plot()
     assert SilentLogger().plot() == ""
+
+
+def test_a_long_table_is_left_to_the_command() -> None:
+    logger = tw.CSVLogger("memory://long", name=None, version=0)
+    for step in range(30):
+        logger.log_metrics({"loss": float(step)}, step=step)
+    logger.finalize("success")
+    assert len(logger.history().series["loss"].steps) == 30
+    history = logger.history(most_bytes=200)
+    assert history.series == {}
+    assert "was not read. `trainwright plot memory://long/version_0` draws its curves." in history.problems[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 import numpy as np
@@ -72,9 +71,9 @@ def test_a_panel_has_a_log_axis_for_its_positive_values_and_smooth_curves() -> N
     assert np.nan_to_num(smoothed(panel.curves[0]).y, nan=-9).tolist() == [55, 55, -9, 0.5, 0, -0.5]
     (negative,) = panels_of([history(loss=[-1.0, 0.0])])
     assert negative.logarithmic() is None
-    page = draw([history(loss=values)], ".html").decode()
+    page = draw([history(loss=values)]).decode()
     assert (page.count('class="log"'), page.count('class="smooth"')) == (1, 2)
-    assert 'class="log"' not in draw([history(loss=[-1.0])], ".html").decode()
+    assert 'class="log"' not in draw([history(loss=[-1.0])]).decode()
 
 
 def test_several_runs_have_colors_and_short_names() -> None:
@@ -88,7 +87,7 @@ def test_several_runs_have_colors_and_short_names() -> None:
     assert [curve.label for curve in only.curves] == ["one/version_0: only"]
     assert names_of_runs(["/a/b/version_0"]) == ["b/version_0"]
     assert names_of_runs(["/a/b", "/a/b/c"]) == ["b", "b/c"]
-    page = draw(runs, ".html").decode()
+    page = draw(runs).decode()
     assert "Curves of 2 runs" in page
     assert "/logs/two/version_0" in page
 
@@ -103,18 +102,18 @@ def test_curves_can_be_drawn_over_epochs() -> None:
     assert run.x_of(series, "epoch").tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
     assert (run.last_step, run.last_epoch) == (25, 2)
     with pytest.raises(ValueError, match="has no epochs"):
-        draw([history(loss=[1.0])], ".html", axis="epoch")
+        draw([history(loss=[1.0])], axis="epoch")
     with pytest.raises(ValueError, match=r"x='batch' is unknown; choose from step, epoch"):
-        draw([history(loss=[1.0])], ".html", axis="batch")
+        draw([history(loss=[1.0])], axis="batch")
 
 
 def test_unknown_metrics_are_rejected() -> None:
     with pytest.raises(ValueError, match="nothing to draw: runs/a has no rows"):
-        draw([history()], ".html")
+        draw([history()])
     with pytest.raises(ValueError, match=r"'val_los' was not logged; choose from val_loss\. Did you mean 'val_loss'\?"):
-        draw([history(val_loss=[1.0])], ".html", ["val_los"])
+        draw([history(val_loss=[1.0])], ["val_los"])
     with pytest.raises(TypeError, match="Pass a list of the names"):
-        draw([history(val_loss=[1.0])], ".html", "val_loss")
+        draw([history(val_loss=[1.0])], "val_loss")
 
 
 def test_values_that_are_not_finite_are_gaps() -> None:
@@ -123,7 +122,7 @@ def test_values_that_are_not_finite_are_gaps() -> None:
     (curve,) = panel.curves
     assert curve.label == "loss (5 not finite)"
     assert [ys.tolist() for _, ys in line_of(curve, panel.x_range, 100)] == [[1, 2], [3], [4, 5]]
-    page = draw([history(loss=[nan, 1, 2, nan, 3, inf])], ".html").decode()
+    page = draw([history(loss=[nan, 1, 2, nan, 3, inf])]).decode()
     assert "loss (3 not finite)" in page
     assert page.count('r="2.5"') == 4  # the lone point: on both axes, as it is and smooth
     assert "nan" not in re.sub(r"<title>.*?</title>", "", page)
@@ -149,7 +148,7 @@ def test_long_curves_keep_their_peaks() -> None:
     for each in (0, 200, columns - 1):
         assert np.nanmax(values[column == each]) == ys[drawn == each].max()
     assert not any((part >= 100_000).any() and (part < 100_000).any() for part, _ in line)
-    page = draw([history(loss=values)], ".html").decode()
+    page = draw([history(loss=values)]).decode()
     assert "(up to 200,000 points)" in page
     assert "smallest, largest and last value in 564 columns" in page
     assert len(page) < 120_000
@@ -160,7 +159,7 @@ def test_the_page_is_self_contained_and_escapes_names() -> None:
     runs = [
         history(f"/logs/<img src=x onerror=alert(1)>/{each}", **{name: [1, each] for name in ODD}) for each in (1, 2)
     ]
-    page = draw([*runs], ".html").decode()
+    page = draw([*runs]).decode()
     found = Page(page)
     assert not found.open
     assert found.names == {
@@ -176,18 +175,3 @@ def test_the_page_is_self_contained_and_escapes_names() -> None:
     assert "line\\nbreak\\x1b[31m" in found.text
     assert "\x1b" not in page
     assert "1: _first = 1 at step 1\n2: _first = 2 at step 1" in found.text  # the text under the pointer
-
-
-def test_an_image_is_a_png(monkeypatch: pytest.MonkeyPatch) -> None:
-    was_there = "matplotlib.pyplot" in sys.modules
-    numbers = {"loss": [float("nan")], "one": [1], "big": [1e299, -1e299], "same": [3, 3]}
-    assert draw([history(**numbers)], ".html")
-    data = draw([history(epochs=[[0, 0], [1, 0]], **numbers, **{name: [1, 2] for name in ODD})], ".png", axis="epoch")
-    assert data.startswith(b"\x89PNG")
-    assert ("matplotlib.pyplot" in sys.modules) == was_there
-    with pytest.raises(ValueError, match="201 panels are more than the"):
-        draw([history(**{f"m{number}": [1.0] for number in range(201)})], ".png")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "trainwright\[plot\]", or pass a name that ends in \.html'):
-        draw([history(loss=[1.0])], ".png")
-    assert draw([history(loss=[1.0])], ".html")

@@ -142,14 +142,14 @@ def test_names_of_loggers_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.chdir(tmp_path)
     for wrong, match in (
         ("tensorbord", "unknown; .* Did you mean 'tensorboard'?"),
-        ("clearml", "choose from csv, tensorboard, wandb, comet_ml, mlflow, or pass a Logger instance"),
+        ("clearml", "choose from csv, tensorboard, wandb, mlflow, or pass a Logger instance"),
     ):
         with pytest.raises(ValueError, match=match):
             make(log_with=wrong)
     for other in (3, tw.CSVLogger, [None]):
         with pytest.raises(TypeError, match="Expected names, Logger instances"):
             make(log_with=other)
-    for name in ("csv", "wandb", "mlflow", "comet_ml"):
+    for name in ("csv", "wandb", "mlflow"):
         monkeypatch.setitem(LOGGERS, name, (tw.CSVLogger, "not_installed_here"))
     with pytest.raises(ImportError, match="pip install not_installed_here"):
         make(log_with="csv")

@@ -85,7 +85,7 @@ def test_a_wrong_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, caps
         "  gradient_accumulation_steps: 0: expected an integer of at least 1.",
         "  node_rank=2 is out of range for num_nodes=2",
         "  main_address needs a value.",
-        "  A: expected NAME=VALUE pairs with distinct names.",
+        "  A: expected NAME=VALUE pairs.",
         "  env has RANK, which trainwright launch sets itself. Remove it",
     ):
         assert f"{text}" in said

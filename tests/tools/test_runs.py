@@ -129,7 +129,7 @@ def test_runs_and_their_curves(
     assert "no rows of numbers yet" in refused(plot_command, capsys, logs / "empty")
     assert "is not a table of a CSVLogger" in refused(plot_command, capsys, broken)
     assert "Did you mean 'val_loss'?" in refused(plot_command, capsys, names[0], "--metrics", "val_los")
-    assert "a name that ends in .html or .png" in refused(plot_command, capsys, names[0], "--out", "curves.pdf")
+    assert "Pass a name that ends in .html." in refused(plot_command, capsys, names[0], "--out", "curves.pdf")
     (tmp_path / "folder.html").mkdir()
     assert "is a folder" in refused(plot_command, capsys, names[0], "--out", "folder.html")
     assert "invalid choice: 'hour'" in refused(plot_command, capsys, names[0], "--x", "hour")

@@ -39,7 +39,6 @@ def test_a_name_that_fsspec_reads_as_a_chain_is_rejected(tmp_path: Path, monkeyp
         lambda: tw.CSVLogger(tmp_path / "a::b"),
         lambda: tw.CSVLogger(name="a::b"),
         lambda: tw.TensorBoardLogger(version="a::b"),
-        lambda: tw.TensorPredictionWriter("a::b"),
         lambda: tw.Trainer(default_root_dir="a::b", **QUIET),
     ):
         with pytest.raises(

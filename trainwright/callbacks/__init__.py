@@ -18,13 +18,11 @@ from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary, RichModelSummary
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from trainwright.callbacks.prediction_writer import BasePredictionWriter, TensorPredictionWriter, load_predictions
+from trainwright.callbacks.prediction_writer import BasePredictionWriter
 from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.callbacks.rich_progress_bar import RichProgressBar
 from trainwright.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
 from trainwright.callbacks.run_report import RunReport
-from trainwright.callbacks.spike_detection import SpikeDetection
-from trainwright.callbacks.spike_detection import TrainingSpikeException as TrainingSpikeException
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from trainwright.callbacks.throughput_monitor import ThroughputMonitor
 from trainwright.callbacks.timer import Timer
@@ -53,12 +51,9 @@ __all__ = [
     "RichModelSummary",
     "RichProgressBar",
     "RunReport",
-    "SpikeDetection",
     "StochasticWeightAveraging",
     "TQDMProgressBar",
-    "TensorPredictionWriter",
     "ThroughputMonitor",
     "Timer",
     "WeightAveraging",
-    "load_predictions",
 ]

@@ -173,35 +173,34 @@ class ClassificationReport(Callback):
     def on_validation_batch_end(
         self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if "validation" in self.stages and not trainer.is_dummy_batch:
-            self._count("validation_step", outputs)
+        self._count(trainer, "validation", outputs)
 
     def on_test_batch_end(
         self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if "test" in self.stages and not trainer.is_dummy_batch:
-            self._count("test_step", outputs)
+        self._count(trainer, "test", outputs)
 
     def on_validation_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
-        if "validation" in self.stages:
-            self._report(trainer, "validation")
+        self._report(trainer, "validation")
 
     def on_test_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
-        if "test" in self.stages:
-            self._report(trainer, "test")
-            self._print(trainer, "test")
+        self._report(trainer, "test")
+        self._print(trainer, "test")
 
     def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
         if "validation" in self.scores:
             self._print(trainer, "validation")
 
     def _print(self, trainer: TrainerProtocol, stage: str) -> None:
-        if self.verbose:
+        if self.verbose and stage in self.stages:
             scores = self.scores.get(stage)
             trainer.print(f"{stage}: no samples" if scores is None else f"{stage}:\n{scores.text()}")
 
-    def _count(self, step: str, outputs: Any) -> None:
+    def _count(self, trainer: TrainerProtocol, stage: str, outputs: Any) -> None:
         """Add a batch to the confusion matrix, on the device."""
+        if stage not in self.stages or trainer.is_dummy_batch:
+            return
+        step = f"{stage}_step"
         predicted, actual = self._labels(step, outputs)
         if predicted.shape != actual.shape:
             raise ValueError(
@@ -251,6 +250,8 @@ class ClassificationReport(Callback):
 
     def _report(self, trainer: TrainerProtocol, stage: str) -> None:
         """Sum over the ranks, and log. Collective."""
+        if stage not in self.stages:
+            return
         confusion, self._confusion = self._confusion.cpu(), EMPTY
         if trainer.sanity_checking:
             return

@@ -21,7 +21,7 @@ class GradientAccumulationScheduler(Callback):
 
     Raises:
         TypeError, ValueError: an epoch or a number of batches is not accepted.
-        ValueError: from fit, under manual optimization, or with the Trainer's own accumulate_grad_batches.
+        ValueError: from fit, under manual optimization, or with the Trainer's accumulate_grad_batches.
 
     >>> accumulation = tw.GradientAccumulationScheduler({0: 4, 2: 1})
     >>> trainer = tw.Trainer(callbacks=accumulation, max_epochs=3, enable_model_summary=False)

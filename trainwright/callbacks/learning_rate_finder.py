@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -193,11 +193,10 @@ class Sweep(Callback):
     def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         # Exchanged, because the losses end the trial, which has to be at the same step on every rank.
-        own = None if loss is None or trainer.is_dummy_batch else float(loss)
-        found = [
-            each for each in trainer.engine.ranks.exchange(own, "the search for a learning rate") if each is not None
-        ]
-        self._losses += [math.fsum(found) / len(found)] if found else []
+        local = None if loss is None or trainer.is_dummy_batch else float(loss)
+        everywhere = trainer.engine.ranks.exchange(local, "the search for a learning rate")
+        if known := [value for value in everywhere if value is not None]:
+            self._losses.append(math.fsum(known) / len(known))
         if trainer.global_step == self._step:  # the window is open
             return
         if not self._losses and not module.automatic_optimization:
@@ -247,23 +246,23 @@ class TunedSetting:
         for name in names:
             self.name, self._holders = name, list(_holders_of(name, owners))
             if self._holders:
-                self._first = [_value_of(*holder) for holder in self._holders]
+                self._first = [getattr(*holder) for holder in self._holders]
                 return
-        where = " or ".join(type(each).__name__ for each in owners)
+        where = " or ".join(type(owner).__name__ for owner in owners)
         raise AttributeError(
             f"{search} sets {' or '.join(names)}, and {where} has no such attribute, nor its hyper-parameters; assign it in "
             "__init__ and use it there, or name a different attribute."
         )
 
     def set(self, value: Any) -> None:
-        """Set it wherever it is held."""
+        """Set it in all objects."""
         for holder, key in self._holders:
-            _assign(holder, key, value)
+            setattr(holder, key, value)
 
     def restore(self) -> None:
         """Restore the first values of all objects."""
         for (holder, key), value in zip(self._holders, self._first, strict=True):
-            _assign(holder, key, value)
+            setattr(holder, key, value)
 
 
 def use_found(callback: Callback, setting_of: Callable[[Module], TunedSetting], value: Any) -> None:
@@ -275,30 +274,15 @@ def use_found(callback: Callback, setting_of: Callable[[Module], TunedSetting], 
             rank_zero_warn(f"The saved run has found the value {value}, which this one does not use: {error}")
 
 
-def _value_of(holder: Any, key: str) -> Any:
-    return holder[key] if isinstance(holder, MutableMapping) else getattr(holder, key)
-
-
-def _assign(holder: Any, key: str, value: Any) -> None:
-    if isinstance(holder, MutableMapping):
-        holder[key] = value
-    else:
-        setattr(holder, key, value)
-
-
 def _holders_of(name: str, owners: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+    """Yield the objects with an attribute of this name, and the last part of the name."""
     *path, last = name.removeprefix("hparams.").split(".")
     for owner in owners:
         # All, because save_hyperparameters keeps copies, which the loader hook and the loggers may read.
-        for start in (
-            kept_hyper_parameters(owner) if name.startswith("hparams.") else (owner, *kept_hyper_parameters(owner))
-        ):
-            holder = start
+        for holder in (*(() if name.startswith("hparams.") else (owner,)), *kept_hyper_parameters(owner)):
             for part in path:
-                holder = holder.get(part) if isinstance(holder, MutableMapping) else getattr(holder, part, None)
-            if (isinstance(holder, MutableMapping) and last in holder) or (
-                holder is not None and not isinstance(holder, MutableMapping) and hasattr(holder, last)
-            ):
+                holder = getattr(holder, part, None)
+            if hasattr(holder, last):
                 yield holder, last
 
 

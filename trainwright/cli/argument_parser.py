@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -16,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
 from trainwright.callbacks.base import Callback
-from trainwright.cli.config_errors import ConfigSource, explain
+from trainwright.cli.config_errors import explain
 from trainwright.trainer.trainer import Trainer
 
 
@@ -45,17 +44,6 @@ class Linked(NamedTuple):
     link_to: str
 
 
-class ConfigFile(ActionConfigFile):
-    """`--config`, which remembers its value for error messages."""
-
-    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        if isinstance(parser, TrainwrightArgumentParser):
-            parser.note_config(values)
-        super().__call__(parser, cfg, values, option_string)  # type: ignore[no-untyped-call]
-        if isinstance(parser, TrainwrightArgumentParser):
-            parser.note_end_of_config()
-
-
 class TrainwrightArgumentParser(ArgumentParser):
     """jsonargparse's ArgumentParser, with the same arguments. Abbreviated options are rejected.
 
@@ -74,18 +62,11 @@ class TrainwrightArgumentParser(ArgumentParser):
         self.schedulers: dict[str, Linked] = {}
         self.subcommands: dict[str, TrainwrightArgumentParser] = {}
         """The parsers of the subcommands."""
-        self._sources: list[ConfigSource] = []
-        """The configs of this parse."""
-        self._unfinished: list[ConfigSource] = []
-        """The configs that are still being read. An error is in the latest one."""
-        self._titles: dict[str, str] = {}
-        self._is_root = True
+        self.note = ""
+        """A sentence at the end of every error message."""
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
         """Return the config of a command's arguments, as jsonargparse does."""
-        if self._is_root:
-            self._sources.clear()
-            self._unfinished.clear()
         parsed: Namespace = super().parse_args(*args, **kwargs)
         for name, value in vars(self.get_defaults(skip_validation=True)).items():
             if isinstance(value, Namespace) and not isinstance(parsed.get(name), Namespace):  # jsonargparse accepts it
@@ -94,35 +75,16 @@ class TrainwrightArgumentParser(ArgumentParser):
 
     def add_config_argument(self) -> None:
         """Add `--config` (`-c`), and with it `--print_config`."""
-        self.add_argument("-c", "--config", action=ConfigFile, help="A configuration file (YAML or JSON), or its text.")
+        self.add_argument(
+            "-c", "--config", action=ActionConfigFile, help="A configuration file (YAML or JSON), or its text."
+        )
 
     def add_subcommand_parsers(self, parsers: Mapping[str, tuple[TrainwrightArgumentParser, str]]) -> None:
         """Add subcommands: their parsers and help texts, by name."""
         actions = self.add_subcommands()
         for name, (parser, text) in parsers.items():
             actions.add_subcommand(name, parser, help=text)
-            parser.join_sources(self)
             self.subcommands[name] = parser
-
-    def join_sources(self, root: TrainwrightArgumentParser) -> None:
-        """Share the lists of configs with another parser, since either parser may find an error."""
-        self._sources, self._unfinished, self._titles = root._sources, root._unfinished, root._titles
-        self._is_root = False
-
-    def name_config(self, text: str, title: str) -> None:
-        """Set the title in messages of a config that is passed as text."""
-        self._titles[text] = title
-
-    def note_config(self, value: str) -> None:
-        """Record a config whose reading begins."""
-        title = value if os.path.isfile(value) else self._titles.get(value, "the text of --config")
-        source = ConfigSource(self.subcommands, value, title)
-        self._sources.append(source)
-        self._unfinished.append(source)
-
-    def note_end_of_config(self) -> None:
-        """Record that the latest config was read without an error."""
-        self._unfinished.pop()
 
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
@@ -198,9 +160,8 @@ class TrainwrightArgumentParser(ArgumentParser):
         print(f"usage: {self.prog.replace(' [options]', '')}{names} [options]", file=file)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End the program with exit code 2 and a message with the place of the error."""
-        arguments = list(self.args if hasattr(self, "args") else ())
-        super().error(explain(message, self._sources, bool(self._unfinished), arguments, self.argument_names()), ex)
+        """End the program with exit code 2 and a message."""
+        super().error(explain(message, self.argument_names()) + self.note, ex)
 
     def argument_names(self) -> list[str]:
         """Return the names of all arguments. The arguments of a subcommand begin with its name."""

@@ -305,8 +305,11 @@ class TrainwrightCLI:
             stored.pop(key, None)
         header = "".join(f"{line}\n" for line in text.splitlines() if line.startswith("#"))
         text = f"{header}{yaml.safe_dump(stored, sort_keys=False)}"
-        parser.name_config(text, f"the config in {path} (pass --config to use another one)")
         self._notice = f"trainwright: arguments that are not in the command come from the config in {path}"
+        for called in (parser, parser.subcommands[name]):
+            called.note = (
+                f"\nArguments that are not in the command come from the config in {path}. --config replaces it."
+            )
         return [name, f"--config={text}", *words[1:]]
 
     # The objects.

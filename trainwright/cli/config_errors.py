@@ -1,4 +1,4 @@
-"""Messages about wrong configs and arguments: the line of a key in its config, and the nearest existing name.
+"""Messages about wrong configs and arguments, with the nearest existing name.
 
 jsonargparse finds the errors. This file rewrites the messages for an unknown key, an unknown class and a missing class_path.
 """
@@ -6,15 +6,11 @@ jsonargparse finds the errors. This file rewrites the messages for an unknown ke
 from __future__ import annotations
 
 import difflib
-import os
 import re
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Sequence
 from traceback import walk_tb
-from typing import Any, NamedTuple
+from typing import Any
 
-import yaml
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,77 +26,26 @@ BASES = (nn.Module, DataModule, Callback, Logger, Strategy, Precision, Profiler,
 """The classes whose subclasses a config may name without their module."""
 UNKNOWN = re.compile(r"(?:(?:Group|Subcommand) '([\w.]+)' does not accept o|O)ption '([\w.]+)'")
 """jsonargparse's message for an unknown key, with the group or subcommand that does not accept it."""
-UNKNOWN_OF_CLASS = re.compile(r"class_path '[\w.]*?(\w+)':\s+(no argument '(\w+)'.*)")
+UNKNOWN_OF_CLASS = re.compile(r"class_path '[\w.]*?(\w+)':\s+(no argument '\w+'.*)")
 """Its message for an unknown argument of a class, whose parser has already explained it."""
 
 
-class ConfigSource(NamedTuple):
-    """A config that a parser has read."""
-
-    commands: Collection[str]
-    """The subcommands of its parser."""
-    value: str
-    """Its path, or its text."""
-    title: str
-
-    def line(self, keys: Sequence[str]) -> int:
-        """Return the line of the last of these nested keys, or 0 if it is missing."""
-        line, node = 0, None
-        with suppress(OSError, ValueError, yaml.YAMLError):  # such as JSON with tabs
-            text = Path(self.value).read_text("utf-8") if os.path.isfile(self.value) else self.value
-            node = yaml.compose(text, Loader=yaml.SafeLoader)
-        for name in keys:
-            line, node = next(((at, value) for key, at, value in _pairs(node) if key == name), (0, None))
-        return line
-
-
-def _pairs(root: yaml.Node | None) -> Iterator[tuple[Any, int, yaml.Node]]:
-    """Yield the keys below a node with their lines and values, the outer keys first."""
-    waiting = [root]
-    for node in waiting:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-        yield from ((key.value, key.start_mark.line + 1, value) for key, value in pairs)
-        below = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in pairs]
-        waiting += [value for value in below if value not in waiting]  # an anchor may contain itself
-
-
-def explain(
-    message: str, sources: Sequence[ConfigSource], is_reading: bool, arguments: Sequence[str], names: Sequence[str]
-) -> str:
-    """Return a clearer message than jsonargparse's, with the line in the config.
-
-    `is_reading` means that the error has ended the reading of the latest config. `names` are the names of all arguments.
-    """
-    title = sources[-1].title if is_reading else ""
+def explain(message: str, names: Sequence[str]) -> str:
+    """Return a clearer message than jsonargparse's. `names` are the names of all arguments."""
     if message.startswith("Problems parsing config: "):
-        return f"{title} is not YAML: {message.partition(': ')[2]}".replace('"<unicode string>"', title)
+        return f"the config is not YAML: {message.partition(': ')[2]}"
     if message.startswith("Unexpected config"):
-        return f"{title} has no settings; write names and values, such as trainer: {{max_epochs: 5}}."
+        return "the config has no settings; write names and values, such as trainer: {max_epochs: 5}."
     if option := re.match(r"[Uu]nrecognized arguments: --([\w.]+)", message):
         close = difflib.get_close_matches(option[1], names, n=1)
         return f"{message}. Did you mean --{close[0]}?" if close else message
     named = re.search(r"[Kk]ey ['\"]([\w.]+)['\"]", message)
-    key = named[1] if named else ""
     unknown = UNKNOWN.search(message)
-    keys, text = _unknown_key(unknown, names) if unknown else _explain_value(message, key)
-    options = (word.partition("=")[0].removeprefix("--").rstrip("+") for word in arguments if word.startswith("--"))
-    # If all configs are read, a wrong value belongs to an option or to the last config.
-    is_option = not is_reading and bool(key) and any(f"{option}.".startswith(f"{key}.") for option in options)
-    return f"{'' if is_option else _place(keys, sources, arguments)}{text}"
+    return _unknown_key(unknown, names) if unknown else _explain_value(message, named[1] if named else "")
 
 
-def _place(keys: Sequence[str], sources: Sequence[ConfigSource], arguments: Sequence[str]) -> str:
-    """Return the config and line of nested keys, as the beginning of a message, or ""."""
-    for source in reversed(sources):
-        # In the config of the whole program a command's settings are below its name.
-        within = [word for word in arguments if word in source.commands][:1]
-        if line := source.line([*within, *keys]) or source.line(keys) or source.line(keys[1:]):
-            return f"{source.title}, line {line}: "
-    return ""
-
-
-def _unknown_key(unknown: re.Match[str], names: Sequence[str]) -> tuple[list[str], str]:
-    """Return the nested keys up to the unknown one, and a text with the accepted names."""
+def _unknown_key(unknown: re.Match[str], names: Sequence[str]) -> str:
+    """Return a message on an unknown key with the accepted names."""
     path = [*(unknown[1].split(".") if unknown[1] else ()), *unknown[2].split(".")]
     for at, name in enumerate(path):
         prefix = "".join(f"{part}." for part in path[:at])
@@ -108,18 +53,17 @@ def _unknown_key(unknown: re.Match[str], names: Sequence[str]) -> tuple[list[str
         if name not in inside:
             close = difflib.get_close_matches(name, inside, n=1, cutoff=0.5)
             hint = f"Did you mean {close[0]!r}?" if close else f"Accepted are {', '.join(dict.fromkeys(inside))}."
-            return path[: at + 1], f"{f'{prefix[:-1]!r} has ' if prefix else ''}no argument {name!r}. {hint}"
+            return f"{f'{prefix[:-1]!r} has ' if prefix else ''}no argument {name!r}. {hint}"
     return _explain_value(unknown.string, "")
 
 
-def _explain_value(message: str, key: str) -> tuple[list[str], str]:
-    """Return the nested keys of a message about a value, and a clearer text."""
-    keys = key.split(".") if key else []
+def _explain_value(message: str, key: str) -> str:
+    """Return a clearer message about a value."""
     if of_class := UNKNOWN_OF_CLASS.findall(message):
-        for kind, text, name in of_class:
+        for kind, text in of_class:
             if kind not in (base.__name__ for base in BASES):
-                return [*keys, name], f"{kind} has {text}"
-        return keys, f"{key} needs class_path, the name of a class; the arguments of the class belong under init_args."
+                return f"{kind} has {text}"
+        return f"{key} needs class_path, the name of a class; the arguments of the class belong under init_args."
     short = re.search(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)
     if short and not re.search(r"Expected a <class '(?:int|float)'>", message):  # such as a rate that may be a tensor
         classes = list[type[Any]](BASES)
@@ -129,8 +73,8 @@ def _explain_value(message: str, key: str) -> tuple[list[str], str]:
         close = difflib.get_close_matches(short[1], known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else "Import it in the program, or write package.module.Class."
         problem = "is not a class that it accepts." if short[1] in known else f"is not an imported class. {hint}"
-        return keys, f"{key}: {short[1]!r} {problem}"
-    return keys, message
+        return f"{key}: {short[1]!r} {problem}"
+    return message
 
 
 def constructor_error(error: Exception) -> tuple[Exception, bool]:

@@ -25,7 +25,6 @@ from trainwright.devices.generators import (
 )
 from trainwright.distributed.environment import Environment
 from trainwright.errors import CheckpointError, a_type_of
-from trainwright.overrides import overridden
 
 _chosen = itertools.count()
 
@@ -49,7 +48,6 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 def seed_rank(seed: int | None, offset: int, verbose: bool) -> int:
     """Seed this rank like `seed_everything`, with the seed increased by `offset`."""
-    seed = overridden("seed_everything", "seed", seed)
     if seed is None:
         seed = _choose_seed(Environment.detect())
     if isinstance(seed, int) and not isinstance(seed, bool):

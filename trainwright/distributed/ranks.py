@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,18 +112,10 @@ class Ranks:
             raise kind(f"{subject}: {text}" if subject else text) from cause
         return [json.loads(zlib.decompress(reply[1:])) if reads else None for reply in replies]
 
-    def announce(self, key: str) -> None:
-        """Post a key for the other ranks to find, whether or not they look. Not collective."""
-        self._channel.announce(key)
-
     def posted(self, value: Any) -> list[Any]:
         """Post a value. Return the values that ranks have posted on this subchannel, or None for others. Not collective."""
         replies = self._channel.posted(json.dumps(value).encode())
         return [None if reply is None else json.loads(reply) for reply in replies]
-
-    def announced(self, keys: Sequence[str], call: str) -> str:
-        """Wait until rank 0 has announced one of the keys, and return the first of them. Not collective."""
-        return self._channel.announced(keys, call=call, timeout_seconds=self.timeout_seconds)
 
     @contextmanager
     def first(self, is_first: bool) -> Iterator[None]:

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -158,34 +158,11 @@ class StoreChannel:
                 )
         return [body for _, body in parts]
 
-    def announce(self, key: str) -> None:
-        """Post a key for the other ranks to find."""
-        post(self._store, f"announced/{self._name}/{key}", b"")
-
     def posted(self, payload: bytes) -> list[bytes | None]:
         """Post this rank's payload, and return all payloads posted so far, by rank. The last rank sees all."""
         keys = [f"posted/{self._name}/{rank}" for rank in range(self.world_size)]
         post(self._store, keys[self.rank], payload)
         return [bytes(self._store.get(key)) if self._store.check([key]) else None for key in keys]
-
-    def announced(self, keys: Sequence[str], *, call: str, timeout_seconds: float) -> str:
-        """Wait until rank 0 has announced one of the keys, and return the first of them.
-
-        Raises:
-            RuntimeError: rank 0 has exited.
-            TimeoutError: rank 0 has announced none in time.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            has_left = self._store.check(["left/0"])  # read first, because rank 0 announces before it leaves
-            for key in keys:
-                if self._store.check([f"announced/{self._name}/{key}"]):
-                    return key
-            if has_left:
-                raise RuntimeError(f"rank 0 has exited while rank {self.rank} waits for it in {call}.")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self.rank} waited {timeout_seconds:g} s in {call} for rank 0.")
-            time.sleep(LONGEST_PAUSE)
 
     def leave(self) -> None:
         """Record that this rank makes no more calls."""

@@ -6,7 +6,6 @@ import importlib.util
 
 from trainwright.errors import did_you_mean
 from trainwright.loggers.base import Logger, SilentLogger, rank_zero_experiment
-from trainwright.loggers.comet import CometLogger
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import start_loggers, withdraw_loggers
 from trainwright.loggers.mlflow import MLFlowLogger
@@ -20,14 +19,12 @@ LOGGERS: dict[str, tuple[type[Logger], str]] = {
     "csv": (CSVLogger, ""),
     "tensorboard": (TensorBoardLogger, "tensorboard"),
     "wandb": (WandbLogger, "wandb"),
-    "comet_ml": (CometLogger, "comet_ml"),
     "mlflow": (MLFlowLogger, "mlflow"),
 }
 """The classes of the names in a raw loop's log_with=, and the packages that they need."""
 
 __all__ = [
     "CSVLogger",
-    "CometLogger",
     "DummyLogger",
     "Logger",
     "MLFlowLogger",

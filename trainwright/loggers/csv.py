@@ -7,9 +7,8 @@ import csv
 import io
 import os
 import warnings
-from collections.abc import Mapping
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 
 import fsspec
 
@@ -121,34 +120,19 @@ class CSVLogger(FolderLogger):
 
 
 class CSVExperiment:
-    """Writes rows and hyper-parameters to the files of a CSVLogger."""
+    """Writes rows and hyper-parameters to the files of a CSVLogger, under Lightning's names."""
+
+    NAMES = {"log_hparams": "log_hyperparams", "metrics_file_path": "metrics_path"} | {
+        name: name for name in ("log_dir", "log_metrics", "save")
+    }
+    """The names, and the logger's attributes."""
 
     def __init__(self, logger: CSVLogger) -> None:
         self._logger = logger
 
-    @property
-    def log_dir(self) -> str | None:
-        """Return the run's folder."""
-        return self._logger.log_dir
-
-    @property
-    def metrics_file_path(self) -> str:
-        """Return the path of metrics.csv."""
-        return self._logger.metrics_path
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write a row soon. The default step is the step of the previous row."""
-        self._logger.log_metrics(metrics, step)
-
-    def log_hparams(self, params: Mapping[str, Any]) -> None:
-        """Add hyper-parameters."""
-        self._logger.log_hyperparams(params)
-
-    def save(self) -> None:
-        """Write the buffered rows."""
-        self._logger.save()
-
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        if name in self.NAMES:
+            return getattr(self._logger, self.NAMES[name])
         raise AttributeError(
             f"the experiment of a CSVLogger has no {name!r}: it only writes numbers. For images, texts and histograms pass "
             "logger=TensorBoardLogger(...), or a list of both with the TensorBoardLogger first."

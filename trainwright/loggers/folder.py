@@ -290,7 +290,7 @@ class FolderLogger(Logger):
             ) from error
 
     def history(self, most_bytes: int | None = None) -> History:
-        """Return the rows of this run so far, thinned evenly in files with more than `most_bytes`."""
+        """Return the rows of this run so far. Longer files than `most_bytes` are skipped or thinned evenly."""
         from trainwright.loggers.run_files import read_history
 
         if self._folder is None:
@@ -300,8 +300,8 @@ class FolderLogger(Logger):
     def plot(self, path: str | os.PathLike[str] | None = None, metrics: Sequence[str] | None = None) -> str:
         """Draw the curves of this run so far on rank 0, and return the path of the file.
 
-        The path ends in `.html`, for a self-contained page, or in `.png`, which needs the extra `plot`. The default is
-        `curves.html` in `log_dir`. `metrics` chooses some of the run's metrics by name.
+        The path ends in `.html`, and the page is self-contained. The default is `curves.html` in `log_dir`. `metrics` chooses
+        some of the run's metrics by name.
         """
         self.flush()
         if self._is_writer and self._folder is None:

@@ -11,7 +11,6 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainwright.distributed.environment import Environment
@@ -25,10 +24,7 @@ RETRY_SECONDS = 5.0
 
 @contextmanager
 def unseeded() -> Iterator[None]:
-    """Seed Python's generator randomly for the names that a client draws, and restore its state afterwards.
-
-    Comet draws archive names from this generator, so a resumed run would overwrite the first archive.
-    """
+    """Seed Python's generator randomly for the names that a client draws, and restore its state afterwards."""
     state = random.getstate()
     random.seed()
     try:
@@ -43,52 +39,6 @@ class Row(NamedTuple):
     step: int
     time: int
     values: dict[str, Any]
-
-
-class RowJournal:
-    """A file of the written rows, for a service whose client cannot read them back. `owner` is the logger's name."""
-
-    def __init__(self, owner: str) -> None:
-        self._owner, self._has_warned = owner, False
-
-    def read(self, path: Path | None, *, ended: bool = False) -> Iterator[tuple[int, int, str]]:
-        """Yield step, time and names of the rows, with `ended` only the rows before the last `end`."""
-        try:
-            lines = path.read_text().splitlines() if path is not None else []
-        except OSError:  # for example if the checkpoint was moved without the file
-            lines = []
-        if ended:
-            lines = lines[: max((number for number, line in enumerate(lines) if line == "[]"), default=0)]
-        for line in lines:
-            try:
-                step, time, names = json.loads(line)
-                yield step, time, names_of(dict.fromkeys(names))
-            except (ValueError, TypeError):  # half a line of a killed run
-                continue
-
-    def add(self, path: Path | None, row: Row) -> None:
-        """Add a written row."""
-        self._append(path, json.dumps([row.step, row.time, sorted(row.values)]))
-
-    def end(self, path: Path | None) -> None:
-        """Mark that all rows so far have left this process."""
-        self._append(path, "[]\n")
-
-    def _append(self, path: Path | None, line: str) -> None:
-        """Append a line. A failure is a warning, since the row itself is written."""
-        if path is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a") as file:
-                file.write(f"\n{line}")  # the file may end in half a line
-        except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"{self._owner} could not write {path}: {error}. A resumed run would repeat the rows after its checkpoint.",
-                    stacklevel=2,
-                )
 
 
 class RemoteLogger(Logger):

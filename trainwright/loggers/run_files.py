@@ -1,10 +1,11 @@
-"""Run files: reads the logged values of a run from its files."""
+"""Run files: finds the folders of runs, and reads the logged values of a run from its files."""
 
 from __future__ import annotations
 
 import csv
 import io
 import posixpath
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -18,14 +19,16 @@ from trainwright.history import History, Numbers, Series
 from trainwright.loggers.files import CHECKPOINTS, TABLE_NAME, filesystem_of
 from trainwright.loggers.run_record import RECORD_NAME
 
-__all__ = ["EVENTS", "listing", "read_history"]
+__all__ = ["EVENTS", "find_runs", "listing", "read_history"]
 
 EVENTS = "events.out.tfevents."
 """The prefix of the names of event files."""
-BLOCK_BYTES = 1 << 20
-"""The bytes that are read at once."""
+LONGEST_EVENT = 1 << 20
+"""The bytes of an event with numbers. Longer ones have images."""
 FIRST_EVENTS = 4
 """Events at the beginning of a file that are always read: they mark the start of a resumed run."""
+DEEPEST = 12
+"""The levels of folders that are searched for runs."""
 ROWS_AT_ONCE = 500
 """Rows that are text at the same time. More would outlive young garbage collections, and cause full ones."""
 
@@ -39,7 +42,7 @@ def read_history(folder: str, *, kind: str = "", log_dir: str | None = None, mos
         folder: the run's folder.
         kind: prefer the files of a kind of logger, "csv" or "tensorboard".
         log_dir: the folder of the event files, by default the run's folder.
-        most_bytes: thin larger files evenly, and name them in the problems.
+        most_bytes: skip a larger table, thin larger event files evenly, and name them in the problems.
 
     Raises:
         ValueError: a file has another format.
@@ -53,15 +56,18 @@ def read_history(folder: str, *, kind: str = "", log_dir: str | None = None, mos
     if not has_table:  # a run that has logged nothing yet
         is_other = filesystem.exists(f"{inside}/{TABLE_NAME}")
         return History(folder, {}, problems=(f"{folder}/{TABLE_NAME} is not a file.",) if is_other else ())
+    if most_bytes is not None and (size := filesystem.size(f"{inside}/{TABLE_NAME}")) > most_bytes:
+        problem = f"{folder}/{TABLE_NAME} is long ({size / 2**20:,.0f} MiB), so it was not read."
+        return History(folder, {}, problems=(f"{problem} `trainwright plot {folder}` draws its curves.",))
     with filesystem.open(f"{inside}/{TABLE_NAME}", "rb") as file:
-        return _of_table(folder, file, most_bytes)
+        return _of_table(folder, file)
 
 
 # -- metrics.csv -----------------------------------------------------------------------------------------------------------
 
 
-def _of_table(folder: str, file: Any, most_bytes: int | None) -> History:
-    """Read a table in blocks, so that a long table needs little memory."""
+def _of_table(folder: str, file: Any) -> History:
+    """Read a table in parts, so that a long table needs little memory."""
     path = f"{folder}/{TABLE_NAME}"
     problems: list[str] = []
     names: list[str] = []
@@ -69,7 +75,7 @@ def _of_table(folder: str, file: Any, most_bytes: int | None) -> History:
     """The steps and values of each metric, in parts."""
     damaged = without_step = 0
     try:
-        for rows in _rows_of(file, path, most_bytes, problems):
+        for rows in _rows_of(file):
             if not names:
                 names, *rows = rows
                 if "step" not in names:
@@ -94,35 +100,11 @@ def _of_table(folder: str, file: Any, most_bytes: int | None) -> History:
     return History(folder, series, epochs, tuple(problems))
 
 
-def _rows_of(file: Any, path: str, most_bytes: int | None, problems: list[str]) -> Iterator[list[list[str]]]:
-    """Yield the rows of a table, several at once."""
-    for text in _blocks_of(file, path, most_bytes, problems):
-        reader = csv.reader(io.StringIO(text, newline=""))
-        while rows := list(islice(reader, ROWS_AT_ONCE)):
-            yield rows
-
-
-def _blocks_of(file: Any, path: str, most_bytes: int | None, problems: list[str]) -> Iterator[str]:
-    """Yield the rows of a table in blocks, without the unfinished last row of a killed process."""
-    size = file.seek(0, io.SEEK_END)
-    num_parts = max(2, (most_bytes or 0) // BLOCK_BYTES)
-    if most_bytes is not None and size > max(most_bytes, num_parts * BLOCK_BYTES):
-        part, whole = (f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in (num_parts * BLOCK_BYTES, size))
-        problems.append(f"{path} is long: {part} of its {whole} were read, in {num_parts} evenly spaced parts.")
-        starts = [(size - BLOCK_BYTES) * number // (num_parts - 1) for number in range(num_parts)]
-    else:
-        starts = list(range(0, size, BLOCK_BYTES))
-    rest, end = b"", 0
-    for start in starts:
-        file.seek(start)
-        block = file.read(BLOCK_BYTES)
-        # After a gap the block begins within a row.
-        data = rest + block if start == end else block[block.find(b"\n") + 1 :]
-        end = start + len(block)
-        last = data.rfind(b"\n") + 1
-        rest = data[last:]
-        if last:
-            yield data[:last].decode("utf-8")
+def _rows_of(file: Any) -> Iterator[list[list[str]]]:
+    """Yield the rows of a table, several at once, without the unfinished last row of a killed process."""
+    reader = csv.reader(line.decode() for line in file if line.endswith(b"\n"))
+    while rows := list(islice(reader, ROWS_AT_ONCE)):
+        yield rows
 
 
 def _numbers(cells: Any) -> tuple[Any, Numbers]:
@@ -207,7 +189,7 @@ def _events_of(
             at += 16 + length
             if at > size:
                 break  # an unfinished record of a running or killed process
-            if length > BLOCK_BYTES:  # for example an image
+            if length > LONGEST_EVENT:
                 file.seek(at)
                 continue
             data = file.read(length + 4)[:length]
@@ -228,6 +210,45 @@ def _events_of(
 
 
 # -- folders --------------------------------------------------------------------------------------------------------------
+
+
+def find_runs(root: str) -> list[str]:
+    """Return the folders of runs at and below a folder, by name and number. Links and hidden folders are skipped."""
+    filesystem, inside = fsspec.core.url_to_fs(root)
+    paths = (path[len(inside) :].strip("/") for path in _runs(filesystem, inside))
+    runs = (f"{root.rstrip('/')}/{path}" if path else root for path in paths)
+    # version_10 comes after version_9.
+    return sorted(
+        runs, key=lambda run: [(part.isdigit(), len(part) * part.isdigit(), part) for part in re.split(r"(\d+)", run)]
+    )
+
+
+def _runs(filesystem: Any, inside: str, depth: int = 0, is_within: bool = False) -> Iterator[str]:
+    """Yield the folders of runs. A run that `is_within` another needs a record or a table: writers have inner folders."""
+    listed = list(listing(filesystem, inside))
+    files = {name for name, is_folder in listed if not is_folder}
+    if inside.endswith(".ckpt"):
+        return  # a checkpoint, which may contain a copy of a table
+    has_events = not is_within and any(name.startswith(EVENTS) for name in files)
+    if RECORD_NAME in files or has_events or (TABLE_NAME in files and _is_table(filesystem, f"{inside}/{TABLE_NAME}")):
+        is_within = True
+        yield inside
+    skipped = CHECKPOINTS if is_within else ""
+    folders = [name for name, is_folder in listed if is_folder and name != skipped and not name.startswith(".")]
+    for name in folders if depth < DEEPEST else ():
+        yield from _runs(filesystem, f"{inside.rstrip('/')}/{name}", depth + 1, is_within)
+
+
+def _is_table(filesystem: Any, path: str) -> bool:
+    """Return whether a table has a column step, or cannot be read: other programs use its name too."""
+    try:
+        with filesystem.open(path, "rb") as file:
+            head = bytes(file.read(1 << 16)).partition(b"\n")[0]
+        return not head or "step" in next(csv.reader([head.decode("utf-8", "replace")]))
+    except OSError:
+        return True  # the reader will name the problem
+    except csv.Error:
+        return False
 
 
 def _event_files(filesystem: Any, inside: str, depth: int = 0) -> Iterator[str]:

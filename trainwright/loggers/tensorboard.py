@@ -1,4 +1,4 @@
-"""The TensorBoard logger: scalars, hyper-parameters and the graph, through torch's own SummaryWriter."""
+"""The TensorBoard logger: scalars, hyper-parameters and the graph, through torch's SummaryWriter."""
 
 from __future__ import annotations
 
@@ -161,18 +161,7 @@ class TensorBoardLogger(FolderLogger):
                 purge = {"purge_step": self._position.pop("purge_step")} if "purge_step" in self._position else {}
                 self._earlier = self._event_files() if is_local(str(self.log_dir)) else {}
                 self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})
-                if is_local(str(self.log_dir)) and (early := self._read_too_early()):
-                    self._experiment.close()
-                    os.unlink(early)
-                    time.sleep(1.0)
-                    self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})
             return self._experiment
-
-    def _read_too_early(self) -> str:
-        """Return a new event file that TensorBoard would read before an earlier one, or ""."""
-        # It reads them in the order of their names: second, machine, process and count, where 10 comes before 9.
-        opened = set(self._event_files()) - set(self._earlier)
-        return next((path for path in opened if self._earlier and path < max(self._earlier)), "")
 
     def log_hyperparams(
         self,

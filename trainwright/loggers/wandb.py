@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trainwright.errors import a_type_of
 from trainwright.loggers.base import RunResult, SilentExperiment
-from trainwright.loggers.remote import RemoteLogger, Row, RowJournal
+from trainwright.loggers.remote import RemoteLogger, Row, names_of
 
 STEP = "trainer/global_step"
 """The x axis of all curves."""
@@ -92,7 +94,7 @@ class WandbLogger(RemoteLogger):
         self._run: Any = experiment
         self._is_own = experiment is None
         """Whether this logger has to finish the run."""
-        self._journal = RowJournal("WandbLogger")
+        self._has_warned_of_steps = False
 
     @property
     def name(self) -> str | None:  # type: ignore[override]
@@ -164,14 +166,38 @@ class WandbLogger(RemoteLogger):
         return Path(folder).parent.with_name(f"trainwright-{self._run.id}.steps") if folder else None
 
     def _rows_there(self) -> Iterator[tuple[int, int, str]]:
-        return self._journal.read(self._steps)
+        try:
+            lines = self._steps.read_text().splitlines() if self._steps is not None else []
+        except OSError:  # for example if the checkpoint was moved without the file
+            lines = []
+        for line in lines:
+            with suppress(ValueError, TypeError):  # half a line of a killed run
+                step, time, names = json.loads(line)
+                yield step, time, names_of(dict.fromkeys(names))
+
+    def _record_row(self, row: Row) -> None:
+        """Add a written row to the file, since the client cannot read rows back. A failure is a warning."""
+        if self._steps is None:
+            return
+        try:
+            self._steps.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._steps, "a") as file:  # which may end in half a line
+                file.write("\n" + json.dumps([row.step, row.time, sorted(row.values)]))
+        except OSError as error:
+            if not self._has_warned_of_steps:
+                self._has_warned_of_steps = True
+                warnings.warn(
+                    f"WandbLogger could not write {self._steps}: {error}. A resumed run would repeat the rows after its "
+                    "checkpoint.",
+                    stacklevel=2,
+                )
 
     def _write(self, rows: deque[Row]) -> None:
         while rows:
             row = rows[0]
             self._run.log({**row.values, STEP: row.step})
             rows.popleft()
-            self._journal.add(self._steps, row)
+            self._record_row(row)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
         self._run.config.update(params, allow_val_change=True)
@@ -265,7 +291,7 @@ class WandbLogger(RemoteLogger):
         at = self._step if step is None else step
         if self._unseen(at, {name: value}):
             self._run.log({name: value, STEP: at})
-            self._journal.add(self._steps, Row(at, self._next_time(), {name: value}))
+            self._record_row(Row(at, self._next_time(), {name: value}))
 
     def log_model(self, path: str | os.PathLike[str], name: str | None = None, aliases: Sequence[str] = ()) -> None:
         """Upload a checkpoint, or another folder or file, as an artifact of type "model"."""

@@ -1,45 +1,37 @@
-"""Drawing: the curves of runs as a page or an image, and a chart of horizontal bars."""
+"""Drawing: the curves of runs as a page, and a chart of horizontal bars."""
 
 from __future__ import annotations
 
 import difflib
-import io
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from trainwright.plots.curves import AXES, LoggedRun, panels_of, ticks
 from trainwright.plots.page import COLORS, escaped, page_of
 
-FORMATS = (".html", ".png")
-"""The formats, by the ending of a file's name."""
 WIDTH, LEFT, RIGHT = 760, 170, 150
 BAR, GAP, BOTTOM = 20, 10, 40
-INCHES_A_BAR, DOTS_AN_INCH = 0.42, 110
 
 
-def checked_format(path: str) -> str:
-    """Return the format of a path, or raise ValueError."""
-    form = next((form for form in FORMATS if path.lower().endswith(form)), None)
-    if form is None:
-        raise ValueError(f"{path!r} has no known format. Pass a name that ends in {' or '.join(FORMATS)}.")
-    return form
+def check_page(path: str) -> None:
+    """Raise ValueError unless a path ends in .html."""
+    if not path.lower().endswith(".html"):
+        raise ValueError(
+            f"{path!r} is not accepted, since curves are drawn as a page. Pass a name that ends in .html. For an image draw "
+            "the series of logger.history() with matplotlib, as in docs/loggers.md."
+        )
 
 
-def draw(histories: Sequence[LoggedRun], form: str, metrics: Sequence[str] | None = None, axis: str = "step") -> bytes:
-    """Return the curves of runs as the bytes of a file: a self-contained page (".html") or an image (".png").
+def draw(histories: Sequence[LoggedRun], metrics: Sequence[str] | None = None, axis: str = "step") -> bytes:
+    """Return the curves of runs as the bytes of a self-contained page.
 
     Raises:
         ValueError: there is nothing to draw, a metric or the axis is unknown, or the runs' files lack the axis.
-        ImportError: an image needs matplotlib.
     """
     if axis not in AXES:
         raise ValueError(f"x={axis!r} is unknown; choose from {', '.join(AXES)}.")
     panels = panels_of(histories, None if metrics is None else checked_metrics(histories, metrics), axis)
     problems = [problem for history in histories for problem in history.problems]
-    if form == ".png":
-        from trainwright.plots.image import image_of
-
-        return image_of(panels, axis)
     return page_of(panels, axis, [history.folder for history in histories], problems).encode()
 
 
@@ -65,8 +57,6 @@ class Bar(NamedTuple):
     value: float | None
     text: str
     """The text at its end."""
-    spread: float | None = None
-    """The standard deviation of its value."""
     is_marked: bool = False
     """Whether it has another color than the others."""
 
@@ -93,35 +83,9 @@ def bars_of(bars: Sequence[Bar], axis: str) -> Iterator[str]:
             color = COLORS[1 if bar.is_marked else 0]
             end = at(bar.value)
             yield f'<rect x="{LEFT}" y="{top}" width="{round(end - LEFT, 2)}" height="{BAR}" fill="{color}"/>'
-            if bar.spread:
-                low, end = at(max(0.0, bar.value - bar.spread)), at(bar.value + bar.spread)
-                yield f'<line x1="{low}" x2="{end}" y1="{middle}" y2="{middle}" stroke="currentColor" stroke-width="2"/>'
         yield f'<text x="{end + 8}" y="{middle + 4}">{escaped(bar.text)}</text>'
     yield "</svg>"
 
 
-def bars_image(bars: Sequence[Bar], axis: str) -> bytes:
-    """Return the chart as a PNG, which needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1 + INCHES_A_BAR * len(bars)), dpi=DOTS_AN_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    heights = range(len(bars))
-    colors = [COLORS[1 if bar.is_marked else 0] for bar in bars]
-    axes.barh(heights, [bar.value or 0.0 for bar in bars], xerr=[bar.spread or 0.0 for bar in bars], color=colors)
-    for height, bar in zip(heights, bars, strict=True):
-        axes.annotate(bar.text, ((bar.value or 0.0) + (bar.spread or 0.0), height), (6, 0), textcoords="offset points",
-                      va="center", fontsize=8, parse_math=False)  # fmt: skip
-    axes.set_yticks(heights, [bar.label for bar in bars], fontsize=9, parse_math=False)
-    axes.invert_yaxis()
-    axes.set_xlim(0.0, 1.35 * _most(bars))
-    axes.set_xlabel(axis, fontsize=9)
-    data = io.BytesIO()
-    figure.savefig(data, format="png")
-    return data.getvalue()
-
-
 def _most(bars: Sequence[Bar]) -> float:
-    return max(((bar.value or 0.0) + (bar.spread or 0.0) for bar in bars), default=0.0) or 1.0
+    return max((bar.value or 0.0 for bar in bars), default=0.0) or 1.0

@@ -83,7 +83,7 @@ class Accelerator(Collectives):
         accumulate_by: "tokens" weighs all tokens of a window equally, on all ranks: pass the sum of their losses and
             `num_tokens` to `backward`.
         strategy, num_nodes, hang_timeout, activation_checkpointing: as for the Trainer.
-        log_with: "csv", "tensorboard", "wandb", "mlflow", "comet_ml", "all" for all that can be used here, a Logger, or a
+        log_with: "csv", "tensorboard", "wandb", "mlflow", "all" for all that can be used here, a Logger, or a
             list of these.
         project_dir: the folder of numbered checkpoints (`project_dir/checkpoints`) and of the logs, a path or an fsspec URL.
         project_config: the same folders, and how many checkpoints are kept.
@@ -612,7 +612,7 @@ class Accelerator(Collectives):
             log_kwargs: by a logger's name, further arguments of its `log_metrics`.
 
         Raises:
-            RuntimeError: on every rank, before `init_trackers`, or after `end_training`.
+            RuntimeError: on rank 0, before `init_trackers`, or after `end_training`.
             TypeError: a value that is neither a number nor a text.
         """
         self._trackers.log(values, self.step_count if step is None else step, log_kwargs)

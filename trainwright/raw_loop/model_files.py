@@ -28,17 +28,9 @@ from trainwright.tensor_names import clean_name
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_UNITS = {"": 1}
+for power, letter in enumerate("KMGT", 1):
+    _UNITS |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})", re.ASCII | re.IGNORECASE)
 STRUCTURE = "trainwright.structure"
 """The key in a file's metadata with the plain data that its tensors belong to."""

@@ -115,14 +115,12 @@ class Trackers:
     """
 
     def __init__(self, ranks: Ranks, chosen: Chosen, folder: str | None) -> None:
-        self._ranks, self._chosen, self._folder = ranks.subchannel("trackers"), chosen, folder
+        self._is_writer, self._chosen, self._folder = ranks.rank == 0, chosen, folder
         self._trackers: list[Tracker] = []
         self._config: dict[str, Any] = {}
         self._is_made = self._is_started = False
-        self._runs = 0
-        """How many times `end` has ended a run, the same on every rank."""
-        self._refused = 0
-        """How many calls before `init` were refused on this rank, in this run."""
+        self._has_ended = False
+        """Whether `end` has ended a run."""
         self._resumed: tuple[list[dict[str, Any]], str] = ([], "")
         """The loggers' states in the checkpoint that was loaded, and its path."""
 
@@ -144,9 +142,7 @@ class Trackers:
             if isinstance(tracker.logger, FolderLogger) and self._folder is not None:
                 tracker.logger.use_root(self._folder)
         self._trackers, self._config, self._is_made = made, values, True
-        if self._ranks.rank == 0:
-            self._ranks.announce(f"made {self._runs}")
-        else:
+        if not self._is_writer:
             # Nothing is broadcast, since only rank 0 may call this.
             start_loggers([each.logger for each in made], lambda text: text, is_writer=False)
 
@@ -188,7 +184,7 @@ class Trackers:
 
     def states(self) -> list[dict[str, Any]]:
         """Return the loggers' positions for a checkpoint, or an empty list on ranks that do not write."""
-        if not self._is_made or self._ranks.rank != 0:
+        if not self._is_made or not self._is_writer:
             return []
         self._start()
         return logger_states([each.logger for each in self._trackers])
@@ -200,7 +196,7 @@ class Trackers:
 
     def end(self) -> None:
         """Close the loggers. The next `init` begins another run."""
-        if self._is_made and self._ranks.rank == 0:
+        if self._is_made and self._is_writer:
             # A run without a row gets its hyper-parameters and its end too.
             self._start()
             for tracker in reversed(self._trackers):
@@ -209,22 +205,16 @@ class Trackers:
                 if isinstance(tracker.logger, RemoteLogger):
                     tracker.logger.end_run()
         self._trackers, self._is_made, self._is_started, self._resumed = [], False, False, ([], "")
-        self._runs, self._refused = self._runs + 1, 0
+        self._has_ended = True
 
     def _is_ready(self, call: str) -> bool:
-        """Return whether there are loggers to call on this rank, and start them. RuntimeError on every rank before `init`."""
+        """Return whether there are loggers to call on this rank, and start them. RuntimeError on rank 0 before `init`."""
         if self._is_made:
             self._start()
-            return self._ranks.rank == 0 or call == "get_tracker"
-        # Only rank 0 may have called init_trackers, as in scripts for Accelerate, so the other ranks wait for rank 0.
-        # Every refusal has another key, since a script may catch the error and call again.
-        missing, made = f"missing {self._runs} {self._refused}", f"made {self._runs}"
-        if self._ranks.rank == 0:
-            self._ranks.announce(missing)
-        elif self._ranks.announced([missing, made], f"{call} before init_trackers") == made:
+            return self._is_writer or call == "get_tracker"
+        if not self._is_writer:  # as in scripts for Accelerate, only rank 0 may have called init_trackers
             return False
-        self._refused += 1
-        if self._runs:
+        if self._has_ended:
             raise RuntimeError(
                 f"{call} was called after end_training, which ended the run. Call it before, or begin another run with "
                 "accelerator.init_trackers(name)."
@@ -233,7 +223,7 @@ class Trackers:
 
     def _start(self) -> None:
         """Start the loggers on rank 0, which does all writing."""
-        if self._is_started or self._ranks.rank != 0:
+        if self._is_started or not self._is_writer:
             return
         self._is_started = True
         loggers = [each.logger for each in self._trackers]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 
 import trainwright as tw
@@ -18,6 +16,7 @@ from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import KEYS, Config, NameCheck, check_env, config_path, find_config, printable, resolve
+from trainwright.loggers.files import write_file
 from trainwright.strategies import CHOICES
 from trainwright.tools.choices import best_precision, why_missing
 
@@ -55,7 +54,8 @@ def config_command(arguments: Sequence[str], check_names: NameCheck) -> int:
         if not _may_write(path, options.force, asks=not options.default):
             print("Nothing was written.")
             return 0
-        write(path, as_yaml(suggested() if options.default else Questions(check_names).ask()))
+        text = as_yaml(suggested() if options.default else Questions(check_names).ask())
+        write_file(os.path.realpath(path), text.encode())
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except EOFError:
@@ -128,8 +128,11 @@ class Questions:
         while "env" not in self.answers:
             answer = input(f"{KEYS['env'].about}, as NAME=VALUE, separated by blanks\nenv [none]: ")
             try:
-                self._check_variables(answer)
-                self.answers["env"] = dict(pair.split("=", 1) for pair in shlex.split(answer))
+                pairs = [pair.partition("=") for pair in shlex.split(answer)]
+                if not all(equals for _, equals, _ in pairs):
+                    raise ValueError(f"{answer}: expected NAME=VALUE pairs.")
+                check_env(name for name, _, _ in pairs)
+                self.answers["env"] = {name: value for name, _, value in pairs}
             except ValueError as error:
                 _print_problem(error)
 
@@ -144,15 +147,6 @@ class Questions:
         if name == "strategy" and (reason := why_missing(text)):
             raise ValueError(reason)
         return str(settings[name].value) if name == "precision" else text
-
-    def _check_variables(self, text: str) -> None:
-        seen = set()
-        for pair in shlex.split(text):
-            variable, equals, _ = pair.partition("=")
-            if not equals or variable in seen:
-                raise ValueError(f"{pair}: expected NAME=VALUE pairs with distinct names.")
-            seen.add(variable)
-        check_env(seen)
 
 
 def _print_problem(error: ValueError) -> None:
@@ -192,20 +186,3 @@ def _may_write(path: str, force: bool, asks: bool) -> bool:
     if not asks:
         raise ValueError(f"{path} exists; add --force to replace it.")
     return input(f"{path} exists. Replace it? (yes or no) [no] ").strip().lower() in ("y", "yes")
-
-
-def write(path: str, text: str) -> None:
-    """Write a file whole or not at all."""
-    path = os.path.realpath(path)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".config-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise

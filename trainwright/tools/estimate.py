@@ -24,19 +24,10 @@ from trainwright.tools.module_source import make_module
 
 ALL_PRECISIONS = [name for name in NAMES if not name.startswith(("64", "fp8"))]
 USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name not in ("16-true", "bf16-true")]
-UNITS = {
-    "": 1,
-    "b": 1,
-    "k": 10**3,
-    "kb": 10**3,
-    "m": 10**6,
-    "mb": 10**6,
-    "g": 10**9,
-    "gb": 10**9,
-    "t": 10**12,
-    "tb": 10**12,
-}
-UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+UNITS = {"": 1, "b": 1}
+"""The units of sizes, in bytes."""
+for power, letter in enumerate("kmgt", 1):
+    UNITS |= {letter: 1000**power, f"{letter}b": 1000**power, f"{letter}ib": 1024**power}
 HEADS = ("strategy", "devices", "parameters", "gradients", "optimizer", "masters", "buffers", "total", "")
 SHORT_HEADS = ("strategy", "devices", "params", "grads", "optim", "masters", "buffers", "total", "")
 MOST_PARAMETERS = 10**18

@@ -6,11 +6,10 @@ import contextlib
 import copy
 import importlib
 import importlib.util
-import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -56,12 +55,16 @@ def _made(origin: str, name: str, arguments: str | None) -> tuple[nn.Module, str
             raise ValueError(f"--args {arguments} was passed, but {name} is a module already. Omit --args.")
         return _on_meta(target), name
     options = _options(arguments)
-    _check_call(target, name, options)
     try:
         with torch.device("meta"):
             module = target(**options)
             if callable(configure := getattr(module, "configure_model", None)):
                 configure()
+    except TypeError as error:  # most often, of an argument that is missing or unknown
+        raise ValueError(
+            f"{name} cannot be called with --args {json.dumps(options)} ({error}). Pass all of its arguments, such as "
+            "'{\"width\": 512}', or name a function that returns the module and needs none."
+        ) from error
     except Exception as error:
         raise ValueError(
             f"{name} cannot be made on the meta device, whose tensors have no values ({type(error).__name__}: {error}). Its "
@@ -147,26 +150,3 @@ def _options(arguments: str | None) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ValueError(f"--args {arguments} is not an object. Pass one such as '{{\"width\": 512}}'.")
     return options
-
-
-def _check_call(target: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for unknown and missing arguments of a constructor."""
-    if not callable(target) or (isinstance(target, type) and not issubclass(target, nn.Module)):
-        kind = "a class, but not of a torch module" if isinstance(target, type) else a_type_of(target)
-        raise ValueError(f"{name} is {kind}. Name a class of a torch module, or a function that returns a module.")
-    parameters = inspect.signature(target).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    names = [key for key, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-    unknown = next((option for option in options if option not in names), None)
-    if unknown is not None and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise ValueError(
-            f"{name} has no argument {unknown!r}, which is in --args {json.dumps(dict(options))}. It takes "
-            f"{', '.join(names) or 'no arguments'}.{did_you_mean(unknown, names)}"
-        )
-    missing = [key for key in names if parameters[key].default is inspect.Parameter.empty and key not in options]
-    if missing:
-        example = json.dumps(dict.fromkeys(missing, "..."))
-        raise ValueError(
-            f"{name} needs {', '.join(missing)}. Pass them as --args '{example}', or name a function that returns the module "
-            "and needs none."
-        )

@@ -1,4 +1,4 @@
-"""`trainwright plot`: draws the curves of one or several runs as a page or an image."""
+"""`trainwright plot`: draws the curves of one or several runs as a page."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainwright.history import CURVES_NAME, History
+import fsspec
+
+from trainwright.history import CURVES_NAME
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import printable
-from trainwright.loggers.files import write_file
-from trainwright.loggers.run_files import read_history
+from trainwright.loggers.files import TABLE_NAME, write_file
+from trainwright.loggers.run_files import EVENTS, find_runs, listing, read_history
+from trainwright.loggers.run_record import RECORD_NAME
 from trainwright.paths import absolute
-from trainwright.plots import AXES, checked_format, draw, panels_of
-from trainwright.tools.run_folders import check_run
+from trainwright.plots import AXES, check_page, draw, panels_of
 
 
 def plot_command(arguments: Sequence[str], _: Any) -> int:
@@ -29,7 +31,7 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
     add(
         "--out",
         metavar="FILE",
-        help=f"a page (.html) or an image (.png, with matplotlib); default: {CURVES_NAME} in the run, or here for several",
+        help=f"the page, which ends in .html; default: {CURVES_NAME} in the run, or here for several",
     )
     add("--metrics", action="append", metavar="A,B", help="the metrics to draw; default: all")
     add("--x", choices=AXES, default="step", help="the x axis; default: step")
@@ -41,11 +43,12 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
         histories = [read_history(run) for run in runs]
         drawn = [history for history in histories if history.series] or histories
         out = options.out or (CURVES_NAME if len(histories) > 1 else f"{drawn[0].folder}/{CURVES_NAME}")
-        form = checked_format(out)
+        check_page(out)
         if os.path.isdir(out):
             raise ValueError(f"--out {out} is a folder; pass the name of a file.")
-        metrics = _named(options.metrics, drawn) if options.metrics else None
-        data = draw(drawn, form, metrics, options.x)
+        texts = ",".join(options.metrics or ())
+        metrics = [name.strip() for name in texts.split(",")] if texts else None
+        data = draw(drawn, metrics, options.x)
         write_file(absolute(out), data)
         panels = panels_of(drawn, metrics, options.x)
     except (ValueError, ImportError, OSError) as error:
@@ -59,10 +62,29 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
     return 0
 
 
-def _named(texts: Sequence[str], histories: Sequence[History]) -> list[str]:
-    """Return the names of metrics. A text with a comma is one name if a run has it."""
-    known = {name for history in histories for name in history.series}
-    names: list[str] = []
-    for text in texts:
-        names += [text] if text in known else [part for name in text.split(",") if (part := name.strip())]
-    return names
+def is_run(folder: str) -> bool:
+    """Return whether a folder contains files of a folder logger."""
+    names = [name for name, _ in listing(*fsspec.core.url_to_fs(folder))]
+    return any(name in (RECORD_NAME, TABLE_NAME) or name.startswith(EVENTS) for name in names)
+
+
+def check_run(folder: str) -> None:
+    """Raise ValueError if a path is not the folder of a run."""
+    filesystem, inside = fsspec.core.url_to_fs(folder)
+    if filesystem.isdir(inside) and is_run(folder):
+        return
+    runs = find_runs(folder) if filesystem.isdir(inside) else []
+    if not filesystem.exists(inside):
+        problem = "it does not exist"
+    elif not filesystem.isdir(inside):
+        problem = "it is a file"
+    else:
+        problem = f"it contains {len(runs)} of them" if runs else f"it has no {TABLE_NAME} and no event files"
+    parts = folder.rstrip("/").split("/")
+    above = (path for end in range(len(parts) - 1, 1, -1) if is_run(path := "/".join(parts[:end])))
+    nearest = runs[-1] if runs else next(above, None)
+    hint = f" Did you mean {nearest}?" if nearest else ""
+    raise ValueError(
+        f"{folder} is not a run folder: {problem}. A run folder is one that CSVLogger or TensorBoardLogger writes, with "
+        f"{TABLE_NAME} or event files in it.{hint}"
+    )

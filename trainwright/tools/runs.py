@@ -26,12 +26,11 @@ from trainwright.history import History
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import printable
 from trainwright.loggers.files import CHECKPOINTS
-from trainwright.loggers.run_files import read_history
+from trainwright.loggers.run_files import find_runs, read_history
 from trainwright.loggers.run_record import RunRecord, RunState, find_record
 from trainwright.metric_direction import direction_of
 from trainwright.paths import absolute
 from trainwright.tools.columns import lay_out, terminal_width
-from trainwright.tools.run_folders import find_runs
 
 NO_VALUE = "-"
 HEADS = ("run", "state", "epoch", "step", "best", "newest checkpoint", "written")

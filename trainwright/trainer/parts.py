@@ -147,7 +147,7 @@ def arranged_loggers(logger: Any, root: str, settings: Settings) -> list[Logger]
 
 
 def set_switches(settings: Settings) -> None:
-    """Set torch's own switches, which hold for the whole process."""
+    """Set torch's switches, which hold for the whole process."""
     if settings.deterministic is not None:
         if settings.deterministic:
             prepare_deterministic()

@@ -346,7 +346,7 @@ class Trainer(Status):
         """Return what predict_step returns for each batch, on the host, in the dataset's order. Collective.
 
         Every rank gets the outputs of all. The arguments are those of `test`. With return_predictions=False nothing is kept: a
-        TensorPredictionWriter writes the outputs, or your callback's on_predict_batch_end takes them. With "own" each rank gets
+        BasePredictionWriter writes the outputs, or your callback's on_predict_batch_end takes them. With "own" each rank gets
         its own outputs, of any kind. Where the call starts the processes, those of rank 0.
 
         Returns:

@@ -40,14 +40,12 @@ class Tuner:
         min_lr: float = 1e-8,
         max_lr: float = 1,
         num_training: int = 100,
-        mode: str = "exponential",
-        early_stop_threshold: float | None = 4.0,
-        update_attr: bool = True,
-        attr_name: str = "",
+        **options: Any,
     ) -> LearningRateSearch | None:
         """Search a learning rate, set the module's attribute, and return the search; None with fast_dev_run. Collective.
 
-        The arguments are those of `Trainer.fit` and of LearningRateFinder; `num_training` is its num_training_steps.
+        The arguments are those of `Trainer.fit`, and with `options` those of LearningRateFinder. `num_training` is its
+        num_training_steps.
 
         Raises:
             AttributeError: with update_attr, the module has neither `lr` nor `learning_rate`, nor what attr_name names.
@@ -56,7 +54,7 @@ class Tuner:
         data = _data_of("lr_find", method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         if self._is_trial_run("learning rate"):
             return None
-        finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
+        finder = LearningRateFinder(min_lr, max_lr, num_training, **options)
         return finder.search(self._trainer.trial, model, data)
 
     def scale_batch_size(
@@ -68,21 +66,16 @@ class Tuner:
         datamodule: DataModule | None = None,
         method: str = "fit",
         mode: str = "power",
-        steps_per_trial: int = 3,
-        init_val: int = 2,
-        max_trials: int = 25,
-        batch_arg_name: str = "batch_size",
-        margin: float = 0.05,
-        max_val: int = 8192,
+        **options: Any,
     ) -> int | None:
         """Search the largest batch size that fits into memory, set the attribute, and return it; None with fast_dev_run.
 
-        The arguments are those of `Trainer.fit` and of BatchSizeFinder, and so are the errors.
+        The arguments are those of `Trainer.fit`, and with `options` those of BatchSizeFinder, and so are the errors.
         """
         data = _data_of("scale_batch_size", method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         if self._is_trial_run("batch size"):
             return None
-        finder = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
+        finder = BatchSizeFinder(mode, **options)
         return finder.search(self._trainer.trial, model, data)
 
     def _is_trial_run(self, what: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from trainwright.distributed.environment import RUNG_VARIABLE
 from trainwright.overrides import OverrideFile, active_file
-from trainwright.tools.ladder.attempt import Attempt, Result, RungRecord
+from trainwright.tools.ladder.attempt import Attempt, RungRecord
 from trainwright.tools.ladder.rung import Rung
 
 
@@ -35,7 +35,7 @@ def record(**changes: Any) -> RungRecord:
         "owner": "Trainer", "steps": 20, "seconds": 3.0, "points": points, "samples_per_second": 160.0,
         "batches_per_second": 10.0, "steps_per_second": 10.0, "peak_bytes": 3 << 20,
         "metrics": {"test": {"test_loss": 0.4, "test_acc": 0.9}},
-        "logged": {}, "replaced": {}, "has_seeded": False, "is_cut": False, "planned_steps": 20,
+        "logged": {}, "replaced": {}, "is_cut": False, "planned_steps": 20,
         "facts": {"processes": 1, "device": "cpu"},
     }  # fmt: skip
     return RungRecord(**{**values, **changes})
@@ -44,7 +44,7 @@ def record(**changes: Any) -> RungRecord:
 def attempt(name: str, state: Any = "finished", reason: str = "", **changes: Any) -> Attempt:
     of_rung = {
         key: changes.pop(key)
-        for key in ("accelerator", "devices", "strategy", "precision", "compile", "seed")
+        for key in ("accelerator", "devices", "strategy", "precision", "compile")
         if key in changes
     }
     printed = changes.pop("printed", {})
@@ -52,7 +52,3 @@ def attempt(name: str, state: Any = "finished", reason: str = "", **changes: Any
         changes.setdefault("replaced", {"precision": ("None", "'bf16-mixed'")})
     made = record(**changes) if state == "finished" else None
     return Attempt(Rung(name, "folder", **of_rung), state, reason, made, printed, f"ladder/{name}/output.log", 5.0)
-
-
-def result(*args: Any, **changes: Any) -> Result:
-    return Result((attempt(*args, **changes),))

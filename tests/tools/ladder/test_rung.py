@@ -1,4 +1,4 @@
-"""The settings of a rung replace the arguments of the script's Trainer, Accelerator and seeds."""
+"""The settings of a rung replace the arguments of the script's Trainer and Accelerator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rungs import set_rung
 from small import QUIET, Classifier, make_loader, make_net
 
@@ -104,23 +103,6 @@ def test_a_rung_can_switch_compiling_off(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not compiling.replaced
     assert compiler_of(None) == COMPILER
     assert compiler_of("eager") == "eager"
-
-
-def test_a_rung_sets_the_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = set_rung(monkeypatch, tmp_path)
-    assert tw.seed_everything(7, verbose=False) == 7
-    assert not file.applied
-    file = set_rung(monkeypatch, tmp_path / "seeded", seed=11)
-    assert tw.seed_everything(7, verbose=False) == 11
-    tw.set_seed(8)
-    assert torch.initial_seed() == 11
-    assert file.applied == {"seed"}
-    assert file.replaced["seed"] == ("7", "11")
-    job = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**job, "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    tw.set_seed(8, device_specific=True)
-    assert torch.initial_seed() == 12
 
 
 @pytest.mark.filterwarnings("ignore:ModelCheckpoint monitors 'val_loss', which was not logged yet")

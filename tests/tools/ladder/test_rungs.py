@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from rungs import result
+from rungs import attempt
 
 from trainwright.strategies import STRATEGIES, VARIANTS
-from trainwright.tools.ladder.attempt import Result
+from trainwright.tools.ladder.attempt import Attempt
 from trainwright.tools.ladder.rungs import choose_devices, known_rungs, settings_of, usual_rungs
 
 BUILT_IN = ["ddp", "ddp_sharded", "deepspeed_stage_2", "fsdp", "deepspeed_stage_3"]
@@ -35,10 +35,10 @@ def test_the_cpu_has_two_devices_by_default() -> None:
             choose_devices(given, "cpu")
 
 
-def of(*rates: tuple[str, float | None]) -> dict[str, Result]:
+def of(*rates: tuple[str, float | None]) -> dict[str, Attempt]:
     """Return results of rungs. A rung without a rate has failed."""
     return {
-        name: result(name, "failed", "why") if rate is None else result(name, samples_per_second=rate)
+        name: attempt(name, "failed", "why") if rate is None else attempt(name, samples_per_second=rate)
         for name, rate in rates
     }
 
@@ -58,8 +58,8 @@ def test_what_helped_is_kept() -> None:
     assert slow == {"precision": None, "compile": None, "devices": 2, "strategy": "ddp"}
 
 
-def compiling(rate: float, precision: str | None = None) -> Result:
-    return result("compile", samples_per_second=rate, compile=True, precision=precision)
+def compiling(rate: float, precision: str | None = None) -> Attempt:
+    return attempt("compile", samples_per_second=rate, compile=True, precision=precision)
 
 
 @pytest.mark.slow

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainwright.precision import MIXED
-from trainwright.tools.ladder.attempt import Attempt, Result
-from trainwright.tools.ladder.climb import SEED, with_seed
-from trainwright.tools.ladder.comparison import DEVIATIONS, NOISE, SPEED_NOISE, Comparison
+from trainwright.tools.ladder.attempt import Attempt
+from trainwright.tools.ladder.comparison import NOISE, SPEED_NOISE, Comparison
 from trainwright.tools.ladder.ladder_table import score_text, seconds_text
 from trainwright.tools.ladder.rung import COMPILER
 
 
-def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> Iterator[str]:
+def notes(comparison: Comparison, device_type: str) -> Iterator[str]:
     """Yield the sentences that a reader of the table needs."""
     yield from _notes_on_states(comparison)
     yield from _notes_on_noise(comparison, device_type)
@@ -25,12 +24,6 @@ def notes(comparison: Comparison, command: Sequence[str], device_type: str) -> I
         yield "--steps ends a loop with an Accelerator before its " + (
             "end, so this is its latest test until then." if has_test else "test, so its runs have no test metric."
         )
-    has_seeds = any(result.rung.seed is not None for result in comparison.results)
-    if has_seeds and not any(SEED in word for word in command) and not any(record.has_seeded for record in records):
-        yield (
-            f"The script calls neither tw.seed_everything nor tw.set_seed, and has no {SEED} in its arguments. Its runs use "
-            "whatever seeds the script sets itself."
-        )
 
 
 def _notes_on_states(comparison: Comparison) -> Iterator[str]:
@@ -38,12 +31,10 @@ def _notes_on_states(comparison: Comparison) -> Iterator[str]:
     skipped: dict[str, list[str]] = {}
     for result in comparison.results:
         if result.state == "skipped":
-            skipped.setdefault(result.attempts[0].reason, []).append(result.rung.name)
+            skipped.setdefault(result.reason, []).append(result.rung.name)
         elif result.state != "finished":
-            run = next(attempt for attempt in result.attempts if attempt.state == result.state)
-            seed = "" if run.rung.seed is None else f" with seed {run.rung.seed}"
-            log = f" Its output is in {run.log}." if run.log else ""
-            yield f"{run.rung.name}{seed} {_verb(run)}: {sentence(run.reason)}{log}"
+            log = f" Its output is in {result.log}." if result.log else ""
+            yield f"{result.rung.name} {_verb(result)}: {sentence(result.reason)}{log}"
     for reason, names in skipped.items():
         yield f"{_named(names)} {'was' if len(names) == 1 else 'were'} skipped: {sentence(reason)}"
 
@@ -53,7 +44,7 @@ def _notes_on_noise(comparison: Comparison, device_type: str) -> Iterator[str]:
     for result in comparison.finished:
         if result is not comparison.first and not comparison.replaced(result):
             yield f"The script already has the settings of {result.rung.name}. Any difference between the two is noise."
-    if older := sorted({path for result in comparison.finished for run in result.finished for path in run.older}):
+    if older := sorted({path for result in comparison.finished for path in result.older}):
         yield (
             f"The runs saved under other names than {_named(older)}, which existed before the ladder. If the script loads it, "
             "every rung was scored with those older weights. Then move it away and run the ladder again."
@@ -111,13 +102,13 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
     when = "once it is warmed up" if took is None or before is None else to_end
     gain = comparison.gain(chosen, first)
     yield f"Choose {chosen.rung.name}, {gain:.2f} times as fast as the unchanged script {when}{_about(comparison, chosen)}."
-    record = chosen.finished[0].record
+    record = chosen.record
     assert record is not None, "a finished run has a record"
     yield f"    {_code(chosen, record.owner)}"
     devices = chosen.rung.devices or 1
     if record.owner == "Accelerator" and devices > 1:
         on_cpu = "--cpu " if chosen.rung.accelerator == "cpu" else ""
-        yield f"    trainwright launch {on_cpu}--devices {devices} {shlex.join(with_seed(command, chosen.rung.seed))}"
+        yield f"    trainwright launch {on_cpu}--devices {devices} {shlex.join(command)}"
     if took is None:
         yield from _late_gain(comparison, chosen)
     replaced = [f"{name}={was}" for name, was in comparison.replaced(chosen).items() if was != "None"]
@@ -134,12 +125,12 @@ def _why_unchanged(comparison: Comparison) -> str:
     return comparison.too_short or f"no other rung is {SPEED_NOISE:.0%} faster"
 
 
-def _late_gain(comparison: Comparison, result: Result) -> Iterator[str]:
+def _late_gain(comparison: Comparison, result: Attempt) -> Iterator[str]:
     """Yield when a rung that starts slowly pays off."""
     took, before = (comparison.seconds_to_common(each) for each in (result, comparison.first))
     speed_up = comparison.speed_up(result) or 0.0
     # A step has a batch for each device.
-    is_late = took is not None and before is not None and took.mean > (result.rung.devices or 1) * before.mean
+    is_late = took is not None and before is not None and took > (result.rung.devices or 1) * before
     if not is_late or speed_up <= 1 + SPEED_NOISE:
         return
     steps = comparison.break_even(result)
@@ -150,19 +141,15 @@ def _late_gain(comparison: Comparison, result: Result) -> Iterator[str]:
     )
 
 
-def _about(comparison: Comparison, chosen: Result) -> str:
+def _about(comparison: Comparison, chosen: Attempt) -> str:
     metric, score, first = comparison.metric, comparison.score(chosen), comparison.score(comparison.first)
     if metric is None or score is None or first is None:
         return ""
     text = f"; {metric.name} is {score_text(score)}, unchanged {score_text(first)}"
-    if comparison.tolerance is None:
-        return text
-    if first.spread is None:
-        return f"{text} (a difference up to {NOISE:.0%} counts as noise; --seeds 3 measures it)"
-    return f"{text} (noise: {DEVIATIONS} standard deviations of its seeds, {comparison.tolerance:.2g})"
+    return text if comparison.tolerance is None else f"{text} (a difference up to {NOISE:.0%} counts as noise)"
 
 
-def _code(result: Result, owner: str) -> str:
+def _code(result: Attempt, owner: str) -> str:
     rung = result.rung
     arguments: dict[str, Any] = {"accelerator": rung.accelerator, "devices": rung.devices, "strategy": rung.strategy}
     if owner == "Accelerator":

@@ -1,15 +1,14 @@
-"""Attempts and results: one run of a script under a rung with its record, and all runs of a rung, one for each seed."""
+"""Attempts: one run of a script under a rung, with its record."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from trainwright.tools.ladder.rung import Rung
 
@@ -44,8 +43,6 @@ class RungRecord:
     """The values that a loop has logged."""
     replaced: dict[str, tuple[str, str]]
     """The script's value and the rung's value of every replaced setting."""
-    has_seeded: bool
-    """Whether the script called trainwright's seed function, which then used the rung's seed."""
     is_cut: bool
     """Whether the rung has ended the loop."""
     planned_steps: float
@@ -112,6 +109,10 @@ class Attempt:
     older: tuple[str, ...] = ()
     """Checkpoints from before the ladder whose names this run could not use."""
 
+    def figure(self, value: Callable[[RungRecord], float | None]) -> float | None:
+        """Return a value of its record, or None if it has not finished."""
+        return None if self.record is None or self.state != "finished" else value(self.record)
+
     def metrics(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield the sources of metrics with their values: test before validation, a Trainer's before printed ones."""
         if self.record is None:
@@ -126,41 +127,3 @@ class Attempt:
 
 def _named_with(word: re.Pattern[str], values: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if word.search(_HUMP.sub("_", name).lower())}
-
-
-class Figure(NamedTuple):
-    """The mean of a rung's runs and their standard deviation, which is None for a single run."""
-
-    mean: float
-    spread: float | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """All runs of a rung."""
-
-    attempts: tuple[Attempt, ...]
-
-    @property
-    def rung(self) -> Rung:
-        return self.attempts[0].rung
-
-    @property
-    def finished(self) -> list[Attempt]:
-        return [attempt for attempt in self.attempts if attempt.state == "finished"]
-
-    @property
-    def state(self) -> State:
-        """The state of the first unfinished run, or "finished"."""
-        return next((attempt.state for attempt in self.attempts if attempt.state != "finished"), "finished")
-
-    def figure(self, value: Callable[[RungRecord], float | None]) -> Figure | None:
-        """Return the figure of a value of the records, or None if a finished run lacks it."""
-        return figure_of([None if run.record is None else value(run.record) for run in self.finished])
-
-
-def figure_of(values: Sequence[float | None]) -> Figure | None:
-    known = [value for value in values if value is not None]
-    if not known or len(known) < len(values):
-        return None
-    return Figure(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)

@@ -26,8 +26,6 @@ from trainwright.tools.ladder.rung import Rung
 
 LEAVE_SECONDS = 10
 """The time that a stopped run has to exit before it is killed."""
-SEED = "{seed}"
-"""In the script's arguments, the rung's seed replaces this text."""
 OTHER_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(lightning|pytorch_lightning|accelerate)\b", re.MULTILINE)
 LOG_NAME, RUNG_NAME = "output.log", "rung.json"
 SHOWN_SECONDS, LINE_SECONDS = 5.0, 60.0
@@ -46,15 +44,15 @@ class Climb:
     accelerator: str | None
     timeout_seconds: float | None
 
-    def run(self, name: str, settings: Mapping[str, Any], seed: int | None) -> Attempt:
+    def run(self, name: str, settings: Mapping[str, Any]) -> Attempt:
         """Run the script under a rung, and return the attempt.
 
         Raises:
             KeyboardInterrupt: a signal ended the run.
         """
-        folder = self.folder_of(name, seed)
+        folder = self.folder / name
         folder.mkdir(parents=True)
-        rung = Rung(name, str(folder), **settings, accelerator=self.accelerator, steps=self.steps, seed=seed)
+        rung = Rung(name, str(folder), **settings, accelerator=self.accelerator, steps=self.steps)
         rung.write(folder / RUNG_NAME)
         variables = {"TRAINWRIGHT_GRACE_SECONDS": str(LEAVE_SECONDS), "PYTHONUNBUFFERED": "1", **self.variables}
         variables[RUNG_VARIABLE] = str(folder / RUNG_NAME)
@@ -89,10 +87,6 @@ class Climb:
         reason = _why_empty(record, self.command[0])
         return Attempt(rung, "failed" if reason else "finished", reason, record, printed, str(log), seconds, older)
 
-    def folder_of(self, name: str, seed: int | None) -> Path:
-        """Return the folder of a run."""
-        return self.folder / (name if seed is None else f"{name}-seed{seed}")
-
     def _wait(self, process: subprocess.Popen[bytes], log: Path, start: float) -> bool:
         """Show the latest line of a run until its end, and return whether it ended in time."""
         is_terminal, limit = sys.stderr.isatty(), self.timeout_seconds or math.inf
@@ -111,7 +105,7 @@ class Climb:
         return process.poll() is not None
 
     def _command_of(self, rung: Rung) -> list[str]:
-        command = [sys.executable, *with_seed(self.command, rung.seed)]
+        command = [sys.executable, *self.command]
         return launcher_command(rung.devices, command) if rung.devices is not None and rung.devices > 1 else command
 
 
@@ -126,11 +120,6 @@ def _move_new(folder: Path) -> tuple[str, ...]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(line, target)
     return tuple(older)
-
-
-def with_seed(command: Sequence[str], seed: int | None) -> list[str]:
-    """Return a command with a rung's seed in its arguments."""
-    return [word if seed is None else word.replace(SEED, str(seed)) for word in command]
 
 
 def _other_framework(script: str) -> str:

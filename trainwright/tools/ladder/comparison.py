@@ -7,16 +7,14 @@ from dataclasses import dataclass
 
 from trainwright.errors import did_you_mean
 from trainwright.metric_direction import Direction, direction_of
-from trainwright.tools.ladder.attempt import Attempt, Figure, Result, RungRecord, figure_of
+from trainwright.tools.ladder.attempt import Attempt, RungRecord
 
 NOISE = 0.02
-"""With one seed, a metric may be worse by this fraction of its value."""
+"""A metric may be worse by this fraction of its value."""
 SPEED_NOISE = 0.05
 """A rung counts as faster if it is faster by this fraction."""
 LEAST_SECONDS = 2.0
 """If the steps of the unchanged script take less time, its runs are too short to choose a rung."""
-DEVIATIONS = 2
-"""With several seeds, the limit is this many standard deviations of the unchanged script instead of NOISE."""
 SETTINGS = ("devices", "strategy", "precision", "compile", "dynamo_backend")
 """The arguments by which a rung may be chosen."""
 
@@ -66,22 +64,22 @@ def choose_metric(
 class Comparison:
     """The results of the rungs so far, the unchanged script first."""
 
-    results: Sequence[Result]
+    results: Sequence[Attempt]
     metric: ComparedMetric | None
 
     @property
-    def first(self) -> Result:
+    def first(self) -> Attempt:
         return self.results[0]
 
     @property
-    def finished(self) -> list[Result]:
+    def finished(self) -> list[Attempt]:
         """The rungs without an unfinished run."""
         return [result for result in self.results if result.state == "finished"]
 
     @property
     def records(self) -> list[RungRecord]:
         """The records of the finished rungs."""
-        return [run.record for result in self.finished for run in result.finished if run.record is not None]
+        return [result.record for result in self.finished if result.record is not None]
 
     @property
     def counts_samples(self) -> bool:
@@ -95,46 +93,46 @@ class Comparison:
         """The steps that all runs of finished rungs have made."""
         return min((record.points[-1][0] for record in self.records), default=None)
 
-    def rate(self, result: Result) -> Figure | None:
+    def rate(self, result: Attempt) -> float | None:
         """Return the samples or batches a second."""
         if self.counts_samples:
             return result.figure(lambda record: record.samples_per_second)
         return result.figure(lambda record: record.batches_per_second)
 
-    def seconds_to_common(self, result: Result) -> Figure | None:
+    def seconds_to_common(self, result: Attempt) -> float | None:
         steps = self.common_steps
         return None if steps is None else result.figure(lambda record: record.seconds_to(steps))
 
-    def speed_up(self, result: Result) -> float | None:
+    def speed_up(self, result: Attempt) -> float | None:
         """Return how many times as fast as the unchanged script a rung is."""
         rate, first = self.rate(result), self.rate(self.first)
-        return None if rate is None or first is None or not first.mean else rate.mean / first.mean
+        return None if rate is None or not first else rate / first
 
-    def seconds_to_end(self, result: Result) -> Figure | None:
+    def seconds_to_end(self, result: Attempt) -> float | None:
         """Return the duration of the whole training, or None if --steps cut it and its length is unknown."""
         return result.figure(lambda record: record.seconds_to_end)
 
-    def gain(self, result: Result, other: Result) -> float:
+    def gain(self, result: Attempt, other: Attempt) -> float:
         """Return how many times as fast as another a rung is, to the end of the training or at the steady rate."""
         less, more = self.seconds_to_end(result), self.seconds_to_end(other)
         if less is None or more is None:
             more, less = self.rate(result), self.rate(other)
-        return 0.0 if less is None or more is None or not less.mean else more.mean / less.mean
+        return 0.0 if not less or more is None else more / less
 
     @property
     def too_short(self) -> str:
         """Why the runs are too short to choose a rung, or "". It counts the script's steps at their steady rate."""
         rate = self.first.figure(lambda record: record.steps_per_second)
         made = self.first.figure(lambda record: record.steps)
-        if rate is not None and made is not None and made.mean >= LEAST_SECONDS * rate.mean:
+        if rate is not None and made is not None and made >= LEAST_SECONDS * rate:
             return ""
         longer = "let it train for longer" if self.first.rung.steps is None else "pass a higher --steps"
         return f"its steps took less than {LEAST_SECONDS:g} s, which is too short to compare rungs; {longer}"
 
-    def score(self, result: Result) -> Figure | None:
+    def score(self, result: Attempt) -> float | None:
         """Return the metric."""
         metric = self.metric
-        return None if metric is None else figure_of([metric.of(run) for run in result.finished])
+        return None if metric is None else metric.of(result)
 
     @property
     def tolerance(self) -> float | None:
@@ -142,42 +140,42 @@ class Comparison:
         first = self.score(self.first)
         if first is None or self.metric is None or self.metric.direction is None:
             return None
-        return NOISE * abs(first.mean) if first.spread is None else DEVIATIONS * first.spread
+        return NOISE * abs(first)
 
-    def is_worse(self, result: Result) -> bool | None:
+    def is_worse(self, result: Attempt) -> bool | None:
         """Return whether a rung's metric is missing, or worse by more than noise; None if unknown."""
         first, score, tolerance = self.score(self.first), self.score(result), self.tolerance
         if first is None or tolerance is None or self.metric is None:
             return None
         if score is None:
             return True
-        lost = score.mean - first.mean if self.metric.direction == "min" else first.mean - score.mean
+        lost = score - first if self.metric.direction == "min" else first - score
         return not lost <= tolerance  # also if it is NaN
 
-    def choice(self) -> Result:
+    def choice(self) -> Attempt:
         """Return the fastest rung whose metric is not worse, or the unchanged script if no rung is faster."""
         changed = [result for result in self.finished if self.replaced(result)]
         faster = [result for result in changed if self.is_faster(result, self.first) and not self.is_worse(result)]
         return max(faster, key=lambda result: self.gain(result, self.first), default=self.first)
 
-    def replaced(self, result: Result) -> dict[str, str]:
+    def replaced(self, result: Attempt) -> dict[str, str]:
         """Return the script's values of the settings that a rung has replaced by others."""
-        record = result.attempts[0].record
+        record = result.record
         known = {} if record is None else record.replaced
         return {name: was for name, (was, _) in known.items() if name in SETTINGS}
 
-    def is_faster(self, result: Result, other: Result) -> bool:
+    def is_faster(self, result: Attempt, other: Attempt) -> bool:
         """Return whether a rung has finished and is faster by more than noise. False if runs are too short."""
         if self.too_short or result.state != "finished":
             return False
         return self.gain(result, other) > 1 + SPEED_NOISE
 
-    def break_even(self, result: Result) -> int | None:
+    def break_even(self, result: Attempt) -> int | None:
         """Return the steps after which a rung on one process overtakes the unchanged script, which starts sooner."""
         fast, slow = (each.figure(lambda record: record.steps_per_second) for each in (result, self.first))
         late, early = self.seconds_to_common(result), self.seconds_to_common(self.first)
         if fast is None or slow is None or late is None or early is None or (result.rung.devices or 1) > 1:
             return None
         steps = self.common_steps or 0
-        lead = late.mean - early.mean
-        return steps + round(lead / (1 / slow.mean - 1 / fast.mean)) if fast.mean > slow.mean else None
+        lead = late - early
+        return steps + round(lead / (1 / slow - 1 / fast)) if fast > slow else None

@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,14 +16,14 @@ from typing import Any
 from trainwright.devices.hardware import describe_devices, resolve_device_type
 from trainwright.distributed.environment import Environment, rung_file
 from trainwright.launch.cli import Parser, check_script, parse_command
-from trainwright.launch.config import find_config, flag_of, setting_of
+from trainwright.launch.config import find_config, setting_of
 from trainwright.metric_direction import Direction
 from trainwright.strategies import STRATEGIES, VARIANTS
 from trainwright.tools.choices import choose, why_missing
 from trainwright.tools.columns import fill, terminal_width
 from trainwright.tools.ladder.advice import choice_lines, notes, sentence
-from trainwright.tools.ladder.attempt import Attempt, Result
-from trainwright.tools.ladder.climb import LOG_NAME, SEED, Climb
+from trainwright.tools.ladder.attempt import Attempt
+from trainwright.tools.ladder.climb import LOG_NAME, Climb
 from trainwright.tools.ladder.comparison import ComparedMetric, Comparison, choose_metric
 from trainwright.tools.ladder.ladder_table import terminal_table, write_files
 from trainwright.tools.ladder.rung import Rung
@@ -36,28 +37,14 @@ def ladder_command(arguments: Sequence[str], _: Any) -> int:
     parser = _parser()
     options, command = parse_command(parser, arguments)
     script_end = 2 if command[:1] == ["-m"] else 1
-    misplaced: list[str] = []
     if command[script_end : script_end + 1] == ["--"]:
         del command[script_end]
-    else:
-        misplaced = _misplaced(options, command[script_end:])
     try:
         ladder = _ladder(options, command)
     except (ValueError, RuntimeError, OSError) as error:
         parser.error(str(error))
-    if misplaced:
-        verb = "goes" if len(misplaced) == 1 else "go"
-        _say(
-            f"{', '.join(misplaced)} after the script's name {verb} to the script. The ladder's options come before it."
-        )
     with _interruptible():
         return ladder.run()
-
-
-def _misplaced(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of the script that are options of the ladder."""
-    ours = {flag_of(name) for name in vars(options)}
-    return [flag for word in arguments if (flag := word.partition("=")[0]) in ours]
 
 
 def _parser() -> Parser:
@@ -77,7 +64,6 @@ def _parser() -> Parser:
         "default): all of the accelerator, or two processes on the CPU")
     add("--cpu", action=argparse.BooleanOptionalAction, help="compute on the CPU even if there is a GPU")
     add("--steps", metavar="N", help="end every training after N optimizer steps")
-    add("--seeds", metavar="K", help=f"run every rung with the seeds 1 to K, which also replace {SEED} in the arguments")
     add("--timeout", metavar="SECONDS", help="end a run after that time, and go to the next rung")
     add("--out", metavar="DIR", help="a new folder for logs and results (default: ladder/NAME-1 and so on)")
     add("--metric", metavar="NAME", help="the metric to compare (default: one of the test, or of the validation)")
@@ -93,8 +79,7 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
     check_script(command)
     if options.higher and options.lower:
         raise ValueError("--higher and --lower exclude each other. Pass one.")
-    steps, seeds = _whole(options.steps, "--steps"), _whole(options.seeds, "--seeds")
-    timeout = _whole(options.timeout, "--timeout")
+    steps, timeout = _whole(options.steps, "--steps"), _whole(options.timeout, "--timeout")
     config = find_config(options.config_file)
     variables = config.set_variables()
     if (job := Environment.detect(variables)).launched_by != "single" or rung_file() is not None:
@@ -106,8 +91,6 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
     kind = resolve_device_type("cpu" if on_cpu else "auto")
     num_devices = choose_devices(options.devices, kind)
     names = choose(options.rungs, known_rungs(), usual_rungs(kind, num_devices), "--rungs")
-    if seeds is None and any(SEED in word for word in command):
-        seeds = 1
     climb = Climb(
         command=command,
         folder=_new_folder(options.out, command),
@@ -118,7 +101,7 @@ def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
     )
     direction: Direction | None = "max" if options.higher else "min" if options.lower else None
     wanted = [name for name in names if name != UNCHANGED]
-    return Ladder(climb, [UNCHANGED, *wanted], kind, num_devices, seeds, options.metric, direction)
+    return Ladder(climb, [UNCHANGED, *wanted], kind, num_devices, options.metric, direction)
 
 
 class Ladder:
@@ -130,15 +113,13 @@ class Ladder:
         names: Sequence[str],
         device_type: str,
         num_devices: int,
-        seeds: int | None,
         wanted: str | None,
         direction: Direction | None,
     ) -> None:
         self.climb, self.names = climb, names
         self.device_type, self.num_devices = device_type, num_devices
-        self.seeds: Sequence[int | None] = [None] if seeds is None else range(1, seeds + 1)
         self.wanted, self.direction = wanted, direction
-        self.results: dict[str, Result] = {}
+        self.results: dict[str, Attempt] = {}
         self.metric: ComparedMetric | None = None
 
     def run(self) -> int:
@@ -158,7 +139,7 @@ class Ladder:
                     return self._give_up(first)
                 if name == UNCHANGED:
                     try:
-                        self.metric = choose_metric(first.attempts[0], self.wanted, self.direction)
+                        self.metric = choose_metric(first, self.wanted, self.direction)
                     except ValueError as error:
                         _say(f"trainwright ladder: {error}")
                         return 2
@@ -170,40 +151,31 @@ class Ladder:
             self._report(f"The ladder of {script}")
         elif started is not None:
             _say("\nThe ladder was interrupted in its first rung, the unchanged script, so nothing can be compared.")
-            _say(f"Its output is in {os.path.relpath(started.attempts[-1].log)}.")
+            _say(f"Its output is in {os.path.relpath(started.log)}.")
         return code
 
     def _climb(self, name: str) -> None:
-        """Run the script under a rung with every seed."""
+        """Run the script under a rung."""
         settings: dict[str, Any] = {}
         reason = why_missing(name) if name in _strategies(known_rungs()) else ""
         if not reason:
             settings = settings_of(name, self.results, self.num_devices)
-        attempts: list[Attempt] = []
-        for seed in self.seeds:
-            shown = name if seed is None else f"{name}, seed {seed}"
-            width = max(map(len, self.names)) + len(shown) - len(name)
-            print(f"{shown:<{width}}  ", end="", flush=True)
-            if reason:
-                attempts.append(Attempt(Rung(name, str(self.climb.folder)), "skipped", reason))
-            else:
-                rung = Rung(name, str(self.climb.folder), **settings, seed=seed)
-                log = str(self.climb.folder_of(name, seed) / LOG_NAME)
-                try:
-                    attempts.append(self.climb.run(name, settings, seed))
-                except OSError as error:  # of a full disk, for example: the ladder still reports its results
-                    attempts.append(Attempt(rung, "failed", str(error), log=log))
-                except KeyboardInterrupt:
-                    attempts.append(Attempt(rung, "interrupted", "the ladder was interrupted", log=log))
-                    self.results[name] = Result(tuple(attempts))
-                    raise
-            self.results[name] = Result(tuple(attempts))
-            print(_outcome(attempts[-1]), flush=True)
-            if attempts[-1].state != "finished":
-                break  # another seed would probably end in the same way
+        print(f"{name:<{max(map(len, self.names))}}  ", end="", flush=True)
+        rung = Rung(name, str(self.climb.folder), **settings)
+        if reason:
+            self.results[name] = Attempt(rung, "skipped", reason)
+        else:
+            log = str(self.climb.folder / name / LOG_NAME)
+            try:
+                self.results[name] = self.climb.run(name, settings)
+            except OSError as error:  # of a full disk, for example: the ladder still reports its results
+                self.results[name] = Attempt(rung, "failed", str(error), log=log)
+            except KeyboardInterrupt:
+                self.results[name] = Attempt(rung, "interrupted", "the ladder was interrupted", log=log)
+                raise
+        print(_outcome(self.results[name]), flush=True)
 
-    def _give_up(self, first: Result) -> int:
-        failed = first.attempts[-1]
+    def _give_up(self, failed: Attempt) -> int:
         _say(f"\nThe ladder ends at its first rung, the unchanged script: {sentence(failed.reason)}")
         _say(f"Its output is in {os.path.relpath(failed.log)}.")
         return 1
@@ -211,7 +183,7 @@ class Ladder:
     def _report(self, title: str) -> None:
         comparison = Comparison(list(self.results.values()), self.metric)
         choice = list(choice_lines(comparison, self.climb.command))
-        sentences = list(notes(comparison, self.climb.command, self.device_type))
+        sentences = list(notes(comparison, self.device_type))
         # Files first, since a closed terminal may have interrupted the ladder.
         try:
             paths = write_files(self.climb.folder, title, comparison, [*choice, *sentences])
@@ -246,40 +218,23 @@ def _outcome(attempt: Attempt) -> str:
 
 
 def _new_folder(out: str | None, command: Sequence[str]) -> Path:
-    """Make and return the folder of this ladder.
-
-    Raises:
-        ValueError: it exists and is not empty, or cannot be made.
-    """
-    if out is not None:
+    """Make and return the folder of this ladder (ValueError if it is not empty, or cannot be made or written)."""
+    if out is None:
+        stem = command[1].replace(".", "_") if command[0] == "-m" else Path(command[0]).resolve().stem
+        folder = next(path for number in count(1) if not (path := Path(f"ladder/{stem}-{number}").absolute()).exists())
+    else:
         folder = Path(out).absolute()
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise ValueError(f"--out {out} exists already; pass a new folder, so that no earlier result is replaced.")
-        _make_folder(folder, f"--out {out}")
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"--out {out} cannot be written; pass another folder.")
-        return folder
-    stem = command[1].replace(".", "_") if command[0] == "-m" else Path(command[0]).resolve().stem
-    parent = Path("ladder").absolute()
-    _make_folder(parent, "the folder ladder")
-    number = 1
-    while True:
-        folder = parent / f"{stem}-{number}"
-        with suppress(FileExistsError):  # another ladder may have just made it
-            _make_folder(folder, f"the folder {os.path.relpath(folder)}", exist_ok=False)
-            return folder
-        number += 1
-
-
-def _make_folder(folder: Path, name: str, exist_ok: bool = True) -> None:
-    """Make a folder, or raise ValueError, or FileExistsError if it may not exist."""
+    shown = os.path.relpath(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
     except OSError as error:
-        if isinstance(error, FileExistsError) and not exist_ok:
-            raise
-        why = "a file has this name" if isinstance(error, FileExistsError) else error.strerror
-        raise ValueError(f"{name} cannot be made: {why}; pass another folder with --out.") from error
+        raise ValueError(f"the folder {shown} cannot be made ({error}); pass another folder with --out.") from error
+    if not is_empty:
+        raise ValueError(f"--out {out} exists already; pass a new folder, so that no earlier result is replaced.")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"the folder {shown} cannot be written; pass another folder with --out.")
+    return folder
 
 
 def _whole(text: str | None, flag: str) -> int | None:

@@ -1,28 +1,22 @@
-"""The table of a ladder: for a terminal, and as files in CSV, Markdown, HTML and PNG. advice.py has the sentences below it."""
+"""The table of a ladder: for a terminal, and as files in JSON, Markdown and HTML. advice.py has the sentences below it."""
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import io
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainwright.loggers.files import write_file
 from trainwright.memory.memory_estimate import size_text
-from trainwright.plots import Bar, Section, bars_image, bars_of, document, sections_of
+from trainwright.plots import Bar, Section, bars_of, document, sections_of
 from trainwright.tools.columns import lay_out
-from trainwright.tools.ladder.attempt import Attempt, Figure, Result
+from trainwright.tools.ladder.attempt import Attempt
 from trainwright.tools.ladder.comparison import Comparison
 
 NAME = "ladder"
 NO_VALUE = "-"
-CSV_HEADS = (
-    *("rung", "seed", "state", "reason", "made", "strategy", "precision", "compile", "processes", "steps"),
-    *("common_steps", "seconds_to_common_steps", "seconds", "samples_per_second", "batches_per_second", "peak_bytes"),
-    *("metric", "value", "process_seconds", "log"),
-)
 
 
 def terminal_table(comparison: Comparison, width: int | None) -> list[str]:
@@ -38,8 +32,8 @@ def heads(comparison: Comparison) -> list[str]:
     return names if metric is None else [*names, metric.name]
 
 
-def cells(comparison: Comparison, result: Result) -> list[str]:
-    """Return the row of a rung: the means of its seeds, with their standard deviations."""
+def cells(comparison: Comparison, result: Attempt) -> list[str]:
+    """Return the row of a rung."""
     end = [NO_VALUE] if comparison.metric is not None else []
     if result.state != "finished":
         return [result.rung.name, _with(result), NO_VALUE, NO_VALUE, NO_VALUE, result.state, NO_VALUE, NO_VALUE, *end]
@@ -48,12 +42,12 @@ def cells(comparison: Comparison, result: Result) -> list[str]:
     return [
         result.rung.name,
         _with(result),
-        NO_VALUE if steps is None else f"{steps.mean:,.0f}",
+        NO_VALUE if steps is None else f"{steps:,.0f}",
         seconds_text(comparison.seconds_to_common(result)),
         seconds_text(result.figure(lambda record: record.seconds)),
         _number(comparison.rate(result)),
         NO_VALUE if speed_up is None else f"{speed_up:.2f}x",
-        NO_VALUE if peak is None else size_text(int(peak.mean)),
+        NO_VALUE if peak is None else size_text(int(peak)),
         *([score_text(comparison.score(result))] if end else []),
     ]
 
@@ -70,47 +64,29 @@ def markdown_table(comparison: Comparison) -> list[str]:
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
 
 
-def csv_text(comparison: Comparison) -> str:
-    """Return a row of numbers for every run."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_HEADS)
+def data_of(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return the rungs with their records as plain data, without the times of all steps."""
+    rows = []
     for result in comparison.results:
-        for attempt in result.attempts:
-            writer.writerow([_plain(value) for value in _csv_row(comparison, attempt)])
-    return text.getvalue()
-
-
-def _csv_row(comparison: Comparison, attempt: Attempt) -> Iterator[Any]:
-    rung, record, metric = attempt.rung, attempt.record, comparison.metric
-    facts = {} if record is None else record.facts
-    yield from (rung.name, rung.seed, attempt.state, attempt.reason, None if record is None else record.owner)
-    yield from (facts.get("strategy", rung.strategy), facts.get("precision", rung.precision), rung.compile)
-    yield facts.get("processes", rung.devices)
-    steps = comparison.common_steps
-    yield from (None if record is None else record.steps, steps)
-    if record is None:
-        yield from [None] * 5
-    else:
-        yield from (None if steps is None else record.seconds_to(steps), record.seconds)
-        yield from (record.samples_per_second, record.batches_per_second, record.peak_bytes)
-    yield from (None, None) if metric is None else (metric.name, metric.of(attempt))
-    yield from (attempt.seconds, attempt.log)
+        name = None if comparison.metric is None else comparison.metric.name
+        row = {**asdict(result), "metric": name, "value": comparison.score(result)}
+        if row["record"] is not None:
+            del row["record"]["points"]
+        rows.append(row)
+    return rows
 
 
 def write_files(folder: Path, title: str, comparison: Comparison, sentences: Sequence[str]) -> list[Path]:
-    """Write the files and return their paths. The picture needs matplotlib."""
+    """Write the files and return their paths."""
     bars, axis = list(_bars(comparison)), heads(comparison)[5]
     table = Section("Rungs", [cells(comparison, result) for result in comparison.results], heads(comparison))
     page = [*bars_of(bars, axis), *sections_of([table, Section("Notes", notes=sentences)])]
     markdown = [f"# {title}", "", *markdown_table(comparison), "", *_paragraphs(sentences)]
     contents = {
-        ".csv": csv_text(comparison).encode(),
+        ".json": json.dumps(data_of(comparison), indent=2).encode(),
         ".md": "\n".join(markdown).encode(),
         ".html": document(title, page).encode(),
     }
-    with contextlib.suppress(ImportError):  # the page has the same chart
-        contents[".png"] = bars_image(bars, axis)
     paths = [folder / f"{NAME}{end}" for end in contents]
     for path, data in zip(paths, contents.values(), strict=True):
         write_file(str(path), data)
@@ -124,7 +100,7 @@ def _bars(comparison: Comparison) -> Iterator[Bar]:
         if result.state != "finished" or rate is None:
             yield Bar(result.rung.name, None, result.state if result.state != "finished" else "no rate")
         else:
-            yield Bar(result.rung.name, rate.mean, f"{row[5]} ({row[6]})", rate.spread, result is chosen)
+            yield Bar(result.rung.name, rate, f"{row[5]} ({row[6]})", result is chosen)
 
 
 def _paragraphs(sentences: Sequence[str]) -> Iterator[str]:
@@ -133,29 +109,20 @@ def _paragraphs(sentences: Sequence[str]) -> Iterator[str]:
         yield ""
 
 
-def _with(result: Result) -> str:
+def _with(result: Attempt) -> str:
     rung = result.rung
     devices = f"{rung.devices} device{'s' * (rung.devices > 1)}" if rung.devices else ""
     parts = [rung.precision or "", "compile" if rung.compile else "", devices]
     return ", ".join(part for part in parts if part and part != rung.name)
 
 
-def _plain(value: Any) -> Any:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+def seconds_text(figure: float | None) -> str:
+    return NO_VALUE if figure is None else f"{_number(figure)} s"
 
 
-def seconds_text(figure: Figure | None) -> str:
-    return NO_VALUE if figure is None else f"{_shown(figure, '.3g' if figure.mean < 100 else ',.0f')} s"
+def _number(figure: float | None) -> str:
+    return NO_VALUE if figure is None else f"{figure:{'.3g' if figure < 100 else ',.0f'}}"
 
 
-def _number(figure: Figure | None) -> str:
-    return NO_VALUE if figure is None else _shown(figure, ".3g" if figure.mean < 100 else ",.0f")
-
-
-def score_text(figure: Figure | None) -> str:
-    return NO_VALUE if figure is None else _shown(figure, ".4g")
-
-
-def _shown(figure: Figure, form: str) -> str:
-    spread = "" if figure.spread is None else f" ±{figure.spread:{form if figure.mean >= 100 else '.2g'}}"
-    return f"{figure.mean:{form}}{spread}"
+def score_text(figure: float | None) -> str:
+    return NO_VALUE if figure is None else f"{figure:.4g}"

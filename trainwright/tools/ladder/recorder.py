@@ -27,8 +27,6 @@ class RungRecorder(Callback):
         """The limit of the script, which the rung may have replaced."""
         self._steps = 0
         """The run's steps at its latest batch."""
-        self._is_within = False
-        """Whether its run is part of another Trainer's fit, which it slows down without taking a step."""
 
     @property
     def _recording(self) -> Recording:
@@ -37,11 +35,12 @@ class RungRecorder(Callback):
         return observer.recording
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        # If a Trainer has fitted within a fit, its tests are not the script's main tests either.
-        self._is_within = self._recording.is_fitting and (stage == "fit" or self._is_within)
-        if self._is_within:
-            self._recording.note_pause()
-        elif stage == "fit":
+        if stage == "fit":
+            if self._recording.is_fitting:
+                raise RuntimeError(
+                    "a Trainer fits within the fit of another, whose speed the ladder cannot measure. Run the script without "
+                    "the ladder, or leave the callback out that trains."
+                )
             strategy = trainer.strategy
             self._recording.begin(
                 "Trainer", strategy.device, strategy.name, strategy.precision.name, strategy.world_size
@@ -55,8 +54,6 @@ class RungRecorder(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         recording, made = self._recording, trainer.global_step - self._steps
-        if self._is_within:
-            return
         if not trainer.is_dummy_batch:
             recording.note_batch(next(iter(sample_counts(batch)), None))
         if made:
@@ -67,16 +64,13 @@ class RungRecorder(Callback):
         self._recording.note_pause()
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
-        if not trainer.sanity_checking and not self._is_within:
+        if not trainer.sanity_checking:
             self._recording.note_metrics("validation", trainer.callback_metrics)
 
     def on_test_end(self, trainer: Trainer, module: Module) -> None:
-        if not self._is_within:
-            self._recording.note_metrics("test", trainer.callback_metrics)
+        self._recording.note_metrics("test", trainer.callback_metrics)
 
     def on_fit_end(self, trainer: Trainer, module: Module) -> None:
-        if self._is_within:
-            return
         cut_steps = 0.0
         if trainer.global_step == trainer.max_steps != self._max_steps:
             batches, epochs = trainer.num_training_batches, trainer.max_epochs
@@ -86,9 +80,7 @@ class RungRecorder(Callback):
         self._recording.end(cut_steps=max(0.0, cut_steps))
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        # A call that a callback makes during a fit does not end that fit.
-        is_outer_fit = stage == "fit" and not self._is_within
-        if is_outer_fit or not self._recording.is_running:
+        if stage == "fit" or not self._recording.is_running:  # an evaluation within a fit does not end it
             self._recording.write()
 
 
@@ -104,18 +96,13 @@ class LoopRecorder:
         self._has_trained = self._has_batches = False
         """Whether a batch was trained since the latest step, or ever."""
         self._has_begun = False
-        self._is_within = False
-        """Whether the loop is part of a Trainer's fit, which it slows down without taking a step."""
         recording.note_made("Accelerator")
 
     def begin(self, device: torch.device, strategy: str, precision: str, num_processes: int) -> None:
         """Start the clock when the loop's first objects are prepared."""
-        if not self._has_begun:
-            self._has_begun, self._is_within = True, self._recording.is_fitting
-            if self._is_within:
-                self._recording.note_pause()
-            else:
-                self._recording.begin("Accelerator", device, strategy, precision, num_processes)
+        if not self._has_begun and not self._recording.is_fitting:
+            self._has_begun = True
+            self._recording.begin("Accelerator", device, strategy, precision, num_processes)
 
     def note_pass(self) -> None:
         """Record the start of a pass over a loader: an evaluation, or the next epoch."""
@@ -126,13 +113,13 @@ class LoopRecorder:
 
     def note_training(self) -> None:
         """Record a backward. The first one after a batch trains that batch."""
-        if self._is_waiting and not self._is_within:
+        if self._is_waiting and not self._recording.is_fitting:
             self._is_waiting, self._has_trained, self._has_batches = False, True, True
             self._recording.note_batch(self._samples)
 
     def note_step(self, count: int) -> None:
         """Record an optimizer step. SystemExit at the rung's last step, and again if the loop catches it."""
-        if self._is_within:
+        if self._recording.is_fitting:  # a loop within a fit slows it down, and adds no step to it
             return
         if self._recording.is_cut:
             raise SystemExit(0)

@@ -167,7 +167,6 @@ class Recording:
             "metrics": self._metrics,
             "logged": {name: number for name, value in self._logged.items() if (number := _number(value)) is not None},
             "replaced": self._file.replaced,
-            "has_seeded": "seed" in self._file.applied,
             "is_cut": self._is_cut,
             "planned_steps": self._steps + self._cut_steps,
             "facts": self._facts,

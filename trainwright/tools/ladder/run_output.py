@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from trainwright.distributed.failures import shortened
 
 _FIRST_FAILURE = re.compile(r"trainwright: rank \d+ of \d+.*? failed first \((?P<summary>.*)\); the job was ended\.")
 _TRACEBACK = "Traceback (most recent call last)"
-_STARTS = re.compile(rf"(?:  \+ Exception Group |Original )?{re.escape(_TRACEBACK)}")
-"""The start of a traceback: of one error, of a group, or of a loader's worker, which follows the error in this process."""
-_IN_GROUP = re.compile(rf"(?P<margin> +\| )(?P<head>(?:Exception Group )?{re.escape(_TRACEBACK)})?(?P<text>\S.*)")
-_SECOND_OF_GROUP = re.compile(r" +\+-+ 2 -+")
+_STARTS = re.compile(rf"(?:Original )?{re.escape(_TRACEBACK)}")
+"""The start of a traceback. That of a loader's worker follows the error in this process."""
 _ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Warning|Exit)\b.*")
-_LOCATION = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+)')
 _RANK_PREFIX = re.compile(r"\[rank\d+\]:? ?")
-_OF_SYNTAX = ("SyntaxError:", "IndentationError:", "TabError:")
-"""Errors whose line number is in the preceding lines."""
 _IGNORED = "Exception ignored"
 """The start of Python's text for an error that ends nothing, such as one in a finalizer at exit."""
 _PRINTED = re.compile(
@@ -57,56 +51,19 @@ def lines_of(output: str) -> list[str]:
 def reason_of(output: str, code: int) -> str:
     """Return the error of a failed run: its exception's message, or its last line."""
     whole = (_RANK_PREFIX.sub("", line, count=1) for line in lines_of(output))
-    lines = [line for line in whole if line.strip()]
+    lines = [line for line in whole if any(map(str.isalnum, line))]
     first = next(filter(None, (_FIRST_FAILURE.fullmatch(line.strip()) for line in reversed(lines))), None)
     if first is not None and not first["summary"].startswith("exit code"):
         return shortened(first["summary"])
     lines = list(_without_ignored(lines)) or lines
-    error = None if code == -signal.SIGKILL else _error_of(lines)  # no error causes a SIGKILL
-    if error is None and code < 0:
-        hint = ", on Linux often by the out-of-memory killer" if -code == signal.SIGKILL else ""
-        return f"killed by {_signal_name(-code)}{hint}"
-    last = next((line for line in reversed(lines) if any(map(str.isalnum, line))), "it printed nothing")  # not a rule
-    return shortened(error or last.strip())
-
-
-def _error_of(lines: Sequence[str]) -> str | None:
-    """Return the last printed error, with details from the lines around it."""
-    start = next((at for at in reversed(range(len(lines))) if _STARTS.match(lines[at])), len(lines))
-    if lines[start:] and lines[start].startswith(" "):
-        return _error_of_group(lines[start:])
-    unindented = (at for at in range(start + 1, len(lines)) if not lines[at][0].isspace())
-    at = next(unindented, next((at for at in reversed(range(len(lines))) if _ERROR.fullmatch(lines[at])), None))
-    if at is None:
-        return None
-    error = lines[at]
-    if error.startswith(_OF_SYNTAX):
-        return error + _location_before(lines[:at])
-    if error.rstrip().endswith(":") and " " not in error.rstrip():  # the text begins on the next line
-        return " ".join([error.rstrip(), *(line.strip() for line in lines[at + 1 : at + 2])])
-    return error
-
-
-def _error_of_group(lines: Sequence[str]) -> str | None:
-    """Return the error of an exception group, and the first error in it that is not a group."""
-    texts: dict[str, str] = {}
-    """The first line of the error at each margin, outermost first."""
-    for line in takewhile(lambda line: not _SECOND_OF_GROUP.match(line), lines):
-        if (match := _IN_GROUP.match(line)) is None:
-            continue
-        margin = match["margin"]
-        if match["head"]:  # the error before it at this margin is the cause of the next one
-            texts = {key: text for key, text in texts.items() if len(key) < len(margin)}
-        elif all(len(key) < len(margin) for key in texts):
-            texts[margin] = match["text"]
-    return ", the first ".join(list(texts.values())[:: max(1, len(texts) - 1)]) or None
-
-
-def _location_before(lines: Sequence[str]) -> str:
-    """Return the file and line that were printed last, in parentheses, or ""."""
-    locations = map(_LOCATION.fullmatch, reversed(lines))
-    match = next(filter(None, locations), None)
-    return "" if match is None else f" ({match['path']}, line {match['line']})"
+    # The first line after the last traceback that is not indented, or the last one that looks like an error.
+    start = max((at for at, line in enumerate(lines) if _STARTS.match(line)), default=len(lines))
+    ends = [line for line in lines[start + 1 :] if not line[0].isspace()]
+    error = next(iter(ends or filter(_ERROR.fullmatch, reversed(lines))), None)
+    if code < 0 and (error is None or -code == signal.SIGKILL):  # no error causes a SIGKILL
+        name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
+        return f"killed by {name}{', on Linux often by the out-of-memory killer' if -code == signal.SIGKILL else ''}"
+    return shortened((error or (lines or ["it printed nothing"])[-1]).strip())
 
 
 def _without_ignored(lines: Iterable[str]) -> Iterator[str]:
@@ -119,10 +76,3 @@ def _without_ignored(lines: Iterable[str]) -> Iterator[str]:
             yield line
         elif not line[0].isspace() and not line.startswith(_TRACEBACK):
             is_ignored = False  # after its last line, the error itself
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -30,7 +30,6 @@ class Rung:
     accelerator: str | None = None
     steps: int | None = None
     """The largest number of optimizer steps."""
-    seed: int | None = None
 
     def write(self, path: Path) -> None:
         """Write the file of overrides under which the script runs."""
@@ -61,8 +60,6 @@ class Rung:
         ):
             if value is not None:
                 yield "Engine", name, value
-        if self.seed is not None:
-            yield "seed_everything", "seed", self.seed
         yield "fit", "ckpt_path", None  # an earlier rung may have saved into the same folder
         for call in ("validate", "test", "predict") if self.steps is not None else ():
             yield call, "ckpt_path", None  # ended within its first epoch, the training has no best checkpoint

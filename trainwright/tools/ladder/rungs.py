@@ -11,7 +11,7 @@ from trainwright.devices import abilities, hardware
 from trainwright.precision import NAMES
 from trainwright.strategies import SPAWNING, STRATEGIES, VARIANTS, resolve_strategy
 from trainwright.strategies.memory_plan import ALONE, MEMORY_PLANS
-from trainwright.tools.ladder.attempt import Result
+from trainwright.tools.ladder.attempt import Attempt
 from trainwright.tools.ladder.comparison import Comparison
 
 UNCHANGED, COMPILE = "unchanged", "compile"
@@ -50,7 +50,7 @@ def choose_devices(text: str, device_type: str) -> int:
     return int(text)
 
 
-def settings_of(name: str, results: Mapping[str, Result], num_devices: int) -> dict[str, Any]:
+def settings_of(name: str, results: Mapping[str, Attempt], num_devices: int) -> dict[str, Any]:
     """Return the settings of a rung. It keeps the settings that made earlier rungs faster, where it can."""
     if name == UNCHANGED:
         return {}
