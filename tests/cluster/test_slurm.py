@@ -181,6 +181,15 @@ def test_mpirun_starts_the_ranks_of_a_job(tmp_path: Path) -> None:
     assert weights(tmp_path / "0", 2)
 
 
+def test_the_file_that_launch_prints_starts_the_ranks(slurm: Slurm, tmp_path: Path) -> None:
+    folder = project(tmp_path / "a")
+    flags = ["--emit", "slurm", "--devices", "2", "--num-nodes", "2", "--cpus", "1", "--time", "5", "--logs", "logs"]
+    command = [sys.executable, "-m", "trainwright", "launch", *flags, "train.py"]
+    job = slurm.submit(folder, run_command(command, folder=folder, **VARIABLES).stdout)
+    assert slurm.wait(job)["JobState"] == "COMPLETED", output(folder, job)
+    assert weights(folder, 4)
+
+
 def test_a_job_near_its_time_limit_is_requeued_and_ends_as_if_uninterrupted(
     slurm: Slurm, limited_job: tuple[str, Path], tmp_path: Path
 ) -> None:

@@ -40,6 +40,9 @@ print("to stderr", file=sys.stderr, flush=True)
 accelerator.wait_for_everyone()
 """
 
+SLURM = ["--emit", "slurm", "--devices", "2", "--time", "1"]
+KUBERNETES = ["--emit", "kubernetes", "--devices", "2", "--image", "a", "--volume"]
+
 
 def job(folder: Path, *arguments: str) -> Started:
     (folder / "train.py").write_text(SCRIPT)
@@ -166,7 +169,23 @@ def test_a_main_port_in_use_is_reported_at_once(tmp_path: Path, started: list[St
         (["--nodes", "1:", "x.py"], "--nodes 1:: expected MIN:MAX"),
         (["--nodes", "1:4", "x.py"], "nodes=1:4 needs main_address (name or address of machine 0). Set"),
         (["--nodes", "1:4", "--main-address", "a", "--main-port", "0", __file__], "main_port=0 is not a port"),
+        (["--emit", "pbs", __file__], "argument --emit: invalid choice: 'pbs'"),
+        (
+            ["--emit", "slurm", "--time", "1", __file__],
+            "--emit slurm needs --devices. Add it, for example --devices 4.",
+        ),
+        ([*SLURM[:-2], __file__], "--emit slurm needs --time. Add it, for example --time 04:00:00."),
+        ([*SLURM, "x.py"], "file 'x.py' does not exist. Pass the path of a script"),
+        ([*SLURM, "--devices", "-1", __file__], "--devices -1: expected an integer of at least 1."),
+        ([*SLURM, "--image", "a", __file__], "--image was given with --emit slurm, which takes --devices, --time,"),
+        ([*SLURM[:-1], "soon", __file__], "--time soon: expected minutes, HH:MM:SS"),
+        ([*KUBERNETES, "R_x", __file__], "--volume R_x: expected lowercase letters"),
+        ([*KUBERNETES, "runs", "--job-id", "My_Run", __file__], "--job-id My_Run: expected lowercase letters"),
         (["--logs", f"{__file__}/below", __file__], "Not a directory"),
+        ([*SLURM, "--strategy", "ddp", __file__], "--strategy was given with --emit slurm, which takes"),
+        (["--emit", "kubernetes", "--devices", "2", "a.py"], "--emit kubernetes needs --image. Add it, for example"),
+        ([*KUBERNETES, "a"], "no script was given."),
+        (["--image", "a", __file__], "--image is for the files of --emit. Add --emit, or leave it out."),
     ],
 )
 def test_a_wrong_use_is_refused_at_once(

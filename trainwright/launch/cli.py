@@ -14,6 +14,7 @@ from typing import NoReturn
 from trainwright.distributed.masking import masked
 from trainwright.errors import did_you_mean
 from trainwright.launch.config import KEYS, OTHER_WORDS, LaunchSetting, NameCheck, find_config, flag_of, resolve
+from trainwright.launch.manifests import FLAGS, emit
 from trainwright.launch.nodes import Job, Nodes
 from trainwright.launch.processes import supervise
 
@@ -31,6 +32,14 @@ def launch_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     parser = launch_parser()
     options, command = parse_command(parser, arguments)
     try:
+        if options.emit is not None:
+            if options.emit == "slurm" or not command:  # another file system has the script of a pod
+                check_script(command)
+            print(emit(options, command, check_names), end="")
+            return 0
+        for name in ("image", "volume", "time", "cpus"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"{flag_of(name)} is for the files of --emit. Add --emit, or leave it out.")
         if "LOCAL_RANK" in os.environ:  # a pod of a PyTorchJob has RANK only
             raise ValueError("this process is itself a rank of a job. Run the script directly, or unset LOCAL_RANK.")
         config = find_config(options.config_file)
@@ -83,6 +92,11 @@ def launch_parser() -> Parser:
             add(flag_of(name), metavar=name.rpartition("_")[2].upper(), help=entry.about)
     add("--config-file", metavar="PATH", help="a YAML file for what flags leave open (or the variable TRAINWRIGHT_CONFIG; "
         "default: ~/.config/trainwright/config.yaml, if it is there; trainwright config writes it)")  # fmt: skip
+    add("--emit", choices=FLAGS, help="print an sbatch file, or manifests for Kubernetes, and run nothing")
+    add("--image", help="with --emit kubernetes: the container's image, which has the script")
+    add("--volume", metavar="CLAIM", help="with --emit kubernetes: the PersistentVolumeClaim to mount at /runs")
+    add("--time", metavar="LIMIT", help="with --emit slurm: the time limit of the job, such as 04:00:00")
+    add("--cpus", metavar="N", help="with --emit: CPU cores of every process (default: 4)")
     add("--dry-run", action="store_true", help="print what would run, and run nothing")
     return parser
 
