@@ -26,7 +26,7 @@ _HOMES = {
     "trainwright.data.combined_loader": "CombinedLoader",
     "trainwright.data.datamodule": "DataModule",
     "trainwright.data.packing": "PackedDataset check_packing document_mask",
-    "trainwright.data.padding": "PadCollate",
+    "trainwright.data.padding": "PadCollate pad_collate",
     "trainwright.data.seeding": "isolate_rng seed_everything",
     "trainwright.engine.engine": "Engine",
     "trainwright.memory.memory_estimate": "estimate_memory",

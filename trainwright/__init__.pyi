@@ -8,6 +8,7 @@ from trainwright.data.packing import PackedDataset as PackedDataset
 from trainwright.data.packing import check_packing as check_packing
 from trainwright.data.packing import document_mask as document_mask
 from trainwright.data.padding import PadCollate as PadCollate
+from trainwright.data.padding import pad_collate as pad_collate
 from trainwright.data.seeding import isolate_rng as isolate_rng
 from trainwright.data.seeding import seed_everything as seed_everything
 from trainwright.engine.engine import Engine as Engine

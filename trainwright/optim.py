@@ -42,8 +42,8 @@ class SplitOptimizer(Optimizer):
                 loss = closure()
         for steps, part in self.parts.items():
             # A strategy or a load may have replaced the groups and the state since the last step.
-            part.param_groups = [group for group in self.param_groups if group["steps"] == steps]
-            part.state = self.state
+            groups = [group for group in self.param_groups if group["steps"] == steps]
+            vars(part).update(param_groups=groups, state=self.state)
             part.step()
         return loss
 

@@ -85,3 +85,13 @@ def _as_sequence(value: object) -> Tensor | None:
         return None
     tensor = torch.as_tensor(value)
     return tensor if tensor.dim() else None
+
+
+def pad_collate(samples: Sequence[Any]) -> object:
+    """Return the batch of these samples, padded as by `PadCollate()`: pass it as `collate_fn`.
+
+    >>> tw.pad_collate([torch.tensor([1, 2, 3]), torch.tensor([4])])
+    tensor([[1, 2, 3],
+            [4, 0, 0]])
+    """
+    return PadCollate()(samples)
