@@ -17,7 +17,8 @@
 #   make faults            the same one at a time, and their table in benchmarks/RESULTS.md
 #   make check             formatting, lint, types; make format mends the first two
 #   make docs              the documentation as a site, in site/; a warning is an error
-#   make bench             benchmarks/overhead.py (ARGS), start.py (START_ARGS), ddp_overhead.py (DDP_ARGS), strategies.py (STRATEGY_ARGS)
+#   make bench             benchmarks/overhead.py (ARGS), models.py (MODEL_ARGS), ragged.py (RAGGED_ARGS), start.py (START_ARGS),
+#                          ddp_overhead.py (DDP_ARGS), strategies.py (STRATEGY_ARGS)
 #                          and checkpoint.py (CHECKPOINT_ARGS), beside other frameworks and beside their goals
 #   make bench-gpu         benchmarks/gpu.py: on a machine with a GPU, ARGS="--minutes 9"; on its own torch with PYTHON=python3, which makes no
 #                          .venv and installs nothing; anywhere, ARGS="--device cpu --small"
@@ -35,6 +36,8 @@ WORKERS ?= 2
 START_ARGS ?=
 DDP_ARGS ?=
 STRATEGY_ARGS ?=
+MODEL_ARGS ?=
+RAGGED_ARGS ?=
 SOAK_ARGS ?=
 KILLS ?= 200
 SEED ?= 0
@@ -133,6 +136,8 @@ docs: $(VENV)/docs.stamp
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python benchmarks/models.py $(MODEL_ARGS)
+	$(BIN)/python benchmarks/ragged.py $(RAGGED_ARGS)
 	$(BIN)/python benchmarks/start.py $(START_ARGS)
 	$(BIN)/python benchmarks/ddp_overhead.py $(DDP_ARGS)
 	$(BIN)/python benchmarks/strategies.py $(STRATEGY_ARGS)

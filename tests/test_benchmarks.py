@@ -59,6 +59,18 @@ def test_ragged_text_is_compared_with_padding_by_hand() -> None:
 
 
 @pytest.mark.slow
+def test_real_models_are_compared_with_loops_by_hand() -> None:
+    options = ("--rounds", "1", "--steps", "1", "--cases", "transformer,resnet", "--loops", "by_hand,trainwright")
+    done = run(*options, script="models.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [
+        [f"`{case}`", loop] for case in ("transformer", "resnet") for loop in ("by hand", "trainwright")
+    ]
+    assert all(float(row[2]) > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_starts_are_compared_with_a_hand_written_one() -> None:
     names = ["hand_written", "trainwright_trainer"]
     done = run("--rounds", "1", "--only", ",".join(names), script="start.py")

@@ -86,7 +86,7 @@ def test_a_copy_of_a_module_in_training_calls_its_own_blocks() -> None:
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch's compiler meets it itself
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-def test_compiled_blocks_recompute_too() -> None:
+def test_compiled_blocks_keep_the_weights_of_a_plain_run() -> None:
     class Plain(Deep):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.net(batch[0]).square().mean()
@@ -110,7 +110,7 @@ def test_repeated_blocks_are_the_outermost_items_of_one_class() -> None:
     assert repeated_blocks(net) == layers
 
 
-def test_wrong_settings_name_the_accepted_ones() -> None:
+def test_wrong_settings_are_rejected_with_the_accepted_ones() -> None:
     for value in (1, "full", [], {3}, {"blocks": {Block}, "offloads": True}, {"selective": 1}):
         with pytest.raises(ValueError, match=r"activation_checkpointing=.* is not accepted. Pass True"):
             tw.Trainer(activation_checkpointing=value)

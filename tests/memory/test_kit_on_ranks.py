@@ -78,7 +78,7 @@ def trained(strategy: str, **settings: Any) -> dict[str, Tensor]:
 
 
 def looped(strategy: str) -> dict[str, Tensor]:
-    """The same in an own loop, with `accumulate` and without."""
+    """The same in a raw loop, with `accumulate` and without."""
     steps = {"cpu": True, "strategy": strategy, "accumulate_by": "tokens", "gradient_accumulation_steps": 2}
     accelerator = tw.Accelerator(**steps, activation_checkpointing={Block})
     module = Net()

@@ -47,6 +47,11 @@ def read_loss(outputs: Any, world_size: int) -> Tensor | None:
     )
 
 
+def num_tokens_of(outputs: Any) -> Any:
+    """Return the number of tokens that training_step's outputs name, or None."""
+    return outputs.get("num_tokens") if isinstance(outputs, dict) else None
+
+
 def clear_with_hooks(run: TrainingRun, batch: Batch) -> None:
     """Clear the gradients at a window's start by the hooks and the module's optimizer_zero_grad."""
     optimizer = run.optimizer
@@ -77,9 +82,8 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
                 "parameters, outside of torch.no_grad and without .detach() or .item()."
             )
         scaled = loss
-        if batch.is_uneven or run.accumulate > 1 or run.window.tokens is not None:
-            num_tokens = outputs.get("num_tokens") if isinstance(outputs, dict) else None
-            scaled = run.window.scale(loss, batch.weight, num_tokens)
+        if batch.is_uneven or run.scales_losses:
+            scaled = run.window.scale(loss, batch.weight, num_tokens_of(outputs))
         if run.accumulate > 1:
             run.window.hold_gradients()
         if plan.before_backward:
@@ -117,7 +121,7 @@ def step(run: TrainingRun, batch: Batch, loss: Tensor | None) -> None:
         return
     # The window ended early, or half precision rounded what its losses were divided by (engine/window.py). Hooks and
     # clipping are to see the gradients of the window's mean.
-    if (run.accumulate > 1 or run.window.tokens is not None) and (correction := run.window.correction) != 1.0:
+    if run.scales_losses and (correction := run.window.correction) != 1.0:
         run.engine.strategy.clip_gradients(optimizer, Clipping(scale=correction))
     if plan.before_step:
         run.engine.strategy.finalize(optimizer)

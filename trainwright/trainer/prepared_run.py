@@ -96,6 +96,8 @@ class PreparedRun(Run):
     """The optimizer to step. None under manual optimization, or without optimizers."""
     accumulate = 1
     """Batches of a window in this epoch."""
+    scales_losses = False
+    """Whether the losses and gradients of a window are scaled in this epoch."""
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class TrainingRun(PreparedRun):
         self.state.restore_rng(AFTER_EPOCH_START)
         self.logbook.resume_epoch()
         self.accumulate = self.trained.accumulate_grad_batches
+        self.scales_losses = self.accumulate > 1 or self.window.tokens is not None
         if not self.plan.is_manual:  # otherwise gradients that on_train_epoch_start has sent backward wait for a step
             self.window.drop()
         self.engine.refresh_trainable()
