@@ -44,7 +44,8 @@ class Compiled:
         """The causes of compilations after the first, as torch describes them."""
         self.is_within = False
         """True while a compiled submodule runs. The submodules that it calls are part of its graph."""
-        eager = set() if options.get("whole") else _around_blocks(module)
+        # A graph of the device overwrites the outputs of its last run, and equal blocks would share one.
+        eager = set() if options.get("whole") or makes_graphs(options) else _around_blocks(module)
         submodules = (layer for layer in _submodules(module) if layer not in eager)
         self.modules = [layer for layer in submodules if type(layer).forward is not nn.Module.forward]
         """The submodules that would run compiled if a step called them."""
