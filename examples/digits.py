@@ -140,7 +140,9 @@ def main():
     )
     trainer.fit(
         Digits(options.epochs),
-        DataLoader(train_set, batch_size=32, shuffle=True),
+        DataLoader(
+            train_set, batch_size=32, shuffle=True, drop_last=options.compile
+        ),  # a short batch is compiled again
         DataLoader(val_set, batch_size=64),
     )
     result = trainer.test(dataloaders=DataLoader(test_set, batch_size=64), ckpt_path="best")

@@ -53,6 +53,10 @@ class SplitOptimizer(Optimizer):
             param_group = {**self.parts[REST].defaults, **param_group, "steps": REST}
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a deep copy needs."""
+        return {**super().__getstate__(), "parts": self.parts, "names": self.names}
+
     def describe(self) -> str:
         """Return a text with the names of the parameters that each of the two optimizers steps."""
         return "\n".join(f"{type(part).__name__}: {', '.join(self.names[steps])}" for steps, part in self.parts.items())

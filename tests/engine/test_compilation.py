@@ -146,7 +146,9 @@ def test_the_third_compilation_of_a_shape_is_warned_of_with_its_cause(counter: C
     compiled = Compiled(nn.ModuleDict({"net": net}), {"backend": counter})
     for shape in ((4, 7, 1), (4, 8, 1), (5, 8, 1)):
         net(torch.ones(shape))
-    with pytest.warns(UserWarning, match=r"compile= has compiled again 3 times.*The latest cause: .*dtype mismatch"):
+    with pytest.warns(
+        UserWarning, match=r"compile= has compiled Block again 3 times.*The latest cause: .*dtype mismatch"
+    ):
         net.double()(torch.ones(5, 8, 1, dtype=torch.float64))
     with torch.no_grad():
         net.eval()(torch.ones(5, 8, 1, dtype=torch.float64))  # an evaluation needs a graph too

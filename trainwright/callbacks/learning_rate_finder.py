@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -246,7 +246,7 @@ class TunedSetting:
         for name in names:
             self.name, self._holders = name, list(_holders_of(name, owners))
             if self._holders:
-                self._first = [getattr(*holder) for holder in self._holders]
+                self._first = [_value_of(*holder) for holder in self._holders]
                 return
         where = " or ".join(type(owner).__name__ for owner in owners)
         raise AttributeError(
@@ -257,12 +257,23 @@ class TunedSetting:
     def set(self, value: Any) -> None:
         """Set it in all objects."""
         for holder, key in self._holders:
-            setattr(holder, key, value)
+            _assign(holder, key, value)
 
     def restore(self) -> None:
         """Restore the first values of all objects."""
         for (holder, key), value in zip(self._holders, self._first, strict=True):
-            setattr(holder, key, value)
+            _assign(holder, key, value)
+
+
+def _value_of(holder: Any, key: str) -> Any:
+    return holder[key] if isinstance(holder, MutableMapping) else getattr(holder, key)
+
+
+def _assign(holder: Any, key: str, value: Any) -> None:
+    if isinstance(holder, MutableMapping):
+        holder[key] = value
+    else:
+        setattr(holder, key, value)
 
 
 def use_found(callback: Callback, setting_of: Callable[[Module], TunedSetting], value: Any) -> None:
@@ -281,8 +292,8 @@ def _holders_of(name: str, owners: Sequence[Any]) -> Iterator[tuple[Any, str]]:
         # All, because save_hyperparameters keeps copies, which the loader hook and the loggers may read.
         for holder in (*(() if name.startswith("hparams.") else (owner,)), *kept_hyper_parameters(owner)):
             for part in path:
-                holder = getattr(holder, part, None)
-            if hasattr(holder, last):
+                holder = holder.get(part) if isinstance(holder, MutableMapping) else getattr(holder, part, None)
+            if last in holder if isinstance(holder, MutableMapping) else hasattr(holder, last):
                 yield holder, last
 
 

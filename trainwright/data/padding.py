@@ -24,7 +24,7 @@ class PadCollate:
     Args:
         padding_value: the padding of all other keys, or a dict of it by key (by position in a tuple), by default 0.
         multiple_of: round the length up to a multiple of this number, for values whose lengths differ in the batch and values
-            as long as the sample's first row of integers. None means 8 if torch sees a CUDA device, whose matrix products
+            as long as `input_ids`, or else as the sample's first row of integers. None means 8 if torch sees a CUDA device, whose matrix products
             are then faster, and otherwise 1.
 
     Raises:
@@ -61,7 +61,8 @@ class PadCollate:
         """Return the values of every key as one value."""
         first_lengths: list[int] | None = None
         batch: dict[object, object] = {}
-        for key, values in columns.items():
+        for key in sorted(columns, key=lambda key: key != "input_ids"):  # first, as the reference
+            values = columns[key]
             sequences = [part for part in map(_as_sequence, values) if part is not None]
             lengths = [len(part) for part in sequences]
             if len(sequences) < len(values):
@@ -75,7 +76,7 @@ class PadCollate:
             ends = [[0] * (2 * part.dim() - 1) + [length - len(part)] for part in sequences]
             padded = [pad(part.to(dtype), end, value=value) for part, end in zip(sequences, ends, strict=True)]
             batch[key] = torch.stack(padded)
-        return batch
+        return {key: batch[key] for key in columns}
 
 
 def _as_sequence(value: object) -> Tensor | None:

@@ -23,7 +23,7 @@ OUT_OF_MEMORY = (
     "HIP out of memory",
     "HIP error: out of memory",
 )
-"""Texts of errors of too little memory."""
+"""Texts of out-of-memory errors."""
 VARIABLES = ("CUDA", "CUBLAS", "NCCL", "NVIDIA", "HIP", "ROCR")
 """Prefixes of its environment variables."""
 
@@ -45,7 +45,8 @@ def try_algorithms(enabled: bool) -> None:
 
 def record_memory(enabled: bool) -> None:
     """Begin to record all allocations with their stacks, or stop and forget them."""
-    torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
+    # By default every allocation of a run stays in the host's memory.
+    torch.cuda.memory._record_memory_history(enabled="all" if enabled else None, max_entries=100_000)
 
 
 def save_memory_record(path: str) -> None:

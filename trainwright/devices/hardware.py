@@ -37,7 +37,7 @@ OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""Texts of torch's errors of too little memory, where they are plain RuntimeErrors."""
+"""Texts of torch's out-of-memory errors, where they are plain RuntimeErrors."""
 PACKAGES = (
     *("torch", "numpy", "torchmetrics", "fsspec", "safetensors", "cloudpickle", "PyYAML", "tqdm"),
     *("deepspeed", "fairscale", "tensorboard", "transformers", "accelerate", "lightning"),

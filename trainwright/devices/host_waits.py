@@ -25,7 +25,7 @@ class HostWaits:
 
     def __init__(self, device: torch.device, tell: Callable[[str], object]) -> None:
         self._backend: Any = torch.get_device_module(device)
-        self._tell, self._show = tell, warnings.showwarning
+        self._tell, self._show, self._filters = tell, warnings.showwarning, warnings.catch_warnings()
         self.counts: Counter[str] = Counter()
         """The waits by file, line and function."""
         self.num_internal = 0
@@ -35,6 +35,7 @@ class HostWaits:
         """Begin to count, and return whether torch reports the waits for this device."""
         if not hasattr(self._backend, "set_sync_debug_mode"):
             return False
+        self._filters.__enter__()
         self._show = warnings.showwarning
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the mode is a prototype, as torch warns
@@ -45,11 +46,11 @@ class HostWaits:
 
     def stop(self) -> None:
         """Stop counting, and print the lines, the most frequent first."""
-        warnings.showwarning = self._show
+        self._filters.__exit__()
         self._backend.set_sync_debug_mode("default")
         lines = [f"  {place}: {count:,} times" for place, count in self.counts.most_common()]
-        head = f"detect_syncs: the host waited for the device at {len(lines)} line(s) of your code"
-        tail = f"; trainwright waited {self.num_internal:,} times, at rows of the log, ends of epochs and saves"
+        head = f"detect_syncs: the host waited for the device at {len(lines)} line(s) outside of trainwright"
+        tail = f"; trainwright waited {self.num_internal:,} times (rows of the log, epoch ends, saves, loss scales, policies)"
         self._tell("\n".join([head + tail + (":" if lines else "."), *lines]))
 
     def _take(self, message: Warning | str, *details: Any, **options: Any) -> None:

@@ -139,7 +139,9 @@ def keep_freed_memory() -> None:
     is_wanted = os.environ.get("TRAINWRIGHT_KEEP_FREED_MEMORY") != "0"
     if is_glibc and is_wanted and os.environ.keys().isdisjoint(ALLOCATOR_VARIABLES):
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: larger tensors have pages of their own
+        # M_MMAP_THRESHOLD: larger tensors have pages of their own. Before 2.35 glibc accepts at most 32 MiB.
+        if not libc.mallopt(-3, 1 << 30):
+            libc.mallopt(-3, 32 << 20)
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 

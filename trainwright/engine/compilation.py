@@ -6,7 +6,7 @@ The repeated blocks of a net are compiled once, and called by the net's eager fo
 from __future__ import annotations
 
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -21,9 +21,9 @@ from trainwright.tensor_names import is_compiled
 from trainwright.value_kinds import is_metric
 
 FEWEST_BLOCKS = 3
-"""The number of equal blocks from which on they are compiled one by one."""
+"""From this number of equal blocks on, each is compiled separately."""
 MOST_RECOMPILES = 2
-"""A change of the batch size and one of the length are usual. Each further compilation is a warning."""
+"""A change of the batch size and one of the length are usual. Every later recompilation is a warning."""
 
 
 class Compiled:
@@ -42,6 +42,7 @@ class Compiled:
         self._watch = CompilationWatch(__file__)
         self.recompiles: list[str] = []
         """The causes of compilations after the first, as torch describes them."""
+        self._counts: Counter[Hashable] = Counter()
         self.is_within = False
         """True while a compiled submodule runs. The submodules that it calls are part of its graph."""
         # A graph of the device overwrites the outputs of its last run, and equal blocks would share one.
@@ -63,14 +64,15 @@ class Compiled:
             self._functions[kind] = torch.compile(code, **self._options)
         return self._functions[kind]
 
-    def report(self) -> None:
-        """Record new compilations, and warn from the third compilation of a shape that has changed."""
-        causes = self._watch.new_causes()
+    def report(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        """Record new compilations of a module's function, and warn from its third, with gradients or without."""
+        causes, key = self._watch.new_causes(), (function, torch.is_grad_enabled())
         self.recompiles += causes
-        if causes and len(self.recompiles) > MOST_RECOMPILES:
+        self._counts[key] += len(causes)
+        if causes and self._counts[key] > MOST_RECOMPILES:
             rank_zero_warn(
-                f"compile= has compiled again {len(self.recompiles)} times, which takes seconds to minutes each time. The "
-                f"latest cause: {causes[-1]}. Pad to fewer shapes, pass drop_last=True to the loader, or omit compile=.",
+                f"compile= has compiled {type(module).__name__} again {self._counts[key]} times, which takes seconds to minutes. "
+                f"The latest cause: {causes[-1]}. Pad to fewer shapes, pass drop_last=True to the loader, or omit compile=.",
                 stacklevel=3,
             )
 
@@ -110,7 +112,7 @@ class _Call:
         finally:
             self.compiled.is_within = False
             if self.compiled.has_news:
-                self.compiled.report()
+                self.compiled.report(self.module, self.function)
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

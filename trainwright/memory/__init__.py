@@ -1,1 +1,1 @@
-"""Memory: estimates, activations that are recomputed, and reports of errors of too little memory."""
+"""Memory: estimates, activations that are recomputed, and reports of out-of-memory errors."""

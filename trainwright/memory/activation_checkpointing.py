@@ -81,18 +81,26 @@ class ActivationCheckpointing:
         blocks = repeated_blocks(module) if self.blocks is None else _of_classes(module, self.blocks)
         if not blocks:
             raise ValueError(
-                f"activation_checkpointing finds no repeated block in {type(module).__name__}: no ModuleList or Sequential of "
-                "it has two modules of one class that have children. Name the classes of the blocks, as in "
+                f"activation_checkpointing finds no repeated block in {type(module).__name__}: no ModuleList, Sequential or "
+                "ModuleDict of it has two modules of one class that have children. Name the classes of the blocks, as in "
                 "activation_checkpointing={Block}."
             )
-        for block in blocks:  # of another loop
+        for block in blocks:  # which another loop may have prepared
             if isinstance(earlier := vars(block).get("forward"), partial) and earlier.func is _recomputed:
                 block.forward = earlier.args[1]
         before = [(block, vars(block).get("forward")) for block in blocks]
         for block in blocks:
             block.forward = partial(_recomputed, block, block.forward, self.selective, offloads)
 
+        # A decoder of transformers would append the keys and values of a recomputation to its cache again.
+        configs = {getattr(part, "config", None) for part in module.modules() if hasattr(part, "config")}
+        cached = [config for config in configs if getattr(config, "use_cache", None) is True]
+        for config in cached:
+            config.use_cache = False
+
         def undo() -> None:
+            for config in cached:
+                config.use_cache = True
             for block, forward in before:
                 if forward is None:
                     vars(block).pop("forward", None)
@@ -170,13 +178,13 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 @contextmanager
 def _without_updates(block: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Let a recomputation leave the running statistics of norms alone, which the forward has updated."""
+    """Keep a recomputation from updating the running statistics of norms again."""
     norms: list[Any] = [
         layer for layer in block.modules() if layer.training and getattr(layer, "track_running_stats", False)
     ]
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
+    for norm, _, count in before:
+        norm.momentum, norm.num_batches_tracked = 0.0, None if count is None else count.clone()
     try:
         with inner:
             yield

@@ -1,4 +1,4 @@
-"""The note on an error of too little memory: the bytes that this rank stored, and the arguments that need less."""
+"""The note on an out-of-memory error: the bytes that this rank stored, and the arguments that need less."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from trainwright.engine.engine import Engine
 
 
-def memory_note(engine: Engine, module: nn.Module, batch_size: int, accumulate: int) -> str:
+def memory_note(engine: Engine, module: nn.Module, batch_size: int, accumulate: int, recomputes: bool = False) -> str:
     """Return the memory that this rank stores and the arguments that need less, as text. It allocates no tensor.
 
     Args:
         batch_size: the batch size of the training loader, 1 if unknown.
         accumulate: batches of an optimizer step.
+        recomputes: whether the run recomputes activations already.
     """
     states = [state for optimizer in engine.optimizers for state in unwrap_optimizer(optimizer).state.values()]
     stored = {
@@ -36,8 +37,8 @@ def memory_note(engine: Engine, module: nn.Module, batch_size: int, accumulate: 
     if peak_of is not None and (peak := peak_of(device)):
         rest = size_text(max(0, peak - sum(stored.values())))
         text += f" The peak was {size_text(peak)}: activations, batches and workspace used up to {rest}."
-    remedies = _remedies(engine, module, batch_size, accumulate)
-    return "\n  - ".join([f"{text}\nWhat needs less (sizes are without activations):", *remedies])
+    remedies = _remedies(engine, module, batch_size, accumulate, recomputes)
+    return "\n  - ".join([f"{text}\nWays to use less memory (sizes exclude activations):", *remedies])
 
 
 def _local_bytes(tensors: Iterable[Any]) -> int:
@@ -47,13 +48,14 @@ def _local_bytes(tensors: Iterable[Any]) -> int:
     return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
-def _remedies(engine: Engine, module: nn.Module, batch_size: int, accumulate: int) -> Iterator[str]:
+def _remedies(engine: Engine, module: nn.Module, batch_size: int, accumulate: int, recomputes: bool) -> Iterator[str]:
     """Yield the arguments that need less memory: first of activations, then of everything else."""
     precision = engine.precision.name
     if batch_size > 1:
         smaller = f"batch_size={batch_size // 2} instead of {batch_size} in the loader"
         yield f"{smaller}, with accumulate_grad_batches={2 * accumulate}: half of the activations"
-    yield "activation_checkpointing=True: the backward computes most activations again instead of storing them"
+    if not recomputes:
+        yield "activation_checkpointing=True: the backward computes most activations again instead of storing them"
     if precision == "32-true":
         yield 'precision="bf16-mixed": half of most activations'
     if any(

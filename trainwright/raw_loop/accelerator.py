@@ -80,7 +80,7 @@ class Accelerator(Collectives):
             launched, otherwise every device of the accelerator, otherwise 1.
         precision: any precision of the Trainer, instead of mixed_precision.
         nan_policy: "raise" ends the loop at a loss or weights that are not finite, "skip" skips such steps.
-        accumulate_by: "tokens" weighs all tokens of a window equally, on all ranks: pass the sum of their losses and
+        accumulate_by: "tokens" gives all tokens of a window the same weight: pass the sum of their losses and
             `num_tokens` to `backward`.
         strategy, num_nodes, hang_timeout, activation_checkpointing: as for the Trainer.
         log_with: "csv", "tensorboard", "wandb", "mlflow", "all" for all that can be used here, a Logger, or a

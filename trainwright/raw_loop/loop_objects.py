@@ -108,7 +108,7 @@ class Preparation(Preparations):
         """Prepare a model that is new, and return it. Collective."""
         before = stepped_by(*self.optimizers).intersection(p for _, p in module.named_parameters())
         if self._options.checkpointing is not None and is_trained:
-            self._options.checkpointing.install(module, self._engine.device.type)
+            self._recompute(module, self._options.checkpointing)
         if self._options.compiler is not None:
             module.compile(backend=self._options.compiler)
         self._engine.prepare_module(module, self._optimization if is_trained else None)
@@ -122,6 +122,14 @@ class Preparation(Preparations):
         is_wrapped = is_mixed or module in self._engine.strategy.wrapped or "run" in vars(self._engine)
         self.models.append(PreparedModule(self._engine, module, to_float32=is_mixed) if is_wrapped else module)
         return self.models[-1]
+
+    def _recompute(self, module: nn.Module, checkpointing: ActivationCheckpointing) -> None:
+        """Make a model recompute activations. A later model may have no such blocks, as a discriminator beside a generator."""
+        try:
+            checkpointing.install(module, self._engine.device.type)
+        except ValueError:
+            if not self.models:
+                raise
 
     def optimizer_of(self, given: Any) -> PreparedOptimizer:
         """Return the prepared optimizer for one (ValueError)."""

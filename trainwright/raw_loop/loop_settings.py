@@ -85,6 +85,10 @@ class LoopSettings:
         if self.accumulate_by not in ("batches", "tokens"):
             raise ValueError(f"accumulate_by={self.accumulate_by!r} is not accepted; pass 'batches' or 'tokens'.")
         self.checkpointing = ActivationCheckpointing.read(self.activation_checkpointing)
+        if self.checkpointing is not None and self.checkpointing.offload and _compiler(self.dynamo_backend):
+            raise ValueError(
+                "dynamo_backend= cannot trace the 'offload' of activation_checkpointing. Omit one of them."
+            )
         if self.cpu and self.accelerator not in ("auto", "cpu"):
             raise ValueError(f"cpu=True and accelerator={self.accelerator!r} were both given. Pass one.")
         check_length(self.gradient_accumulation_steps, "gradient_accumulation_steps")

@@ -301,10 +301,11 @@ class Run:
             outcome.after(hook_of(self.datamodule, "on_exception", DataModule), error)
 
     def _explain_memory(self, error: BaseException) -> None:
-        """Add the use of memory, and the arguments that need less, to an error of too little memory."""
+        """Add the use of memory, and the arguments that need less, to an out-of-memory error."""
         assert self.module is not None
         size = getattr(parts_of(self.stages.train_dataloader)[0], "batch_size", None) or 1
-        error.add_note(memory_note(self.engine, self.module, size, self.trained.accumulate_grad_batches))
+        recomputes = bool(self.settings.activation_checkpointing)
+        error.add_note(memory_note(self.engine, self.module, size, self.trained.accumulate_grad_batches, recomputes))
 
     def _position(self) -> tuple[tuple[int, ...], str]:
         """Return how far the run is, in counts that are the same on every rank, and in words. Another thread calls it."""

@@ -164,6 +164,9 @@ class Settings:
             yield f"min_steps={self.min_steps} is above max_steps={self.max_steps}"
         if self.memory_snapshot is not None and self.fast_dev_run:
             yield f"fast_dev_run writes no file, but memory_snapshot={self.memory_snapshot!r} asks for one. Omit one"
+        checkpointing = ActivationCheckpointing.read(self.activation_checkpointing)
+        if self.compile and checkpointing is not None and checkpointing.offload:
+            yield "compile= cannot trace the 'offload' of activation_checkpointing. Omit one of them"
         if self.barebones:
             names = (
                 "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_report",

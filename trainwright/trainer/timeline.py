@@ -107,6 +107,7 @@ class Timeline:
             now = perf_counter()
             seconds[self._phase] += now - self._since  # of the phase that the step has left
             self._phase, self._since = "data", now
+        self.enter("step")  # a prefetcher asks for the end before the last step
 
     def _warn_of_waits(self) -> None:
         """Warn once, if the waits are a large share of the training so far."""
@@ -144,7 +145,7 @@ class Timeline:
         if self._can_overlap:
             more = min(self._cores - 1, max(2, 2 * loader.num_workers))
             return f"{now}, and this process has {self._cores} cores. Pass num_workers={more} to it."
-        factor = f", or pass it more than prefetch_factor={loader.prefetch_factor}" if loader.num_workers else ""
+        factor = f", or raise prefetch_factor above {loader.prefetch_factor}" if loader.num_workers else ""
         return f"{now}, and this process has {self._cores} core(s): prepare the data before training{factor}."
 
 

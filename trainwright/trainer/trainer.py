@@ -111,7 +111,7 @@ class Trainer(Status):
         enable_autolog_hparams: write the hyper-parameters to the loggers.
         hang_timeout: seconds, or a timedelta, after which a job without progress ends, and the limit of a collective. None: the
             strategy's timeout, or half an hour.
-        accumulate_by: "batches" weighs the batches of an optimizer step equally, "tokens" the tokens, on all ranks:
+        accumulate_by: "batches" gives every batch of an optimizer step the same weight, "tokens" every token:
             training_step returns {"loss": the sum over its tokens, "num_tokens": their number}.
         activation_checkpointing: recompute activations in the backward to save memory: True for the repeated blocks of the
             module, "selective" to recompute only cheap operations, a set of classes of blocks, or a dict with "blocks",

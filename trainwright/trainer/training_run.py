@@ -34,6 +34,7 @@ class TrainingRun(PreparedRun):
     """The current batch."""
     uneven_round: UnevenRound | None = None
     """The current batch, if it is one of an uneven round."""
+    _is_timed = False
     _num_empty = 0
     """Batches of this run for which training_step returned None."""
 
@@ -64,7 +65,8 @@ class TrainingRun(PreparedRun):
 
     def _timed(self, pairs: Pairs) -> Pairs:
         """Return the same batches, timed by the profiler and for the timeline."""
-        if not self.state.progress.batches_begun:
+        if not self._is_timed:
+            self._is_timed = True
             self.close_at_end(self._drop_batch)
             warn_of_evaluation_mode(self.module, self.trained.optimizers)
             loaders, processes = parts_of(self.stages.train_dataloader), self.engine.environment.local_world_size
