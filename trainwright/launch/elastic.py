@@ -186,9 +186,8 @@ class NodeLauncher(RendezvousHandler):
         self._place = place = self._find_place(info)
         self._say_start(last, place)
         is_range = self._nodes.rank is None and self._restarts < self._job.max_restarts
-        start: dict[str, Any] = {
-            "job": {**asdict(self._job), "nodes": {}},
-            "place": place._asdict(),
+        start: dict[str, Any] = {"job": {**asdict(self._job), "nodes": {}}, "place": place._asdict()}
+        start |= {
             "least": self._nodes.least if is_range else 0,
             "folder": str(self._folder.path),
             "launcher": os.getpid(),
@@ -274,14 +273,9 @@ class NodeLauncher(RendezvousHandler):
 
     def _describe(self) -> dict[str, Any]:
         """Return this launcher as the others see it."""
-        return {
-            "host": socket.gethostname(),
-            "num_processes": self._job.num_processes,
-            "node_rank": self._nodes.rank,
-            "job": self._job.name,
-            "time": time.time(),
-            "terms": [str(self._nodes), f"max_restarts={self._job.max_restarts}"],
-        }
+        node = {"host": socket.gethostname(), "num_processes": self._job.num_processes, "node_rank": self._nodes.rank}
+        terms = [str(self._nodes), f"max_restarts={self._job.max_restarts}"]
+        return {**node, "job": self._job.name, "time": time.time(), "terms": terms}
 
     def _arrive(self) -> None:
         """Ask the main node to admit this one."""

@@ -138,14 +138,8 @@ class WandbLogger(RemoteLogger):
     def _begun(self, run_id: str | None) -> Any:
         wandb = _client()
         os.makedirs(self.save_dir, exist_ok=True)
-        options: dict[str, Any] = {
-            "name": self._name,
-            "project": self._group,
-            "dir": self.save_dir,
-            "id": run_id,
-            "resume": "allow",
-            "mode": "offline" if self._offline else None,
-        }
+        options: dict[str, Any] = {"name": self._name, "project": self._group, "dir": self.save_dir, "id": run_id}
+        options |= {"resume": "allow", "mode": "offline" if self._offline else None}
         if getattr(wandb.setup(), "most_recent_active_run", wandb.run) is not None:
             options["reinit"] = "create_new"  # otherwise init returns that run; wandb.log works only without it
         options |= self._options
@@ -255,9 +249,7 @@ class WandbLogger(RemoteLogger):
             raise TypeError(f"log_{kind.lower()}({key!r}) got {a_type_of(items)}; expected a list.")
         for name, values in options.items():
             if len(values) != len(items):
-                raise ValueError(
-                    f"log_{kind.lower()}({key!r}): {len(items)} items, but {name} has {len(values)} entries."
-                )
+                raise ValueError(f"log_{kind.lower()}({key!r}): {len(items)} items, but {name} has {len(values)}.")
         if not self._begin():
             return
         make = getattr(_client(), kind)
