@@ -177,9 +177,7 @@ def _run_rank(
     _run_to_the_end(function, arguments)
 
 
-def _run_program(
-    variables: dict[str, str], folder: str, outputs: list[str], warnings_are: str | None, arguments: list[str]
-) -> None:
+def _run_program(variables: Any, folder: str, outputs: list[str], warnings_are: Any, arguments: list[str]) -> None:
     os.setsid()
     _become_an_interpreter(variables, folder, outputs)
     if warnings_are is not None:

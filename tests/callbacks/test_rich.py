@@ -188,9 +188,7 @@ def test_a_run_that_fails_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatc
     assert (second, third) == ("after it", "")
 
 
-def test_it_prints_to_a_file_what_tqdm_does(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_prints_to_a_file_what_tqdm_does(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # a log with colors has no cursor
     lines = []
     for bar in (tw.RichProgressBar(), tw.TQDMProgressBar()):

@@ -30,9 +30,7 @@ class Slow(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_step_and_an_epoch_are_where_it_ends(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_and_an_epoch_are_where_it_ends(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("trainwright.callbacks.timer.time", clock)
 

@@ -10,9 +10,7 @@ from projects import files, loader, part, raised, refusal, regression, scripted,
 VALUES = (5.0, 3.0, 4.0, 1.0, 2.0)
 
 
-def _names(
-    L: Any, folder: Any, *, epochs: int = 5, batches: int = 8, fit: dict[str, Any] | None = None, **options: Any
-) -> Any:
+def _names(L: Any, folder: Any, *, epochs: int = 5, batches: int = 8, fit: Any | None = None, **options: Any) -> Any:
     """Return the checkpoints of a ModelCheckpoint after a fit whose epochs have the scores VALUES."""
     callback = part(L, "callbacks").ModelCheckpoint(dirpath=folder / "saved", **options)
     module = scripted(L, "score", VALUES)()

@@ -172,9 +172,7 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
         ("env:\n  RANK: 1", "mine.yaml: env has RANK, which trainwright launch sets itself. Remove it"),
     ],
 )
-def test_a_wrong_config_is_rejected_with_its_path(
-    text: str, said: str, started: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_config_is_rejected_with_its_path(text: str, said: str, started: list[Any], capsys: Any) -> None:
     with pytest.raises(SystemExit) as caught:
         launch(text)
     assert caught.value.code == 2
@@ -182,9 +180,7 @@ def test_a_wrong_config_is_rejected_with_its_path(
     assert not started
 
 
-def test_a_config_that_cannot_be_read_is_reported(
-    started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_that_cannot_be_read_is_reported(started: list[Any], capsys: Any, monkeypatch: Any) -> None:
     Path("bytes.yaml").write_bytes(b"devices: \xff")
     for name, said in (
         ("none.yaml", "none.yaml: [Errno 2] No such file"),

@@ -185,15 +185,12 @@ def test_a_wrong_number_of_grace_seconds_is_rejected(text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "signals"),
-    [
-        ("ddp", ("launcher", "rank", "launcher")),
-        ("ddp_sharded", ("launcher",)),
-        ("fsdp", ("launcher",)),
-        ("deepspeed_stage_2", ("launcher",)),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "signals"), [
+    ("ddp", ("launcher", "rank", "launcher")),
+    ("ddp_sharded", ("launcher",)),
+    ("fsdp", ("launcher",)),
+    ("deepspeed_stage_2", ("launcher",)),
+])  # fmt: skip
 def test_signals_at_random_moments_lose_nothing(
     strategy: str, signals: tuple[str, ...], tmp_path: Path, start: StartJob
 ) -> None:

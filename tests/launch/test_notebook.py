@@ -192,9 +192,7 @@ def test_counters_metrics_and_callbacks_come_back(ran: Ran, monkeypatch: pytest.
 
 
 @pytest.mark.launch
-def test_later_calls_start_from_the_trained_weights(
-    ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_later_calls_start_from_the_trained_weights(ran: Ran, tmp_path: Path, capsys: Any) -> None:
     trainer, module = ran.trainer, ran.module
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     with torch.no_grad():

@@ -86,15 +86,12 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
     return torch.load(folder / "weights.pt")
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "launch",
-        pytest.param("torchrun", marks=pytest.mark.slow),
-        pytest.param("script", marks=pytest.mark.slow),
-        pytest.param("slurm", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("way", [
+    "launch",
+    pytest.param("torchrun", marks=pytest.mark.slow),
+    pytest.param("script", marks=pytest.mark.slow),
+    pytest.param("slurm", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_two_nodes_end_as_one(network: Network, one_node: dict[str, torch.Tensor], way: str) -> None:
     jobs = []
     for node in (0, 1):
@@ -147,14 +144,11 @@ def test_a_failed_rank_ends_both_nodes_and_is_named_on_both(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("node", "number", "text"),
-    [
-        (0, signal.SIGKILL, "the launcher of node 0, the main node, has ended"),
-        (1, signal.SIGKILL, "(its node was lost: the launcher there has ended or cannot be reached)"),
-        (1, signal.SIGTERM, "failed first (SIGTERM stopped its launcher)"),
-    ],
-)
+@pytest.mark.parametrize(("node", "number", "text"), [
+    (0, signal.SIGKILL, "the launcher of node 0, the main node, has ended"),
+    (1, signal.SIGKILL, "(its node was lost: the launcher there has ended or cannot be reached)"),
+    (1, signal.SIGTERM, "failed first (SIGTERM stopped its launcher)"),
+])  # fmt: skip
 def test_a_launcher_that_ends_takes_both_nodes_with_it(network: Network, node: int, number: int, text: str) -> None:
     jobs = start_both(network, "wait")
     assert [len(job.processes()) for job in jobs] == [3, 3]

@@ -161,25 +161,15 @@ def backwards_of_torch() -> None:
 def refusals() -> None:
     """Check the errors for everything that DeepSpeed cannot do."""
     refused: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
-        (
-            partial(DeepSpeedStrategy, config=OWN),
-            Regresses(),
-            {},
-            ValueError,
-            "has an 'optimizer' section. Return None",
-        ),
+        (partial(DeepSpeedStrategy, config=OWN), Regresses(), {}, ValueError,
+         "has an 'optimizer' section. Return None"),
         (partial(DeepSpeedStrategy, config={"zero_optimization": {"stag": 2}}), Regresses(), {}, ValueError, "stag"),
         (partial(DeepSpeedStrategy, nonsense=3), Regresses(), {}, ValueError, "nonsense"),
-        (
-            partial(DeepSpeedStrategy, config={"gradient_clipping": 0.5}),
-            Players(),
-            {},
-            ValueError,
-            "Clip and accumulate in training_step",
-        ),
+        (partial(DeepSpeedStrategy, config={"gradient_clipping": 0.5}), Players(), {}, ValueError,
+         "Clip and accumulate in training_step"),
         ("deepspeed", Closes(), {}, ValueError, "LBFGS"),
         ("deepspeed", Thaws(), {"max_epochs": 2}, RuntimeError, "'head.bias' of Thaws was frozen or unfrozen"),
-    ]
+    ]  # fmt: skip
     for strategy, module, settings, kind, text in refused:
         with pytest.raises(kind, match=text):
             trainer(strategy, **settings).fit(module, loader(8, 1))

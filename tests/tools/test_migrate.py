@@ -96,20 +96,17 @@ def test_a_script_of_lightning_becomes_ours() -> None:
     assert migrate(theirs) == (ours, [])
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "advice"),
-    [
-        ("from lightning.pytorch.plugins.io import AsyncCheckpointIO", "AsyncCheckpointIO", "async_save=True"),
-        ("from lightning.pytorch.accelerators import Accelerator", "Accelerator", "trainer.accelerator is"),
-        ("from lightning.fabric import Fabric", "lightning.fabric.Fabric", "tw.Accelerator"),
-        ("import lightning.fabric as fabric", "lightning.fabric", "tw.Accelerator"),
-        ("import lightning.pytorch.utilities.seed as s", "lightning.pytorch.utilities.seed", "no counterpart"),
-        ("from pytorch_lightning.tuner.lr_finder import _LRFinder", "_LRFinder", "private"),
-        ("from lightning.pytorch.utilities import Nonsense", "Nonsense", "no counterpart"),
-        ("from accelerate.logging import get_logger", "accelerate.logging.get_logger", "logging.getLogger"),
-        ("from accelerate.tracking import GeneralTracker", "GeneralTracker", r"subclass tw\.Logger"),
-    ],
-)
+@pytest.mark.parametrize(("text", "name", "advice"), [
+    ("from lightning.pytorch.plugins.io import AsyncCheckpointIO", "AsyncCheckpointIO", "async_save=True"),
+    ("from lightning.pytorch.accelerators import Accelerator", "Accelerator", "trainer.accelerator is"),
+    ("from lightning.fabric import Fabric", "lightning.fabric.Fabric", "tw.Accelerator"),
+    ("import lightning.fabric as fabric", "lightning.fabric", "tw.Accelerator"),
+    ("import lightning.pytorch.utilities.seed as s", "lightning.pytorch.utilities.seed", "no counterpart"),
+    ("from pytorch_lightning.tuner.lr_finder import _LRFinder", "_LRFinder", "private"),
+    ("from lightning.pytorch.utilities import Nonsense", "Nonsense", "no counterpart"),
+    ("from accelerate.logging import get_logger", "accelerate.logging.get_logger", "logging.getLogger"),
+    ("from accelerate.tracking import GeneralTracker", "GeneralTracker", r"subclass tw\.Logger"),
+])  # fmt: skip
 def test_a_name_without_counterpart_stays_and_is_listed(text: str, name: str, advice: str) -> None:
     migrated, (remark,) = migrate(f"\n{text}\n")
     assert migrated == f"\n{text}\n"
@@ -172,18 +169,15 @@ def test_write_changes_only_the_imports(tmp_path: Path, capsys: pytest.CaptureFi
     assert sorted(os.listdir(tmp_path)) == ["link.py", "train.py"]
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("a.py", b"import lightning\nx = (\n", r"a\.py:2: '\(' was never closed\. Nothing was written"),
-        ("a.py", b"\nfrom lightning.pytorch import *", r"a\.py:2: `from lightning\.pytorch import \*` hides the names"),
-        ("a.py", b"x = '\xff'", r"a\.py:1: invalid or missing encoding declaration\. Nothing was written"),
-        ("a.py", b"\n\nx = '\xff'", r"a\.py: 'utf-8' codec can't decode byte 0xff.*Nothing was written"),
-        ("a.py", b"import lightning\0", r"null bytes.*Nothing was written"),
-        ("a.ipynb", b"{}", r"a\.ipynb: this is a notebook\. Save it as a script"),
-        ("missing.py", None, r"missing\.py: No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize(("name", "data", "message"), [
+    ("a.py", b"import lightning\nx = (\n", r"a\.py:2: '\(' was never closed\. Nothing was written"),
+    ("a.py", b"\nfrom lightning.pytorch import *", r"a\.py:2: `from lightning\.pytorch import \*` hides the names"),
+    ("a.py", b"x = '\xff'", r"a\.py:1: invalid or missing encoding declaration\. Nothing was written"),
+    ("a.py", b"\n\nx = '\xff'", r"a\.py: 'utf-8' codec can't decode byte 0xff.*Nothing was written"),
+    ("a.py", b"import lightning\0", r"null bytes.*Nothing was written"),
+    ("a.ipynb", b"{}", r"a\.ipynb: this is a notebook\. Save it as a script"),
+    ("missing.py", None, r"missing\.py: No such file or directory"),
+])  # fmt: skip
 def test_a_script_that_cannot_be_migrated_is_one_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, data: bytes | None, message: str
 ) -> None:

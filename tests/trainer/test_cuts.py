@@ -75,9 +75,6 @@ def every_step(folder: Path, every: int = 1) -> tw.ModelCheckpoint:
     return tw.ModelCheckpoint(folder, "{step}", save_top_k=-1, auto_insert_metric_name=False, every_n_train_steps=every)
 
 
-# -- the weights of a score ----------------------------------------------------------------------------------------------
-
-
 def is_true(callback: tw.ModelCheckpoint, kind: type[Falling] = Falling) -> None:
     """All kept checkpoints reach their scores again, and their names contain the step of the weights."""
     assert callback.best_k_models
@@ -88,17 +85,14 @@ def is_true(callback: tw.ModelCheckpoint, kind: type[Falling] = Falling) -> None
         assert Path(path).name.startswith(f"step={-int(module.weight.item())}-val_loss={float(score)}"), path
 
 
-@pytest.mark.parametrize(
-    ("every", "settings"),
-    [
-        ({}, {"val_check_interval": 4, "accumulate_grad_batches": 3}),
-        ({}, {"val_check_interval": 0.3, "accumulate_grad_batches": 4}),
-        ({}, {"val_check_interval": 5, "accumulate_grad_batches": 2, "check_val_every_n_epoch": None}),
-        ({"every_n_train_steps": 4}, {}),
-        ({"every_n_train_steps": 3}, {"val_check_interval": 5}),
-        ({"every_n_train_steps": 2}, {"max_steps": 17, "val_check_interval": 4}),
-    ],
-)
+@pytest.mark.parametrize(("every", "settings"), [
+    ({}, {"val_check_interval": 4, "accumulate_grad_batches": 3}),
+    ({}, {"val_check_interval": 0.3, "accumulate_grad_batches": 4}),
+    ({}, {"val_check_interval": 5, "accumulate_grad_batches": 2, "check_val_every_n_epoch": None}),
+    ({"every_n_train_steps": 4}, {}),
+    ({"every_n_train_steps": 3}, {"val_check_interval": 5}),
+    ({"every_n_train_steps": 2}, {"max_steps": 17, "val_check_interval": 4}),
+])  # fmt: skip
 def test_a_checkpoint_holds_the_weights_that_got_its_score(tmp_path: Path, every: Any, settings: Any) -> None:
     callback = tw.ModelCheckpoint(tmp_path, "{step}-{val_loss}", monitor="val_loss", save_top_k=3, **every)
     if every:
@@ -142,14 +136,11 @@ class Ends(tw.ModelCheckpoint):
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize(
-    ("hook", "settings"),
-    [
-        ("on_train_epoch_end", {}),
-        ("on_train_epoch_end", {"max_steps": 10}),
-        ("on_validation_end", {"val_check_interval": 2}),
-    ],
-)
+@pytest.mark.parametrize(("hook", "settings"), [
+    ("on_train_epoch_end", {}),
+    ("on_train_epoch_end", {"max_steps": 10}),
+    ("on_validation_end", {"val_check_interval": 2}),
+])  # fmt: skip
 def test_a_resume_makes_the_missing_save_of_another_callback(
     tmp_path: Path, hook: str, settings: dict[str, Any], weights_only: bool
 ) -> None:
@@ -176,9 +167,6 @@ def test_a_resume_makes_the_missing_save_of_another_callback(
         with pytest.raises(Killed):
             run(tmp_path / str(call), call)
         assert run(tmp_path / str(call)) == whole, call
-
-
-# -- an epoch's end, and a run's -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", [4, DataLoader(Stream(4))])
@@ -272,9 +260,6 @@ def test_a_save_at_an_epochs_end_includes_the_decision_of_early_stopping(tmp_pat
         assert resumed.current_epoch == 3, epoch
 
 
-# -- validations that are due --------------------------------------------------------------------------------------------
-
-
 class Steps(Falling):
     """Steps by itself, every third batch, over the ends of epochs too."""
 
@@ -309,9 +294,6 @@ def test_a_due_validation_runs_after_a_resume(tmp_path: Path, kind: type[Falling
         trainer = fit(resumed, data=8, path=tmp_path / f"end-epoch={epoch}.ckpt", **interval)
         assert torch.equal(resumed.weight, whole.weight)
         assert trainer.global_step == 8 if kind is Steps else trainer.global_step > 8
-
-
-# -- random numbers of hooks ---------------------------------------------------------------------------------------------
 
 
 class Draws(Falling):
@@ -411,9 +393,6 @@ def test_max_steps_within_an_epoch_leaves_the_rng_of_a_longer_run(tmp_path: Path
     assert after_rest == after
 
 
-# -- rows of loggers -----------------------------------------------------------------------------------------------------
-
-
 def test_rows_of_an_interrupted_validation_are_written_once(tmp_path: Path) -> None:
     class Signals(tw.Callback):
         def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -432,9 +411,6 @@ def test_rows_of_an_interrupted_validation_are_written_once(tmp_path: Path) -> N
     assert run(tmp_path / "part") == whole
 
 
-# -- windows -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_resumed_run_can_have_windows_of_another_length(tmp_path: Path) -> None:
     """Saved after batch 6 of 10: the rest is a window of four, whose steps are whole ones."""
     fit(Falling(), every_step(tmp_path), data=10, max_epochs=1, accumulate_grad_batches=2)
@@ -445,9 +421,6 @@ def test_a_resumed_run_can_have_windows_of_another_length(tmp_path: Path) -> Non
     module = Falling()
     fit(module, data=10, max_epochs=1, accumulate_grad_batches=3, path=tmp_path / "3" / "4.ckpt")  # and again, after 9
     assert module.weight.item() == pytest.approx(-5)
-
-
-# -- a training step that trains nothing ---------------------------------------------------------------------------------
 
 
 def test_a_training_step_without_a_loss_is_explained() -> None:

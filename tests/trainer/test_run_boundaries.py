@@ -31,9 +31,6 @@ def saving(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"callbacks": [checkpoint], "enable_checkpointing": True}
 
 
-# -- windows and outputs -------------------------------------------------------------------------------------------------
-
-
 class Samples(IterableDataset[Any]):
     """A stream of unknown length, whose order is drawn from torch's generator."""
 
@@ -140,9 +137,6 @@ def test_index_zero_is_passed_to_hooks_of_one_loader(stage: str) -> None:
     if stage == "predict":
         call(Module(), [make_loader(4, 4), make_loader(4, 4)])
         assert given == [*[0] * 8, *[1] * 4]
-
-
-# -- saves and resumed runs ----------------------------------------------------------------------------------------------
 
 
 class Averaged(Classifier):
@@ -307,9 +301,6 @@ def test_a_module_that_builds_its_layers_late_comes_back(tmp_path: Path) -> None
     assert_equal(weights(Late.load_from_checkpoint(str(tmp_path / "a.ckpt"))), weights(trainer.model))
 
 
-# -- from run to run -----------------------------------------------------------------------------------------------------
-
-
 class Named(tw.Callback):
     def __init__(self, name: str) -> None:
         self.name = name
@@ -361,9 +352,6 @@ def test_a_run_within_a_run_is_refused(call: str) -> None:
     assert_equal(weights(module), weights(expected))
 
 
-# -- the end of a run ----------------------------------------------------------------------------------------------------
-
-
 class Ending(tw.Callback):
     """Fails in given hooks, and records its calls."""
 
@@ -402,9 +390,7 @@ class Closing(CSVLogger):
 
 
 @pytest.mark.parametrize("where", ["setup", "training_step", "teardown"])
-def test_the_first_error_comes_out_and_the_rest_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
-) -> None:
+def test_the_first_error_comes_out_and_the_rest_is_done(tmp_path: Path, capsys: Any, where: str) -> None:
     calls: list[str] = []
 
     class Broken(Classifier):
@@ -450,16 +436,11 @@ def test_the_first_error_comes_out_and_the_rest_is_done(
     assert (trainer.run.running_call, trainer.training) == (None, False)
 
 
-# -- limits --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("scheduling", "settings", "steps"),
     [({0: 4}, {}, 9), ({0: 1, 1: 2, 2: 8}, {}, 11 + 6 + 2), ({1: 3}, {}, 11 + 4 + 4), ({0: 4}, {"max_steps": 5}, 5)],
 )
-def test_estimated_steps_include_scheduled_windows(
-    scheduling: dict[int, int], settings: dict[str, Any], steps: int
-) -> None:
+def test_estimated_steps_include_scheduled_windows(scheduling: dict[int, int], settings: Any, steps: int) -> None:
     class Planned(Classifier):
         def configure_optimizers(self) -> Any:
             self.planned = self.trainer.estimated_stepping_batches

@@ -93,9 +93,7 @@ def test_evaluations_do_not_change_a_fit(tmp_path: Path) -> None:
     assert best["val_loss"] == pytest.approx(float(checkpoint.best_model_score), rel=1e-6)
 
 
-def test_without_a_module_the_latest_one_is_taken_at_its_best(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_module_the_latest_one_is_taken_at_its_best(tmp_path: Path, capsys: Any) -> None:
     class Worse(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", float(self.current_epoch))

@@ -249,7 +249,9 @@ class WandbLogger(RemoteLogger):
             raise TypeError(f"log_{kind.lower()}({key!r}) got {a_type_of(items)}; expected a list.")
         for name, values in options.items():
             if len(values) != len(items):
-                raise ValueError(f"log_{kind.lower()}({key!r}): {len(items)} items, but {name} has {len(values)}.")
+                raise ValueError(
+                    f"log_{kind.lower()}({key!r}): {len(items)} items, but {name} has {len(values)} entries."
+                )
         if not self._begin():
             return
         make = getattr(_client(), kind)

@@ -86,7 +86,9 @@ def read_evaluation(
         latest.trainer.print(f"trainer.{call} was given no module: it takes the best checkpoint, {best}")
     if ckpt_path in ("", "best") and not best:
         if latest.settings.fast_dev_run and latest.module is not None:
-            latest.trainer.print(f"trainer.{call}: fast_dev_run saves no checkpoint; it takes the weights in memory.")
+            latest.trainer.print(
+                f"trainer.{call}: fast_dev_run saves no checkpoint, so the weights in memory are taken."
+            )
             ckpt_path = None
         ckpt_path = overridden(call, "ckpt_path", ckpt_path)
     if model is None:  # then the call is about the latest run, and so about its data

@@ -229,7 +229,9 @@ class Status:
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"trainer.accumulate_grad_batches={value!r} is no integer of at least 1.")
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={value!r} is not accepted. Set it to an integer of at least 1."
+            )
         value = int(value)
         if self.run.running_call is None:
             self._change_setting("accumulate_grad_batches", value)
