@@ -339,14 +339,11 @@ def test_evaluations_write_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_bar_is_copied_without_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Copies(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            copies.append(copy.deepcopy(bar))
-
+    copies_callback = tw.LambdaCallback(on_train_batch_end=lambda *_: copies.append(copy.deepcopy(bar)))
     terminal(monkeypatch)
     copies: list[tw.TQDMProgressBar] = []
     bar = tw.TQDMProgressBar(refresh_seconds=0.0)
-    tw.Trainer(max_epochs=1, callbacks=[bar, Copies()], **SETTINGS).fit(Shown(), make_loader(8))
+    tw.Trainer(max_epochs=1, callbacks=[bar, copies_callback], **SETTINGS).fit(Shown(), make_loader(8))
     assert [(each._training.bar, each.refresh_rate) for each in copies] == [(None, bar.refresh_rate)] * 2
 
 

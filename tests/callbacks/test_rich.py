@@ -260,13 +260,12 @@ def test_rich_rejects_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_copy_has_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Copies(tw.Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            copies.extend([copy.deepcopy(bar), pickle.loads(pickle.dumps(bar))])
-
+    copies_callback = tw.LambdaCallback(
+        on_train_batch_end=lambda *_: copies.extend([copy.deepcopy(bar), pickle.loads(pickle.dumps(bar))])
+    )
     copies: list[Any] = []
     bar = tw.RichProgressBar(refresh_seconds=0.0)
-    trainer = tw.Trainer(max_epochs=1, callbacks=[bar, Copies()], **SETTINGS)
+    trainer = tw.Trainer(max_epochs=1, callbacks=[bar, copies_callback], **SETTINGS)
     in_terminal(monkeypatch, lambda: trainer.fit(Shown(), make_loader(4)))
     assert len(copies) == 2
 

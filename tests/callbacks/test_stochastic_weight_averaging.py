@@ -122,14 +122,10 @@ class Failing(Normed):
 
 def test_failed_pass_keeps_the_module_as_it_was() -> None:
     latest: dict[str, Tensor] = {}
-
-    class Keeps(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            latest.update(weights(module))
-
+    keeps = tw.LambdaCallback(on_train_batch_end=lambda trainer, module, *_: latest.update(weights(module)))
     module = Failing()
     with pytest.raises(RuntimeError, match="no more"):
-        fit(swa(), Keeps(), module=module)
+        fit(swa(), keeps, module=module)
     assert_equal(weights(module), latest)
 
 

@@ -312,17 +312,14 @@ def test_a_config_of_another_version_is_accepted(
     assert config.model.width == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--trainer.max_epoch=3"], "Did you mean --trainer.max_epochs?"),
-        ([*SGD, "--optimizer.rl=1"], "SGD has no argument 'rl'. Did you mean 'lr'?"),
-        (["--trainer.callbacks+=ModelChekpoint"], "Did you mean 'ModelCheckpoint'?"),
-        (["--config=missing.yaml"], "File does not exist"),
-        (["--model.width=wide"], "Expected a <class 'int'>"),
-        (["--optimizer=SGD", "--optimizer.lr=high"], "Expected a <class 'float'>"),  # or a tensor
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--trainer.max_epoch=3"], "Did you mean --trainer.max_epochs?"),
+    ([*SGD, "--optimizer.rl=1"], "SGD has no argument 'rl'. Did you mean 'lr'?"),
+    (["--trainer.callbacks+=ModelChekpoint"], "Did you mean 'ModelCheckpoint'?"),
+    (["--config=missing.yaml"], "File does not exist"),
+    (["--model.width=wide"], "Expected a <class 'int'>"),
+    (["--optimizer=SGD", "--optimizer.lr=high"], "Expected a <class 'float'>"),  # or a tensor
+])  # fmt: skip
 def test_wrong_arguments_are_explained(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:

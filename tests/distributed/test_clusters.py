@@ -55,16 +55,13 @@ def test_jobs_and_steps_have_ports_of_their_own() -> None:
     assert (chosen.main_address, chosen.main_port) == ("10.0.0.9", 31000)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"SLURM_JOB_ID": "100", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "a"},  # a batch script
-        SLURM | {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"},  # the shell of salloc
-        SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash, in a job of seven
-        OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
-        PMI | {"PMI_SIZE": "1"},
-    ],
-)
+@pytest.mark.parametrize("variables", [
+    {"SLURM_JOB_ID": "100", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "a"},  # a batch script
+    SLURM | {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"},  # the shell of salloc
+    SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash, in a job of seven
+    OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
+    PMI | {"PMI_SIZE": "1"},
+])  # fmt: skip
 def test_one_task_is_one_process(variables: dict[str, str]) -> None:
     assert replace(Environment.detect(variables), waiting_tasks=0) == Environment()
 

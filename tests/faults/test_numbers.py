@@ -191,13 +191,9 @@ def test_two_ranks_end_by_one_decision_and_a_raw_loop_skips(tmp_path: Path) -> N
 
 def test_a_run_without_a_policy_warns_once_and_counts_as_failed(tmp_path: Path) -> None:
     results = []
-
-    class Ends(tw.Callback):
-        def on_run_end(self, trainer: Any, module: Any, result: str, error: Any) -> None:
-            results.append(result)
-
+    ends = tw.LambdaCallback(on_run_end=lambda trainer, module, result, *_: results.append(result))
     with pytest.warns(UserWarning, match="the loss is nan|the run has ended") as caught:
-        fit(Normed(), loader_without((), 5), callbacks=Ends(), log_every_n_steps=4)
+        fit(Normed(), loader_without((), 5), callbacks=ends, log_every_n_steps=4)
     texts = [str(each.message) for each in caught]
     assert len(texts) == 2
     assert texts[0].startswith("the loss is nan at step 8 (epoch 0, batch 8), so the weights become NaN")

@@ -243,29 +243,26 @@ def refuse(recorder: Any) -> None:
     raise OSError("no space left")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        # Raised between two cycles, after the end of the first one and before the second is prepared.
-        (
-            {"on_trace_ready": refuse, "schedule": torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=2)},
-            OSError,
-            "no space left",
-        ),
-        # Raised where a recording would have ended.
-        (
-            {"schedule": lambda step: [ProfilerAction.RECORD, ProfilerAction.NONE][step % 2]},
-            UserWarning,
-            "RECORD followed by NONE",
-        ),
-        # Raised before the prepared trace has begun.
-        (
-            {"schedule": lambda step: [ProfilerAction.WARMUP, ProfilerAction.NONE][step % 2]},
-            UserWarning,
-            "WARMUP followed by NONE",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "text"), [
+    # Raised between two cycles, after the end of the first one and before the second is prepared.
+    (
+        {"on_trace_ready": refuse, "schedule": torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=2)},
+        OSError,
+        "no space left",
+    ),
+    # Raised where a recording would have ended.
+    (
+        {"schedule": lambda step: [ProfilerAction.RECORD, ProfilerAction.NONE][step % 2]},
+        UserWarning,
+        "RECORD followed by NONE",
+    ),
+    # Raised before the prepared trace has begun.
+    (
+        {"schedule": lambda step: [ProfilerAction.WARMUP, ProfilerAction.NONE][step % 2]},
+        UserWarning,
+        "WARMUP followed by NONE",
+    ),
+])  # fmt: skip
 def test_a_recorder_that_fails_on_its_way_is_not_left(arguments: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         train(PyTorchProfiler(**arguments), batches=8)
@@ -332,12 +329,9 @@ def test_hooks_are_actions(tmp_path: Path) -> None:
         def transfer_batch_to_device(self, batch: Any, *args: Any) -> Any:
             return super().transfer_batch_to_device(batch, *args)
 
-    class Slow(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            time.sleep(0.01)
-
+    slow_callback = tw.LambdaCallback(on_train_batch_end=lambda *_: time.sleep(0.01))
     profiler, saves = SimpleProfiler(filename="times"), tw.ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    settings = {**QUIET, "enable_checkpointing": True, "callbacks": [Slow(), saves]}
+    settings = {**QUIET, "enable_checkpointing": True, "callbacks": [slow_callback, saves]}
     tw.Trainer(**settings, max_epochs=1, profiler=profiler).fit(Hooked(), datamodule=Data())
     durations = profiler.durations
     calls = {action: each.calls for action, each in durations.items()}

@@ -42,16 +42,14 @@ def averaged(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[
 def train(options: dict[str, Any], accumulate: int = 1) -> dict[str, Tensor]:
     module = Classifier()
     losses: list[float] = []
-
-    class Watch(tw.Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            losses.append(float(trainer.callback_metrics["loss_epoch"]))
-
+    watch = tw.LambdaCallback(
+        on_train_epoch_end=lambda trainer, *_: losses.append(float(trainer.callback_metrics["loss_epoch"]))
+    )
     trainer = tw.Trainer(
         max_epochs=3,
         accumulate_grad_batches=accumulate,
         num_sanity_val_steps=1,
-        callbacks=[Watch()],
+        callbacks=[watch],
         strategy=tw.DDPStrategy(**options),
         **QUIET,
     )

@@ -23,61 +23,58 @@ def rewritten(text: str) -> str:
     return migrated
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("import lightning as L", "import trainwright as L"),
-        ("import lightning.pytorch as pl", "import trainwright as pl"),
-        ("import pytorch_lightning", "import trainwright as pytorch_lightning"),
-        ("import os, pytorch_lightning as pl, sys", "import os, trainwright as pl, sys"),
-        ("import pytorch_lightning.callbacks", "import trainwright as pytorch_lightning"),
-        ("import lightning.pytorch.callbacks.timer as t", "import trainwright.callbacks as t"),
-        ("from lightning import pytorch as pl", "from trainwright import pytorch as pl"),
-        ("from lightning.pytorch import callbacks", "from trainwright import callbacks"),
-        ("from pytorch_lightning import Trainer as T", "from trainwright import Trainer as T"),
-        ("from lightning.pytorch.callbacks.timer import Timer", "from trainwright.callbacks import Timer"),
-        ("from lightning.pytorch.strategies import DDPStrategy", "from trainwright.strategies import DDPStrategy"),
-        ("from pytorch_lightning.cli import LightningCLI", "from trainwright.cli import LightningCLI"),
-        ("from lightning.fabric import seed_everything", "from trainwright import seed_everything"),
-        ("from lightning_fabric.loggers import CSVLogger", "from trainwright.loggers import CSVLogger"),
+@pytest.mark.parametrize(("before", "after"), [
+    ("import lightning as L", "import trainwright as L"),
+    ("import lightning.pytorch as pl", "import trainwright as pl"),
+    ("import pytorch_lightning", "import trainwright as pytorch_lightning"),
+    ("import os, pytorch_lightning as pl, sys", "import os, trainwright as pl, sys"),
+    ("import pytorch_lightning.callbacks", "import trainwright as pytorch_lightning"),
+    ("import lightning.pytorch.callbacks.timer as t", "import trainwright.callbacks as t"),
+    ("from lightning import pytorch as pl", "from trainwright import pytorch as pl"),
+    ("from lightning.pytorch import callbacks", "from trainwright import callbacks"),
+    ("from pytorch_lightning import Trainer as T", "from trainwright import Trainer as T"),
+    ("from lightning.pytorch.callbacks.timer import Timer", "from trainwright.callbacks import Timer"),
+    ("from lightning.pytorch.strategies import DDPStrategy", "from trainwright.strategies import DDPStrategy"),
+    ("from pytorch_lightning.cli import LightningCLI", "from trainwright.cli import LightningCLI"),
+    ("from lightning.fabric import seed_everything", "from trainwright import seed_everything"),
+    ("from lightning_fabric.loggers import CSVLogger", "from trainwright.loggers import CSVLogger"),
+    (
+        "from lightning.pytorch.trainer.states import TrainerFn",
+        "from trainwright.trainer.run_position import TrainerFn",
+    ),
+    (
+        "from lightning.pytorch.core.optimizer import LightningOptimizer",
+        "from trainwright.engine.prepared import PreparedOptimizer as LightningOptimizer",
+    ),
+    (
+        "from lightning.pytorch.utilities.exceptions import MisconfigurationException",
+        "from builtins import ValueError as MisconfigurationException",
+    ),
+    (
+        "from lightning.pytorch.utilities.model_summary import ModelSummary",
+        "from trainwright.callbacks.model_summary import LayerSummary as ModelSummary",
+    ),
+    ("import accelerate", "import trainwright as accelerate"),
+    ("from accelerate.utils import \\\n    set_seed", "from trainwright import \\\n    set_seed"),
+    (
+        "if True:\r\n\tfrom lightning.pytorch.utilities import grad_norm, rank_zero_only  # both\r\nx = 1",
         (
-            "from lightning.pytorch.trainer.states import TrainerFn",
-            "from trainwright.trainer.run_position import TrainerFn",
+            "if True:\r\n\tfrom trainwright.gradient_norms import grad_norm\r\n"
+            "\tfrom trainwright import rank_zero_only  # both\r\nx = 1"
         ),
+    ),
+    (
+        "if True: a = 'é'; from lightning.pytorch.utilities import grad_norm, rank_zero_only; b = 2",
         (
-            "from lightning.pytorch.core.optimizer import LightningOptimizer",
-            "from trainwright.engine.prepared import PreparedOptimizer as LightningOptimizer",
+            "if True: a = 'é'; from trainwright.gradient_norms import grad_norm; "
+            "from trainwright import rank_zero_only; b = 2"
         ),
-        (
-            "from lightning.pytorch.utilities.exceptions import MisconfigurationException",
-            "from builtins import ValueError as MisconfigurationException",
-        ),
-        (
-            "from lightning.pytorch.utilities.model_summary import ModelSummary",
-            "from trainwright.callbacks.model_summary import LayerSummary as ModelSummary",
-        ),
-        ("import accelerate", "import trainwright as accelerate"),
-        ("from accelerate.utils import \\\n    set_seed", "from trainwright import \\\n    set_seed"),
-        (
-            "if True:\r\n\tfrom lightning.pytorch.utilities import grad_norm, rank_zero_only  # both\r\nx = 1",
-            (
-                "if True:\r\n\tfrom trainwright.gradient_norms import grad_norm\r\n"
-                "\tfrom trainwright import rank_zero_only  # both\r\nx = 1"
-            ),
-        ),
-        (
-            "if True: a = 'é'; from lightning.pytorch.utilities import grad_norm, rank_zero_only; b = 2",
-            (
-                "if True: a = 'é'; from trainwright.gradient_norms import grad_norm; "
-                "from trainwright import rank_zero_only; b = 2"
-            ),
-        ),
-        (
-            "from lightning.pytorch.callbacks import (\n    Timer,  # stays\n    EarlyStopping as Stop,\n)\n",
-            "from trainwright.callbacks import (\n    Timer,  # stays\n    EarlyStopping as Stop,\n)\n",
-        ),
-    ],
-)
+    ),
+    (
+        "from lightning.pytorch.callbacks import (\n    Timer,  # stays\n    EarlyStopping as Stop,\n)\n",
+        "from trainwright.callbacks import (\n    Timer,  # stays\n    EarlyStopping as Stop,\n)\n",
+    ),
+])  # fmt: skip
 def test_imports_are_rewritten(before: str, after: str) -> None:
     assert rewritten(before) == after
 

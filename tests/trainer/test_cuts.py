@@ -245,15 +245,15 @@ def test_a_run_killed_at_its_end_is_completed(tmp_path: Path, settings: dict[str
 
 
 def test_a_save_at_an_epochs_end_includes_the_decision_of_early_stopping(tmp_path: Path) -> None:
-    class Saves(tw.Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            trainer.save_checkpoint(tmp_path / str(trainer.current_epoch))
+    saves = tw.LambdaCallback(
+        on_train_epoch_end=lambda trainer, *_: trainer.save_checkpoint(tmp_path / str(trainer.current_epoch))
+    )
 
     class Rising(Falling):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", float(self.trainer.current_epoch))
 
-    whole = fit(Rising(), Saves(), tw.EarlyStopping("val_loss", patience=2), max_epochs=9)
+    whole = fit(Rising(), saves, tw.EarlyStopping("val_loss", patience=2), max_epochs=9)
     assert whole.current_epoch == 3
     for epoch in range(3):
         resumed = fit(Rising(), tw.EarlyStopping("val_loss", patience=2), path=tmp_path / str(epoch), max_epochs=9)

@@ -57,17 +57,14 @@ def halving(optimizer: Any) -> StepLR:
     return StepLR(optimizer, 1, gamma=0.5)
 
 
-@pytest.mark.parametrize(
-    ("config", "steps"),
-    [
-        ({"interval": "epoch"}, 2),
-        ({"interval": "epoch", "frequency": 2}, 1),
-        ({"interval": "step"}, 8),  # 11 batches in windows of 3
-        ({"interval": "step", "frequency": 3}, 2),
-        ({"interval": "validation"}, 4),
-        ({"interval": "validation", "frequency": 2}, 2),
-    ],
-)
+@pytest.mark.parametrize(("config", "steps"), [
+    ({"interval": "epoch"}, 2),
+    ({"interval": "epoch", "frequency": 2}, 1),
+    ({"interval": "step"}, 8),  # 11 batches in windows of 3
+    ({"interval": "step", "frequency": 3}, 2),
+    ({"interval": "validation"}, 4),
+    ({"interval": "validation", "frequency": 2}, 2),
+])  # fmt: skip
 def test_schedulers_follow_their_intervals(config: dict[str, Any], steps: int) -> None:
     def own(module: Plain) -> Any:
         optimizer = module.sgd()

@@ -92,11 +92,8 @@ def test_on_train_batch_end_gets_detached_outputs() -> None:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             given.append(outputs)
 
-    class Watch(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            given.append(outputs)
-
-    fit(Returns(), callbacks=[Watch()])
+    watch = tw.LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: given.append(outputs))
+    fit(Returns(), callbacks=[watch])
     for first, second in (given[:2], given[6:]):
         assert first.keys() == second.keys() == {"loss"}
         assert first["loss"].grad_fn is None
@@ -510,11 +507,8 @@ def test_a_toggled_optimizer_is_untoggled_after_an_error() -> None:
 
 
 def test_rows_that_are_logged_in_teardown_are_written(tmp_path: Path) -> None:
-    class Last(tw.Callback):
-        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-            trainer.logger.log_metrics({"final": 0.25}, step=99)
-
-    trainer = fit(Classifier(), callbacks=[Last()], logger=CSVLogger(tmp_path))
+    last = tw.LambdaCallback(teardown=lambda trainer, *_: trainer.logger.log_metrics({"final": 0.25}, step=99))
+    trainer = fit(Classifier(), callbacks=[last], logger=CSVLogger(tmp_path))
     rows = Path(str(trainer.log_dir), "metrics.csv").read_text().splitlines()
     assert "final" in rows[0].split(",")
     assert rows[-1].split(",")[0] == "99"
@@ -522,9 +516,11 @@ def test_rows_that_are_logged_in_teardown_are_written(tmp_path: Path) -> None:
 
 
 def test_the_module_may_log_after_a_save_with_its_hook(tmp_path: Path) -> None:
-    class Saves(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
+    saves = tw.LambdaCallback(
+        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: trainer.save_checkpoint(
+            tmp_path / f"{batch_idx}.ckpt"
+        )
+    )
 
     class Logs(Classifier):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -533,7 +529,7 @@ def test_the_module_may_log_after_a_save_with_its_hook(tmp_path: Path) -> None:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.log("end", float(batch_idx), on_epoch=True)
 
-    trainer = fit(Logs(), callbacks=[Saves()])
+    trainer = fit(Logs(), callbacks=[saves])
     assert float(trainer.callback_metrics["end_epoch"]) == 1.5
     assert len(list(tmp_path.iterdir())) == 4
 

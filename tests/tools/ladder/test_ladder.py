@@ -164,14 +164,11 @@ def test_the_ladder_rejects_wrong_options(arguments: list[str], said: str, capsy
     assert not Path("ladder").exists()
 
 
-@pytest.mark.parametrize(
-    ("line", "hint"),
-    [
-        ("import lightning as L", "; it imports lightning: import trainwright instead, most names are the same."),
-        ("    from accelerate import Accelerator", "; it imports accelerate: import trainwright instead"),
-        ("import torch  # import lightning", "can be changed."),
-    ],
-)
+@pytest.mark.parametrize(("line", "hint"), [
+    ("import lightning as L", "; it imports lightning: import trainwright instead, most names are the same."),
+    ("    from accelerate import Accelerator", "; it imports accelerate: import trainwright instead"),
+    ("import torch  # import lightning", "can be changed."),
+])  # fmt: skip
 def test_a_script_of_another_framework_is_named(line: str, hint: str, fake: Path, capsys: Any) -> None:
     (fake / "interpreter").write_text("#!/bin/sh\n")
     Path("train.py").write_text(f"import os\n{line}\n")
