@@ -266,6 +266,8 @@ FIT = [
      r"StepLR, not an Optimi"),
     ("a scheduler that is none", optimizers(lambda m: {"optimizer": adam(m), "lr_scheduler": 3}), TypeError,
      r"a scheduler was expected, got an int; pass a torch LRScheduler"),
+    ("plateau without monitor", optimizers(plateau), ValueError,
+     r"ReduceLROnPlateau needs the metric .*'monitor': 'val_loss'"),
     ("unknown interval", optimizers(lambda m: step_lr(m, interval="batch")), ValueError, r"interval='batch' .*epoch, step, va"),
     ("frequency 0", optimizers(lambda m: step_lr(m, frequency=0)), ValueError,
      r"frequency=0 of a scheduler is not accepted; pass an integer"),

@@ -163,14 +163,8 @@ def test_statistics_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tw.Trainer(**{**QUIET, "logger": Memory()}, callbacks=monitor)
     strategy = SimpleNamespace(device=torch.device("cuda"))
     rows = Memory()
-    run = SimpleNamespace(
-        strategy=strategy,
-        loggers=[rows],
-        fast_dev_run=False,
-        log_every_n_steps=1,
-        is_global_zero=True,
-        state=trainer.state,
-    )
+    options = {"fast_dev_run": False, "log_every_n_steps": 1, "is_global_zero": True}
+    run = SimpleNamespace(strategy=strategy, loggers=[rows], state=trainer.state, **options)
     monitor.setup(run, Classifier(), "fit")  # type: ignore[arg-type]  # the module is on the CPU
     monitor.on_train_batch_start(run, Classifier(), None, 0)  # type: ignore[arg-type]
     assert given == ["cuda"]

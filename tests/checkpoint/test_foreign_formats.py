@@ -146,14 +146,8 @@ def test_only_plain_data_is_recognized_as_plain() -> None:
     loop.append(loop)
     plain = [None, 1, "a", (1, {2: {3}}), pathlib.Path("a"), torch.float16, datetime.timedelta(1), torch.ones(1000)]
     others = [
-        nn.Linear(1, 1),
-        len,
-        loop,
-        torch.ones(1001),
-        [torch.ones(2, device="meta")],
-        object(),
-        {"a": {1: object()}},
-    ]
+        nn.Linear(1, 1), len, loop, torch.ones(1001), [torch.ones(2, device="meta")], object(), {"a": {1: object()}},
+    ]  # fmt: skip
     assert [is_plain(value) for value in plain] == [True] * len(plain)
     assert [is_plain(value) for value in others] == [False] * len(others)
     assert is_plain(torch.ones(1001), largest_tensor=2000)

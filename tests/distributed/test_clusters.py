@@ -14,15 +14,9 @@ from trainwright.distributed.clusters import expand_hosts, read_slurm_job, reque
 from trainwright.distributed.environment import Environment
 
 SLURM = {
-    "SLURM_JOB_ID": "100",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_NTASKS": "7",
-    "SLURM_STEP_NODELIST": "node[01-03,7]",
-    "SLURM_TASKS_PER_NODE": "2(x3),1",
-}
+    "SLURM_JOB_ID": "100", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "7", "SLURM_STEP_NODELIST": "node[01-03,7]", "SLURM_TASKS_PER_NODE": "2(x3),1",
+}  # fmt: skip
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",

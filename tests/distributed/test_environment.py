@@ -23,16 +23,10 @@ from trainwright.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = {
-    "RANK": "3",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_RESTART_COUNT": "2",
-}
+}  # fmt: skip
 
 # Rank 0 hosts the store and ends first. Rank 1 goes on for a while and must not consider that a failure.
 PLAIN_SCRIPT = """

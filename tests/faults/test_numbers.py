@@ -60,16 +60,8 @@ def loader_without(dropped: tuple[int, ...], bad: int | None, num_batches: int =
 def losses_of(strategy: str, accumulate: int, loader: Any, **settings: Any) -> tuple[list[float], list[str]]:
     torch.manual_seed(5)
     module = Normed()
-    trainer = tw.Trainer(
-        **{
-            **QUIET,
-            "devices": 2,
-            "strategy": strategy,
-            "max_epochs": 1,
-            "accumulate_grad_batches": accumulate,
-            **settings,
-        }
-    )
+    options = {"devices": 2, "strategy": strategy, "max_epochs": 1, "accumulate_grad_batches": accumulate}
+    trainer = tw.Trainer(**{**QUIET, **options, **settings})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, loader)
@@ -140,16 +132,8 @@ def raised(folder: Path) -> Any:
 
     torch.manual_seed(5)
     module = Breaks()
-    trainer = tw.Trainer(
-        **{
-            **QUIET,
-            "devices": 2,
-            "max_epochs": 1,
-            "log_every_n_steps": 3,
-            "nan_policy": "raise",
-            "default_root_dir": folder,
-        }
-    )
+    options = {"devices": 2, "max_epochs": 1, "log_every_n_steps": 3, "nan_policy": "raise", "default_root_dir": folder}
+    trainer = tw.Trainer(**{**QUIET, **options})
     before = None
     try:
         trainer.fit(module, loader_without((), None))

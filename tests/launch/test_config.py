@@ -65,15 +65,10 @@ def test_a_config_fills_what_flags_leave_open(started: list[Any], capsys: pytest
     assert (os.environ["FIRST"], os.environ["SECOND"], os.environ["MY_TOKEN"]) == ("one two", "no", "sesame")
     said = capsys.readouterr().err
     shown = [
-        "config mine.yaml --config-file",
-        "devices 2 mine.yaml",
-        "accelerator cpu mine.yaml",
-        "gradient_accumulation_steps 4 mine.yaml",
-        "num_nodes 1 default",
-        "grace_seconds 7 mine.yaml",
-        "env FIRST one two mine.yaml",
-        "env MY_TOKEN (not shown) mine.yaml",
-    ]
+        "config mine.yaml --config-file", "devices 2 mine.yaml", "accelerator cpu mine.yaml",
+        "gradient_accumulation_steps 4 mine.yaml", "num_nodes 1 default", "grace_seconds 7 mine.yaml",
+        "env FIRST one two mine.yaml", "env MY_TOKEN (not shown) mine.yaml",
+    ]  # fmt: skip
     assert not set(shown) - rows(said)
     assert "sesame" not in said
 

@@ -49,13 +49,8 @@ class Job(Started):
         self.folder, self.temporary = folder, Path(tempfile.mkdtemp(prefix="tw"))
         self.shared = set(os.listdir("/dev/shm"))
         arguments = [
-            *(command or python("-W", "error")),
-            JOB,
-            str(folder),
-            str(devices),
-            str(deadline(pause)),
-            strategy,
-        ]
+            *(command or python("-W", "error")), JOB, str(folder), str(devices), str(deadline(pause)), strategy,
+        ]  # fmt: skip
         super().__init__(arguments, folder, TMPDIR=str(self.temporary), **more)
 
     def reach(self, count: int) -> None:

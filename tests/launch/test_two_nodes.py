@@ -66,15 +66,10 @@ def torchrun(node: int) -> list[str]:
 def slurm(node: int) -> dict[str, str]:
     """The variables that srun sets for the only task of a node."""
     return {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "10.77.0.[1-2]",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "SLURM_PROCID": str(node),
-        "SLURM_NODEID": str(node),
-        "SLURM_LOCALID": "0",
-    }
+        "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "10.77.0.[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": str(node),
+        "SLURM_NODEID": str(node), "SLURM_LOCALID": "0",
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

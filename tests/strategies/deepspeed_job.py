@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,13 +121,8 @@ def told(make: Callable[[], Any], **settings: Any) -> list[str]:
 
 def disagreements(folder: Path) -> dict[str, list[str]]:
     path = folder / f"config-{os.environ['RANK']}.json"
-    settings: Mapping[str, Any] = {
-        "zero_optimization": {"stage": 1},
-        "gradient_clipping": 0.5,
-        "gradient_accumulation_steps": 2,
-        "train_micro_batch_size_per_gpu": "auto",
-        "bf16": {"enabled": "auto"},
-    }
+    settings: Any = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
+    settings |= {"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
     path.write_text(json.dumps(settings))
     return {
         "all": told(partial(DeepSpeedStrategy, stage=2, config=path), gradient_clip_val=1.0, accumulate_grad_batches=4),

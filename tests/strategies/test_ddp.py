@@ -45,14 +45,8 @@ def train(options: dict[str, Any], accumulate: int = 1) -> dict[str, Tensor]:
     watch = tw.LambdaCallback(
         on_train_epoch_end=lambda trainer, *_: losses.append(float(trainer.callback_metrics["loss_epoch"]))
     )
-    trainer = tw.Trainer(
-        max_epochs=3,
-        accumulate_grad_batches=accumulate,
-        num_sanity_val_steps=1,
-        callbacks=[watch],
-        strategy=tw.DDPStrategy(**options),
-        **QUIET,
-    )
+    settings = {**QUIET, "max_epochs": 3, "accumulate_grad_batches": accumulate, "num_sanity_val_steps": 1}
+    trainer = tw.Trainer(callbacks=[watch], strategy=tw.DDPStrategy(**options), **settings)
     trainer.fit(module, make_loader(SAMPLES, 4), make_loader(21, 4))
     return {**weights(module), "losses": torch.tensor(losses)}
 

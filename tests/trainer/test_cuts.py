@@ -223,14 +223,8 @@ def test_a_run_killed_at_its_end_is_completed(tmp_path: Path, settings: dict[str
         files = sorted(path.name for path in folder.glob("**/*.ckpt"))
         rows = (folder / "logs" / "version_0" / "metrics.csv").read_bytes()
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        return (
-            metrics,
-            trainer.current_epoch,
-            trainer.global_step,
-            best.best_model_path.removeprefix(str(folder)),
-            files,
-            rows,
-        )
+        best_path = best.best_model_path.removeprefix(str(folder))
+        return metrics, trainer.current_epoch, trainer.global_step, best_path, files, rows
 
     whole = run(tmp_path / "whole")
     assert whole[2] == settings.get("max_steps", settings.get("min_steps", 8 if stop == 8 else 6))
@@ -335,14 +329,8 @@ def test_hooks_draw_the_same_numbers_in_a_resumed_run(tmp_path: Path, settings: 
     def run(*callbacks: tw.Callback, path: Any = None) -> list[float]:
         torch.manual_seed(3)
         module = Draws()
-        options = {
-            **QUIET,
-            "enable_checkpointing": bool(callbacks),
-            "max_epochs": 3,
-            "val_check_interval": 2,
-            **settings,
-        }
-        tw.Trainer(callbacks=list(callbacks), **options).fit(module, ckpt_path=path)
+        options = {**QUIET, "enable_checkpointing": bool(callbacks), "max_epochs": 3, "val_check_interval": 2}
+        tw.Trainer(callbacks=list(callbacks), **{**options, **settings}).fit(module, ckpt_path=path)
         return module.drawn[settings.get("num_sanity_val_steps", 2) > 0 and path is None :]
 
     ends = tw.ModelCheckpoint(
@@ -597,12 +585,8 @@ def test_a_reloaded_stream_resumes_within_its_epoch(tmp_path: Path) -> None:
 
     def run(path: Any = None) -> list[Any]:
         module = Making()
-        settings = {
-            **QUIET,
-            "enable_checkpointing": True,
-            "limit_train_batches": 3,
-            "reload_dataloaders_every_n_epochs": 2,
-        }
+        settings = {**QUIET, "enable_checkpointing": True}
+        settings |= {"limit_train_batches": 3, "reload_dataloaders_every_n_epochs": 2}
         trainer = tw.Trainer(max_epochs=4, callbacks=[every_step(tmp_path)] if path is None else [], **settings)
         trainer.fit(module, ckpt_path=path)
         return module.seen

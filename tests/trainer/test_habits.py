@@ -128,13 +128,8 @@ def test_what_a_run_will_do_is_known_in_setup() -> None:
 
 def test_settings_are_attributes_and_can_be_set_between_runs() -> None:
     trainer = trainer_of(num_sanity_val_steps=-1, overfit_batches=2)
-    shown = (
-        trainer.limit_train_batches,
-        trainer.limit_test_batches,
-        trainer.overfit_batches,
-        trainer.num_sanity_val_steps,
-    )
-    assert shown == (2, 1.0, 2, float("inf"))
+    assert (trainer.limit_train_batches, trainer.limit_test_batches) == (2, 1.0)
+    assert (trainer.overfit_batches, trainer.num_sanity_val_steps) == (2, float("inf"))
     trainer.overfit_batches = 0
     trainer.limit_train_batches, trainer.max_epochs, trainer.accumulate_grad_batches = 3, 2, 2
     trainer.fit(Classifier(), make_loader(16))

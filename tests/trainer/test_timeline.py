@@ -97,13 +97,8 @@ def test_phases_add_up_and_contain_no_phase_within_them(clock: Clock, tmp_path: 
 
 
 def test_a_validation_within_an_epoch_is_no_step(clock: Clock, tmp_path: Path) -> None:
-    settings = {
-        **QUIET,
-        "max_epochs": 1,
-        "default_root_dir": tmp_path,
-        "val_check_interval": 2,
-        "num_sanity_val_steps": 0,
-    }
+    settings = {**QUIET, "max_epochs": 1, "default_root_dir": tmp_path}
+    settings |= {"val_check_interval": 2, "num_sanity_val_steps": 0}
     trainer = tw.Trainer(**settings)
     trainer.fit(Timed(clock), DataLoader(Read(int), batch_size=2), make_loader(4))
     seconds = {"data": 0.0, "step": 16.0, "validation": 12.0, "checkpoints": 4.0, "other": 1.0}
