@@ -203,8 +203,8 @@ def build(
         rebuilt = {name: _rebuilt(cls, name, form) for name, form in forms.items() if takes_all or name in named}
         values = {**hyper_parameters, **rebuilt}
     elif hparams_name not in overrides:
-        items = _without(overrides, overrides.keys() - hyper_parameters.keys() | named.keys())
-        overrides = _without(overrides, items)
+        arguments = (overrides.keys() - hyper_parameters.keys()) | named.keys()
+        items, overrides = _without(overrides, arguments), _without(overrides, overrides.keys() - arguments)
         values = {hparams_name: _content(cls, hparams_name, {**hyper_parameters, **items}, forms)}
     unknown = [] if takes_all else sorted(overrides.keys() - named.keys())
     if unknown:

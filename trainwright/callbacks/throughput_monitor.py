@@ -114,7 +114,8 @@ class ThroughputMonitor(Callback):
         first, last = self._moments[0], self._moments[-1]
         seconds = max(last.time - first.time, 1e-9)
         own = {
-            f"{kind}_per_sec": (getattr(last, kind) - getattr(first, kind)) / seconds for kind in ("batches", "samples")
+            "batches_per_sec": (last.batches - first.batches) / seconds,
+            "samples_per_sec": (last.samples - first.samples) / seconds,
         }
         if self.length_fn is not None:
             own["items_per_sec"] = (last.length - first.length) / seconds

@@ -137,7 +137,9 @@ class BatchStream(StreamShard):
 
     def _print_reread(self, pass_number: int, batches: int, why: str) -> None:
         if batches and pass_number == self.start_pass:
-            self._print(f"skipping the first {batches} batches of the epoch: {self._kind} {why}, so they are re-read.")
+            self._print(
+                f"skipping the first {batches} batches of this epoch: {self._kind} {why}, so they have to be re-read."
+            )
 
     def _print(self, text: str) -> None:
         if self.rank == self.seed_rank == 0:

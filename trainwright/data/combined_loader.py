@@ -108,8 +108,8 @@ def holds_loader(value: Any) -> bool:
 
 
 def is_read_once(item: Any) -> bool:
-    """Return whether a item is an iterator that cannot start again."""
-    # An iterator with a length, except torch's, is a item whose __iter__ resets it and returns it, like NVIDIA DALI's.
+    """Return whether a loader is an iterator that cannot start again."""
+    # An iterator with a length, except torch's, is a loader whose __iter__ resets it and returns it, like NVIDIA DALI's.
     return isinstance(item, Iterator) and (not isinstance(item, Sized) or type(item).__module__.startswith("torch."))
 
 

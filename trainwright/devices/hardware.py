@@ -24,8 +24,7 @@ __all__ = ["accelerator_type", "count", "describe_devices", "package_versions", 
 GENERAL = "gpu"
 """The name for any accelerator that torch has."""
 HOST = torch.device("cpu")
-OTHER_WORDS = {
-    **dict.fromkeys(("rocm", "hip", "nvidia", "amd"), cuda.NAME),
+OTHER_WORDS = dict.fromkeys(("rocm", "hip", "nvidia", "amd"), cuda.NAME) | {
     "metal": "mps",
     "mac": "mps",
     "intel": "xpu",

@@ -186,8 +186,9 @@ class NodeLauncher(RendezvousHandler):
         self._place = place = self._find_place(info)
         self._say_start(last, place)
         is_range = self._nodes.rank is None and self._restarts < self._job.max_restarts
-        start: dict[str, Any] = {"job": {**asdict(self._job), "nodes": {}}, "place": place._asdict()}
-        start |= {
+        start: dict[str, Any] = {
+            "job": {**asdict(self._job), "nodes": {}},
+            "place": place._asdict(),
             "least": self._nodes.least if is_range else 0,
             "folder": str(self._folder.path),
             "launcher": os.getpid(),

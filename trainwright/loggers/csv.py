@@ -55,7 +55,7 @@ class CSVLogger(FolderLogger):
     ) -> None:
         if isinstance(flush_logs_every_n_steps, bool) or not isinstance(flush_logs_every_n_steps, int):
             raise TypeError(
-                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r} is no int; pass the number of rows."
+                f"flush_logs_every_n_steps={flush_logs_every_n_steps!r} is not an int; pass the number of rows."
             )
         if flush_logs_every_n_steps < 1:
             raise ValueError(f"flush_logs_every_n_steps={flush_logs_every_n_steps} must be at least 1.")

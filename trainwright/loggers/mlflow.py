@@ -158,7 +158,7 @@ class MLFlowLogger(RemoteLogger):
                 if len(values) >= METRICS_AT_ONCE:
                     break
             for start in range(0, len(values), METRICS_AT_ONCE):
-                self._log("values", values[start : start + METRICS_AT_ONCE])
+                self._log("metrics", values[start : start + METRICS_AT_ONCE])
             for _ in range(count):
                 rows.popleft()
 

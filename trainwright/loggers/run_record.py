@@ -158,7 +158,7 @@ class RunRecorder:
             return None  # a test after a training does not change its result
         self._before = data
         pid, now = os.getpid(), _now()
-        process = {"machine": machine(), "pid": pid, "process_start": process_start_time(pid)}
+        process: Any = {"machine": machine(), "pid": pid, "process_start": process_start_time(pid)}
         record = RunRecord(call, RUNNING, began=now, folder=folder, host=socket.gethostname(), **process)
         if earlier is not None and continues and (was_training or not is_training):
             kept = {name: getattr(earlier, name) for name in ("began", "step", "epoch", "checkpoints")}

@@ -318,7 +318,7 @@ class TensorBoardLogger(FolderLogger):
 
 
 def _as_images(images: Any) -> tuple[Any, str]:
-    """Return a copy of images as one data in host memory, and SummaryWriter's name of its layout."""
+    """Return a copy of images as one array in host memory, and SummaryWriter's name of its layout."""
     import numpy
 
     def as_array(image: Any) -> Any:
@@ -332,7 +332,7 @@ def _as_images(images: Any) -> tuple[Any, str]:
     layouts = [layout for layout in ("NCHW", "NHWC") if data.ndim == 4 and data.shape[layout.index("C")] in (1, 3)]
     if not layouts:
         raise ValueError(
-            f"log_images got an data of shape {tuple(data.shape)}; expected one image or a batch of images, with 1 or 3 "
+            f"log_images got an array of shape {tuple(data.shape)}; expected one image or a batch of images, with 1 or 3 "
             "channels first or last."
         )
     first = images[0] if isinstance(images, (list, tuple)) else images

@@ -120,11 +120,10 @@ class LoopSettings:
         """Return the plugin that the arguments mean, its `num_steps` filled in."""
         plugin = _of_kind(self.gradient_accumulation_plugin, GradientAccumulationPlugin, "gradient_accumulation_plugin")
         deepspeed = _of_kind(self.deepspeed_plugin, DeepSpeedPlugin, "deepspeed_plugin")
-        steps = self.gradient_accumulation_steps
+        # 1 is the default, so it contradicts no plugin.
+        steps = None if self.gradient_accumulation_steps == 1 else self.gradient_accumulation_steps
         lengths = {
-            "gradient_accumulation_steps": None
-            if steps == 1
-            else steps,  # 1 is the default, so it contradicts no plugin
+            "gradient_accumulation_steps": steps,
             "gradient_accumulation_plugin.num_steps": plugin and plugin.num_steps,
             "deepspeed_plugin.gradient_accumulation_steps": deepspeed and deepspeed.gradient_accumulation_steps,
         }

@@ -89,7 +89,7 @@ def profiled(options: ProfileKwargs) -> Iterator[profile]:
     activities = None if options.activities is None else [ACTIVITIES[each] for each in options.activities]
     plan = None if options.schedule_option is None else schedule(**phases)
     names = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
-    shown: dict[str, bool] = {name: getattr(options, name) for name in names}
+    shown = {name: getattr(options, name) for name in names}
     with profile(activities=activities, schedule=plan, on_trace_ready=take, **shown) as recorder:
         yield recorder
 

@@ -93,7 +93,7 @@ def _show(options: argparse.Namespace) -> int:
     lines = [printable(options.path), f"  step {about['step']}, epoch {about['epoch']}"]
     lines.append(f"  {_origin(about)}; format {about['format_version']}")
     for name, size in about["sections"].items():
-        tied = f" ({size['tied']} of them another's second name)" if size["tied"] else ""
+        tied = f" ({size['shared']} of them another's second name)" if size["shared"] else ""
         kind = "parameters and buffers" if name == "model" else "elements"
         lines.append(f"  {name}: {size['tensors']} tensors{tied}, {size['elements']:,} {kind}, {_bytes(size['bytes'])}")
         for tensor, entry in (tensors or {}).get(name, {}).items():

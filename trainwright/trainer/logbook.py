@@ -165,11 +165,10 @@ class Logbook:
         row = {key.epoch_name: number for key, number in reduced.items() if key.logger}
         self._write(row, self._state.logged_step)
         common = [(key, number) for key, number in reduced.items() if not key.rank_zero_only]
-
-        def of_loader(index: int) -> dict[str, Any]:
-            return {key.epoch_name: number for key, number in common if key.loader in (-1, index)}
-
-        return [of_loader(index) for index in range(num_loaders)]
+        return [
+            {key.epoch_name: number for key, number in common if key.loader in (-1, index)}
+            for index in range(num_loaders)
+        ]
 
     def _refuse_shared(self, paths: set[str]) -> None:
         """Reject a Metric that training has updated and the running evaluation too (ValueError)."""

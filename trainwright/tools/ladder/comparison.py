@@ -84,7 +84,7 @@ class Comparison:
     @property
     def counts_samples(self) -> bool:
         """Whether the number of samples is known in all batches. Otherwise batches are counted."""
-        return all(run.samples_per_second is not None or run.batches_per_second is None for run in self.runs)
+        return all(run.samples_per_second is not None or run.batches_per_second is None for run in self.records)
 
     @property
     def common_steps(self) -> int | None:
