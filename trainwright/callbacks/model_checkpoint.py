@@ -201,7 +201,7 @@ class ModelCheckpoint(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         kept, is_monitored = self._kept, self.best_model_score is not None
         best = kept["scores"][self.best_model_path] if is_monitored else None
-        saves = {name: kept[name] for name in ("replaced", "current_score", "link")}
+        saves: dict[str, Any] = {name: kept[name] for name in ("replaced", "current_score", "link")}
         saves |= {"best_k_models": dict(kept["scores"]), "last_model_path": kept["last"], "place": kept["written_to"]}
         flags = {"is_put_off": self._is_deferred or self._is_due, "awaits_score": self._awaits_score}
         steps = {"saved_at": list(self._saved_position), "steps": dict(self._steps), "is_validated": self._is_validated}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import count, islice
 from math import gcd
 from typing import Any
@@ -47,8 +46,10 @@ class ShardedCombination(StatefulLoader):
                     "max_size_cycle restarts shorter loaders; pass a list, a DataLoader, or an object whose __iter__ starts "
                     "from the beginning, or choose another mode."
                 )
-        shard_of = partial(ShardedLoader, rank=rank, world_size=world_size, mode=mode, cycles=cycles, **options)
-        self.parts = [shard_of(leaf) for leaf in loader.flattened]
+        self.parts = [
+            ShardedLoader(leaf, rank=rank, world_size=world_size, mode=mode, cycles=cycles, **options)
+            for leaf in loader.flattened
+        ]
         """This rank's shard of each loader, in the order of `loader.flattened`."""
         self.shards = [part.shard for part in self.parts]
         self._seed = self._epoch = self._start_batch = 0

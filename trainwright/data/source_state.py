@@ -217,9 +217,14 @@ class SourceStates:
             self._readers = {0: {"source": self._reader.state(), "generators": None, "ended": ended}}
         elif not self._num_workers:
             self._readers = {0: self._dataset.state()}
-        generators = self._generators.state if self._generators is not None else None
-        read = {"items": self._read, "readers": dict(self._readers), "latest": self._latest}
-        return {**self._beginning(), **read, "generators": generators, "ended": ended}
+        return {
+            **self._beginning(),
+            "items": self._read,
+            "readers": dict(self._readers),
+            "latest": self._latest,
+            "generators": self._generators.state if self._generators is not None else None,
+            "ended": ended,
+        }
 
     def is_other(self, state: SourceState, batch: Any) -> bool:
         """Return whether the first batch from a state differs from the batch that followed the state before."""

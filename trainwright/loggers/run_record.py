@@ -158,8 +158,10 @@ class RunRecorder:
             return None  # a test after a training does not change its result
         self._before = data
         pid, now = os.getpid(), _now()
-        process: Any = {"machine": machine(), "pid": pid, "process_start": process_start_time(pid)}
-        record = RunRecord(call, RUNNING, began=now, folder=folder, host=socket.gethostname(), **process)
+        host, place, start = socket.gethostname(), machine(), process_start_time(pid)
+        record = RunRecord(
+            call, RUNNING, began=now, folder=folder, host=host, machine=place, pid=pid, process_start=start
+        )
         if earlier is not None and continues and (was_training or not is_training):
             kept = {name: getattr(earlier, name) for name in ("began", "step", "epoch", "checkpoints")}
             record = replace(record, resumed=now, **kept)

@@ -134,7 +134,8 @@ class LoopSettings:
         length = next(iter(given.values()), 1)
         if plugin is None:
             return GradientAccumulationPlugin(length)
-        return replace(plugin, num_steps=length)
+        chosen: GradientAccumulationPlugin = replace(plugin, num_steps=length)
+        return chosen
 
     def _strategy(self, ddp: DistributedDataParallelKwargs | None) -> str | Strategy:
         fsdp = _of_kind(self.fsdp_plugin, FullyShardedDataParallelPlugin, "fsdp_plugin")

@@ -132,8 +132,8 @@ class Trackers:
         options = self._options("init_kwargs", init_kwargs)
         made = []
         for name, each in self._chosen:
-            is_made = isinstance(each, Logger)
-            logger = each if is_made else each.of_project(project_name, self._folder, **options.get(name, {}))
+            chosen = options.get(name, {})
+            logger = each if isinstance(each, Logger) else each.of_project(project_name, self._folder, **chosen)
             made.append(Tracker(name, logger))
         for tracker in made:
             if isinstance(tracker.logger, FolderLogger) and self._folder is not None:

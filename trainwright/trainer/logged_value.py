@@ -92,8 +92,8 @@ class LoggedValue:
         self.step_name = f"{name}_step{suffix}" if is_forked else f"{name}{suffix}"
         names = (f"{name}{suffix}", f"{name}_epoch{suffix}" if is_forked else f"{name}{suffix}")
         is_logged, index = settings.logger is None or bool(settings.logger), -1 if loader is None else loader[0]
-        flags = (bool(settings.prog_bar), is_logged, "", bool(settings.rank_zero_only))
-        self.key = Key(hook, *names, index, self.reduce_fx, *flags)
+        is_shown, is_of_first = bool(settings.prog_bar), bool(settings.rank_zero_only)
+        self.key = Key(hook, *names, index, self.reduce_fx, is_shown, is_logged, "", is_of_first)
         """The description that all ranks share."""
         self.last: Tensor | float | None = None
         """The latest value. None before the first."""
