@@ -329,9 +329,12 @@ def test_hooks_are_actions(tmp_path: Path) -> None:
         def transfer_batch_to_device(self, batch: Any, *args: Any) -> Any:
             return super().transfer_batch_to_device(batch, *args)
 
-    slow_callback = tw.LambdaCallback(on_train_batch_end=lambda *_: time.sleep(0.01))
+    class Slow(tw.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            time.sleep(0.01)
+
     profiler, saves = SimpleProfiler(filename="times"), tw.ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    settings = {**QUIET, "enable_checkpointing": True, "callbacks": [slow_callback, saves]}
+    settings = {**QUIET, "enable_checkpointing": True, "callbacks": [Slow(), saves]}
     tw.Trainer(**settings, max_epochs=1, profiler=profiler).fit(Hooked(), datamodule=Data())
     durations = profiler.durations
     calls = {action: each.calls for action, each in durations.items()}
