@@ -68,18 +68,14 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as printed:
         processes = []
         for rank in range(ranks):
-            variables = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            job = {
                 "TRAINWRIGHT_JOB": json.dumps(passed_on or {}),
-                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": store.port,
             }
+            more = {**places, **job, "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+            variables = {**os.environ, **{name: str(value) for name, value in more.items()}}
             output = str(Path(printed, f"{rank}.txt"))
             settings = (variables, str(folder), output, list(warnings.filters), function, arguments)
             process = context.Process(target=_run_rank, args=settings, daemon=False)
@@ -177,9 +173,7 @@ def _run_rank(
     _run_to_the_end(function, arguments)
 
 
-def _run_program(
-    variables: dict[str, str], folder: str, outputs: list[str], warnings_are: str | None, arguments: list[str]
-) -> None:
+def _run_program(variables: Any, folder: str, outputs: list[str], warnings_are: Any, arguments: list[str]) -> None:
     os.setsid()
     _become_an_interpreter(variables, folder, outputs)
     if warnings_are is not None:

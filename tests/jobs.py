@@ -38,14 +38,8 @@ def run_job(
 
 def _launch(function: Callable[[Path], Any], ranks: int, folder: Path, seconds: float, warnings_are: str) -> None:
     command = [
-        sys.executable,
-        "-W",
-        warnings_are,
-        __file__,
-        function.__code__.co_filename,
-        function.__name__,
-        str(folder),
-    ]
+        sys.executable, "-W", warnings_are, __file__, function.__code__.co_filename, function.__name__, str(folder),
+    ]  # fmt: skip
     launcher = [sys.executable, "-m", "trainwright.launch.processes", f'{{"num_processes": {ranks}}}']
     done = run_command([*launcher, *command], folder=folder, seconds=seconds)
     assert done.returncode == 0, f"the job ended with {done.returncode}\n{done.stdout}\n{done.stderr}"

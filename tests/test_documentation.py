@@ -197,9 +197,7 @@ def test_the_extras_that_pip_is_given_exist() -> None:
 
 
 @pytest.mark.parametrize("arguments", LAUNCHES, ids=" ".join)
-def test_trainwright_launch_accepts_what_is_shown(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trainwright_launch_accepts_what_is_shown(arguments: list[str], monkeypatch: Any, capsys: Any) -> None:
     started: list[Any] = []
     monkeypatch.setattr(cli, "supervise", lambda *given, **_: started.append(given) or 0)
     script = next((word for word in arguments if word.endswith(".py")), "train.py")
@@ -223,9 +221,7 @@ def test_launch_accepts_the_configs_that_are_shown(block: Block) -> None:
 
 
 @pytest.mark.parametrize("words", OTHERS, ids=" ".join)
-def test_the_other_commands_do_what_is_shown(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_other_commands_do_what_is_shown(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("TRAINWRIGHT_CONFIG", str(Path("mine.yaml").absolute()))
     for number in range(2):  # the runs of a reader
         Path(f"trainwright_logs/version_{number}").mkdir(parents=True)
@@ -250,9 +246,7 @@ def test_torchrun_accepts_what_is_shown() -> None:
 
 
 @pytest.mark.parametrize("words", CHECKPOINTS, ids=" ".join)
-def test_trainwright_checkpoint_does_what_is_shown(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trainwright_checkpoint_does_what_is_shown(words: list[str], monkeypatch: Any, capsys: Any) -> None:
     trainer = tw.Trainer(max_epochs=1, barebones=True)
     trainer.fit(Classifier(), make_loader())
     trainer.save_checkpoint("run.ckpt")

@@ -11,16 +11,13 @@ from torch import nn
 from trainwright.errors import a_type_of
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (3, "an int"),
-        ("", "a str"),
-        (nn.Identity(), "an Identity"),
-        (torch.zeros(1), "a Tensor"),
-        (type("OneHot", (), {})(), "a OneHot"),
-        (type("", (), {})(), "a "),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    (3, "an int"),
+    ("", "a str"),
+    (nn.Identity(), "an Identity"),
+    (torch.zeros(1), "a Tensor"),
+    (type("OneHot", (), {})(), "a OneHot"),
+    (type("", (), {})(), "a "),
+])  # fmt: skip
 def test_types_get_their_articles(value: Any, text: str) -> None:
     assert a_type_of(value) == text

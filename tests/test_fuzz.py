@@ -38,15 +38,12 @@ def test_a_known_fault_is_shrunk_to_its_smallest_configuration_and_a_script_that
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    ("colour", "code", "says"),
-    [
-        ("grey", 0, "refused 1: grey apples are no apples"),
-        ("dead", 1, "exit: the process ended with -9"),
-        ("slow", 1, "hang: 3 s"),
-        ("bad", 1, "exception: ValueError: rotten"),
-    ],
-)
+@pytest.mark.parametrize(("colour", "code", "says"), [
+    ("grey", 0, "refused 1: grey apples are no apples"),
+    ("dead", 1, "exit: the process ended with -9"),
+    ("slow", 1, "hang: 3 s"),
+    ("bad", 1, "exception: ValueError: rotten"),
+])  # fmt: skip
 def test_a_case_that_refuses_dies_hangs_or_raises(colour: str, code: int, says: str) -> None:
     done = fuzz("fuzzed.toy", "--config", json.dumps({"colour": colour}), "--shrink", "0")
     assert done.returncode == code, done.stdout + done.stderr
@@ -65,24 +62,19 @@ KINDS = "choose from resume, cuts, ranks, raw, state, layers, peer"
 KEYS = "toy has no key 'pots'; its keys are apples, pears, plums, colour"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("resumes", f"unknown kind 'resumes'; {KINDS}"),
-        ("foo.bar", f"unknown kind 'foo.bar'; {KINDS}"),
-        ('fuzzed.toy --config {"apples":3,"pots":1}', KEYS),
-        ('--config {"apples":3}', "--config is of one kind, not of all: give one KIND (make: KINDS=resume)"),
-        ('resume cuts --config {"seed":3}', "not of 2: give one KIND"),
-        ("fuzzed.toy --config [3]", "'[3]' is no JSON object; give an object of the kind's keys, as '{\"seed\": 3}'"),
-        ("fuzzed.toy --config apples", "'apples' is not JSON (Expecting value"),
-        ("fuzzed.toy --seeds 0", "--seeds 0: give a whole number from 1 up"),
-        ("fuzzed.toy --start -1", "--start -1: give a whole number from 0 up"),
-        ("fuzzed.toy --minutes 0", "--minutes 0: give a number above 0"),
-    ],
-)
-def test_what_cannot_be_hunted_is_refused(
-    hunting: Any, arguments: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("arguments", "says"), [
+    ("resumes", f"unknown kind 'resumes'; {KINDS}"),
+    ("foo.bar", f"unknown kind 'foo.bar'; {KINDS}"),
+    ('fuzzed.toy --config {"apples":3,"pots":1}', KEYS),
+    ('--config {"apples":3}', "--config is of one kind, not of all: give one KIND (make: KINDS=resume)"),
+    ('resume cuts --config {"seed":3}', "not of 2: give one KIND"),
+    ("fuzzed.toy --config [3]", "'[3]' is no JSON object; give an object of the kind's keys, as '{\"seed\": 3}'"),
+    ("fuzzed.toy --config apples", "'apples' is not JSON (Expecting value"),
+    ("fuzzed.toy --seeds 0", "--seeds 0: give a whole number from 1 up"),
+    ("fuzzed.toy --start -1", "--start -1: give a whole number from 0 up"),
+    ("fuzzed.toy --minutes 0", "--minutes 0: give a number above 0"),
+])  # fmt: skip
+def test_what_cannot_be_hunted_is_refused(hunting: Any, arguments: str, says: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         hunting.main(arguments.split())
     assert ended.value.code == 2

@@ -224,7 +224,5 @@ def test_wrong_arguments_are_rejected() -> None:
     with pytest.raises(ValueError, match="Linear has no parameters for rest=: all 1 belong to matrix"):
         split(nn.Linear(4, 4, bias=False), head=False)
     for wrong in ("AdamW", lambda parameters: parameters):
-        with pytest.raises(
-            TypeError, match=r"not an Optimizer\. Pass a class of optimizers, such as torch.optim.AdamW"
-        ):
+        with pytest.raises(TypeError, match=r"not an Optimizer\. Pass a class of optimizers, such as"):
             split(net, rest=wrong)  # type: ignore[arg-type]

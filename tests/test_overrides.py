@@ -53,19 +53,13 @@ def test_a_flag_fills_an_open_argument(launched: Callable[..., None]) -> None:
         assert filled(**same) == same  # in other words
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "text"),
-    [
-        (
-            "accelerator",
-            "gpu",
-            "the command line or its config says --cpu, and the script accelerator='gpu'; the script's is used",
-        ),
-        ("strategy", "single_device", "says --strategy ddp, and the script strategy='single_device'"),
-        ("precision", 16, "says --precision bf16, and the script precision=16"),
-        ("precision", 16, "Leave precision= or mixed_precision= out of the script"),
-    ],
-)
+@pytest.mark.parametrize(("name", "given", "text"), [
+    ("accelerator", "gpu",
+     "the command line or its config says --cpu, and the script accelerator='gpu'; the script's is used"),
+    ("strategy", "single_device", "says --strategy ddp, and the script strategy='single_device'"),
+    ("precision", 16, "says --precision bf16, and the script precision=16"),
+    ("precision", 16, "Leave precision= or mixed_precision= out of the script"),
+])  # fmt: skip
 def test_the_script_overrides_a_flag_with_a_warning(
     name: str, given: Any, text: str, launched: Callable[..., None]
 ) -> None:

@@ -36,8 +36,6 @@ def no_search_for_garbage() -> Iterator[None]:
     gc.enable()
 
 
-# -- one owner for every fact --------------------------------------------------------------------------------------------
-
 MOST_FOREIGN_WRITES = 10
 FOREIGN_WRITES: dict[str, int] = {"trainer/remote_call.py": 2, "trainer/trainer.py": 1, "trainer/training_run.py": 1}
 """Attributes assigned outside their class's file, by the file that assigns them."""
@@ -121,8 +119,6 @@ def public_names() -> list[str]:
     return [name for name in dir(tw.Trainer(**QUIET)) if not name.startswith("_") and name not in arguments]
 
 
-# -- the floors of trainer/ ----------------------------------------------------------------------------------------------
-
 FLOORS = [
     "timeline", "checkpoint_choice run_position settings stage", "logged_value oversights parts sources", "vendor stop",
     "metrics", "uneven_round", "logbook", "hooks training_data", "epoch_batches run", "evaluate remote_call status",
@@ -162,9 +158,6 @@ def test_no_import_runs_back_up_in_trainer() -> None:
     assert not found, found
 
 
-# -- the measures of house.py ----------------------------------------------------------------------------------------------
-
-
 def test_measures_keep_their_limits() -> None:
     found = house.breaches(house.measures(), house.limits_now())
     assert not found, "\n".join(found)
@@ -188,8 +181,6 @@ def test_limits_can_only_fall() -> None:
         "new is 0 and has no limit; add it to house_limits.json"
     ]
 
-
-# -- plain words ---------------------------------------------------------------------------------------------------------
 
 BANNED_PHRASES = (
     "anew|go on|goes on|going on|gone on|went on|stands?(?! in)|stood|standing|nobody|whoever|somebody|told|at hand|but for|"

@@ -22,9 +22,6 @@ LOADED = {
 """Elements that make a browser load a file, and their attributes with the address."""
 
 
-# -- the pages -------------------------------------------------------------------------------------------------------
-
-
 def test_the_reference_has_every_public_name_once() -> None:
     documented = re.findall(r"^::: trainwright\.(\w+)$", REFERENCE, re.MULTILINE)
     assert len(documented) == len(set(documented))
@@ -43,9 +40,6 @@ def test_each_page_of_docs_is_in_the_navigation() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-# -- the site --------------------------------------------------------------------------------------------------------
 
 
 class Page(HTMLParser):

@@ -102,14 +102,11 @@ def test_runs_of_other_strategies_survive_a_kill(soak: Soak, number: int, strate
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "keys"),
-    [
-        ("generators", ["rank/0/rng"]),
-        ("scale", ["state/precision/", "state/position/skipped_steps"]),  # it may end at the same scale again
-        ("early_stopping", ["state/callbacks/EarlyStopping"]),
-    ],
-)
+@pytest.mark.parametrize(("part", "keys"), [
+    ("generators", ["rank/0/rng"]),
+    ("scale", ["state/precision/", "state/position/skipped_steps"]),  # it may end at the same scale again
+    ("early_stopping", ["state/callbacks/EarlyStopping"]),
+])  # fmt: skip
 def test_what_a_resumed_run_forgets_is_found(soak: Soak, part: str, keys: list[str]) -> None:
     settings = ("--strategies", "single_device", "--per-run", "1", "--epochs", "3", "--without-torchmetrics")
     code, said = soak("--only", "0", *settings, "--forget", part)

@@ -1,14 +1,14 @@
 """The exceptions that callers may want to catch.
 
     Exception
-    +-- ValueError, TypeError, RuntimeError, ImportError    a bad value, a wrong type, a wrong time, a missing package
+    +-- ValueError, TypeError, RuntimeError, ImportError    a bad value, a wrong type, a wrong time, a missing package.
     +-- TrainwrightError (RuntimeError)
-        +-- CheckpointError     a checkpoint could not be written, found, verified or read
-        |   +-- MissingCheckpoint (FileNotFoundError)    nothing is at its path
-        +-- LaunchError         the processes of a job could not be started
-        +-- WorkerFailed        a worker process of a call has failed
+        +-- CheckpointError     a checkpoint could not be written, found, verified or read.
+        |   +-- MissingCheckpoint (FileNotFoundError)    nothing is at its path.
+        +-- LaunchError         the processes of a job could not be started.
+        +-- WorkerFailed        a worker process of a call has failed.
     SystemExit (BaseException)
-    +-- RunStopped              a signal has stopped fit, and the run was saved if it could be
+    +-- RunStopped              a signal has stopped fit, and the run was saved if it could be.
 
 Settings are refused with the built-in exceptions, in the constructor that receives them.
 """
@@ -17,16 +17,9 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
-    "CheckpointError",
-    "LaunchError",
-    "MissingCheckpoint",
-    "RunStopped",
-    "TrainwrightError",
-    "WorkerFailed",
-    "a_type_of",
-    "did_you_mean",
-    "with_article",
-]
+    "CheckpointError", "LaunchError", "MissingCheckpoint", "RunStopped", "TrainwrightError", "WorkerFailed",
+    "a_type_of", "did_you_mean", "with_article",
+]  # fmt: skip
 
 
 class TrainwrightError(RuntimeError):

@@ -24,11 +24,8 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type={norm_type!r} is not accepted. Pass a number above 0, or 'inf'.")
-    norms = {
-        clean_name(name): _norm(parameter.grad.detach(), p)
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
+    gradients = ((name, parameter.grad) for name, parameter in module.named_parameters())
+    norms = {clean_name(name): _norm(grad.detach(), p) for name, grad in gradients if grad is not None}
     if not norms:
         return {}
     total = torch.linalg.vector_norm(torch.stack(list(norms.values())), p)

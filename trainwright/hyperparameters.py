@@ -14,7 +14,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -161,9 +161,7 @@ def hyper_parameter_entries(
     return {**stored, f"{prefix}hyper_parameter_forms": forms} if forms else stored, left_out
 
 
-def logged_hyper_parameters(
-    owners: Iterable[HyperParameters | None], is_plain: Callable[[Any], bool]
-) -> dict[str, Any]:
+def logged_hyper_parameters(owners: Iterable[HyperParameters | None], is_plain: Callable[..., bool]) -> dict[str, Any]:
     """Return the initial hyper-parameters of all owners that log theirs (ValueError if two differ)."""
     merged: dict[str, Any] = {}
     for owner in owners:
@@ -199,25 +197,30 @@ def build(
     parameters = inspect.signature(cls).parameters.values()
     named = {each.name: each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    forms = {name: form for name, form in (forms or {}).items() if name not in overrides}
     values: dict[str, Any] = {}
+    forms = _without(forms or {}, overrides)
     if hparams_name not in named or hparams_name in (AS_ARGUMENTS, *hyper_parameters):
         rebuilt = {name: _rebuilt(cls, name, form) for name, form in forms.items() if takes_all or name in named}
         values = {**hyper_parameters, **rebuilt}
     elif hparams_name not in overrides:
-        items = {key: value for key, value in overrides.items() if key in hyper_parameters and key not in named}
-        overrides = {key: value for key, value in overrides.items() if key not in items}
+        arguments = (overrides.keys() - hyper_parameters.keys()) | named.keys()
+        items, overrides = _without(overrides, arguments), _without(overrides, overrides.keys() - arguments)
         values = {hparams_name: _content(cls, hparams_name, {**hyper_parameters, **items}, forms)}
-    unknown = sorted(overrides.keys() - named.keys())
-    if unknown and not takes_all:
+    unknown = [] if takes_all else sorted(overrides.keys() - named.keys())
+    if unknown:
         warn(
             f"{cls.__name__} takes no argument {', '.join(unknown)}, so load_from_checkpoint drops it. It takes "
             f"{_listed(named)}.",
             stacklevel=4,
         )
-    values = {key: value for key, value in {**values, **overrides}.items() if takes_all or key in named}
+    values |= overrides
+    values = _without(values, () if takes_all else values.keys() - named.keys())
     _refuse_missing(cls, named, values, hyper_parameters)
     return cls(**values)
+
+
+def _without(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def _refuse_missing(

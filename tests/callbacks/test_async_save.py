@@ -56,16 +56,13 @@ def digests(path: str) -> dict[str, str]:
     return {name: record.sha256 for name, record in open_checkpoint(path)._manifest.files.items()}
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"save_top_k": 2, "save_last": True},
-        {"filename": "best"},
-        {"filename": "best", "save_top_k": 2},
-        {"monitor": None, "every_n_train_steps": 3},
-        {"save_top_k": -1, "save_weights_only": True},
-    ],
-)
+@pytest.mark.parametrize("kwargs", [
+    {"save_top_k": 2, "save_last": True},
+    {"filename": "best"},
+    {"filename": "best", "save_top_k": 2},
+    {"monitor": None, "every_n_train_steps": 3},
+    {"save_top_k": -1, "save_weights_only": True},
+])  # fmt: skip
 def test_what_is_kept_is_the_same(tmp_path: Path, kwargs: dict[str, Any]) -> None:
     scores = [3.0, 5.0, 1.0, 2.0, 4.0]
     states = {}
@@ -199,9 +196,6 @@ def test_an_error_elsewhere_lets_it_commit(tmp_path: Path) -> None:
     assert found(tmp_path) == {"newest.ckpt": 6}
     assert os.listdir(tmp_path) == ["newest.ckpt"]
     assert callback.best_model_path == f"{tmp_path}/newest.ckpt"
-
-
-# -- two ranks ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -120,13 +120,10 @@ def test_a_picture_goes_to_loggers_that_take_one() -> None:
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == NAMES
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"stages": "train"}, "stages has 'train'; choose from validation, test"),
-        ({"class_names": ["a", "b"], "num_classes": 3}, "num_classes=3, but class_names has 2"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "text"), [
+    ({"stages": "train"}, "stages has 'train'; choose from validation, test"),
+    ({"class_names": ["a", "b"], "num_classes": 3}, "num_classes=3, but class_names has 2"),
+])  # fmt: skip
 def test_report_rejects_wrong_settings(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         tw.ClassificationReport(**settings)
@@ -156,16 +153,13 @@ def report_on(output: Any, **options: Any) -> tw.ClassificationReport:
 LABELS = torch.tensor([0, 1])
 
 
-@pytest.mark.parametrize(
-    ("output", "options", "kind", "text"),
-    [
-        (None, {}, TypeError, "a dict with the tensors 'preds' and 'target' from test_step, which returned NoneType"),
-        ({"scores": LABELS, "target": LABELS}, {}, TypeError, r"which returned \['scores', 'target'\]"),
-        ({"preds": LABELS, "target": LABELS[:1]}, {}, ValueError, "returned 2 predictions .* and 1 targets"),
-        ({"preds": LABELS, "target": LABELS}, {"num_classes": 1}, ValueError, "class 1, but the classes are 0 to 0"),
-        ({"preds": LABELS, "target": LABELS - 100}, {}, ValueError, "returned class -100"),
-    ],
-)
+@pytest.mark.parametrize(("output", "options", "kind", "text"), [
+    (None, {}, TypeError, "a dict with the tensors 'preds' and 'target' from test_step, which returned NoneType"),
+    ({"scores": LABELS, "target": LABELS}, {}, TypeError, r"which returned \['scores', 'target'\]"),
+    ({"preds": LABELS, "target": LABELS[:1]}, {}, ValueError, "returned 2 predictions .* and 1 targets"),
+    ({"preds": LABELS, "target": LABELS}, {"num_classes": 1}, ValueError, "class 1, but the classes are 0 to 0"),
+    ({"preds": LABELS, "target": LABELS - 100}, {}, ValueError, "returned class -100"),
+])  # fmt: skip
 def test_report_rejects_wrong_outputs(output: Any, options: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         report_on(output, **options)
@@ -181,17 +175,13 @@ def test_labels_may_have_narrow_types() -> None:
     assert report_of(labels > 9, labels > 9).scores["test"].support.tolist() == [10, 10]
 
 
-@pytest.mark.parametrize(
-    ("predictions", "targets", "given"),
-    [
-        (torch.zeros(4, 1), torch.zeros(4).long(), r"float32 of shape \(4, 1\)"),
-        (torch.zeros(4), torch.zeros(4).long(), r"float32 of shape \(4,\)"),
-        (torch.zeros(4).long(), torch.zeros(4), r"targets \('target'\) of torch.float32 of shape \(4,\)"),
-        (torch.zeros(4, 3), torch.zeros(4, 3).long(), r"targets \('target'\) of torch.int64 of shape \(4, 3\)"),
-        (torch.zeros(4, 3, 3, 3), torch.zeros(4, 3, 3).long(), r"float32 of shape \(4, 3, 3, 3\)"),
-    ],
-    ids=["one column", "probabilities", "float targets", "one-hot", "pictures"],
-)
+@pytest.mark.parametrize(("predictions", "targets", "given"), [
+    (torch.zeros(4, 1), torch.zeros(4).long(), r"float32 of shape \(4, 1\)"),
+    (torch.zeros(4), torch.zeros(4).long(), r"float32 of shape \(4,\)"),
+    (torch.zeros(4).long(), torch.zeros(4), r"targets \('target'\) of torch.float32 of shape \(4,\)"),
+    (torch.zeros(4, 3), torch.zeros(4, 3).long(), r"targets \('target'\) of torch.int64 of shape \(4, 3\)"),
+    (torch.zeros(4, 3, 3, 3), torch.zeros(4, 3, 3).long(), r"float32 of shape \(4, 3, 3, 3\)"),
+], ids=["one column", "probabilities", "float targets", "one-hot", "pictures"])  # fmt: skip
 def test_other_kinds_of_scores_are_rejected(predictions: Any, targets: Any, given: str) -> None:
     with pytest.raises(TypeError, match=given + r".*expected class numbers .* Turn one probability"):
         report_of(predictions, targets)

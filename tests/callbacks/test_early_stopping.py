@@ -51,21 +51,18 @@ def run(
     return trainer
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "scores", "checks", "reason", "best"),
-    [
-        ({"patience": 2}, [3.0, 2.0, 2.5, 2.4, 1.0], 4, "PATIENCE_EXHAUSTED", 2.0),
-        ({"patience": 2}, [3.0, 2.0, 2.5, 1.9, 2.0, 2.0], 6, "PATIENCE_EXHAUSTED", 1.9),
-        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.6, 2.5], 3, "PATIENCE_EXHAUSTED", 3.0),
-        ({"patience": 1, "mode": "max", "min_delta": 0.5}, [3.0, 3.6, 4.1], 3, "PATIENCE_EXHAUSTED", 3.6),
-        ({}, [3.0, math.nan], 2, "NON_FINITE_METRIC", 3.0),
-        ({"check_finite": False, "patience": 2}, [3.0, math.nan, math.nan], 3, "PATIENCE_EXHAUSTED", 3.0),
-        ({"stopping_threshold": 1.0}, [3.0, 1.0, 0.9], 3, "STOPPING_THRESHOLD", 1.0),
-        ({"divergence_threshold": 5.0}, [3.0, 5.0, 5.1], 3, "DIVERGENCE_THRESHOLD", 3.0),
-        ({"mode": "max", "divergence_threshold": 1.0}, [3.0, 0.5], 2, "DIVERGENCE_THRESHOLD", 3.0),
-        ({"patience": 9}, [3.0, 2.0], 8, "NOT_STOPPED", 2.0),
-    ],
-)
+@pytest.mark.parametrize(("kwargs", "scores", "checks", "reason", "best"), [
+    ({"patience": 2}, [3.0, 2.0, 2.5, 2.4, 1.0], 4, "PATIENCE_EXHAUSTED", 2.0),
+    ({"patience": 2}, [3.0, 2.0, 2.5, 1.9, 2.0, 2.0], 6, "PATIENCE_EXHAUSTED", 1.9),
+    ({"patience": 2, "min_delta": 0.5}, [3.0, 2.6, 2.5], 3, "PATIENCE_EXHAUSTED", 3.0),
+    ({"patience": 1, "mode": "max", "min_delta": 0.5}, [3.0, 3.6, 4.1], 3, "PATIENCE_EXHAUSTED", 3.6),
+    ({}, [3.0, math.nan], 2, "NON_FINITE_METRIC", 3.0),
+    ({"check_finite": False, "patience": 2}, [3.0, math.nan, math.nan], 3, "PATIENCE_EXHAUSTED", 3.0),
+    ({"stopping_threshold": 1.0}, [3.0, 1.0, 0.9], 3, "STOPPING_THRESHOLD", 1.0),
+    ({"divergence_threshold": 5.0}, [3.0, 5.0, 5.1], 3, "DIVERGENCE_THRESHOLD", 3.0),
+    ({"mode": "max", "divergence_threshold": 1.0}, [3.0, 0.5], 2, "DIVERGENCE_THRESHOLD", 3.0),
+    ({"patience": 9}, [3.0, 2.0], 8, "NOT_STOPPED", 2.0),
+])  # fmt: skip
 def test_early_stopping_ends_a_run(
     kwargs: dict[str, Any], scores: list[float], checks: int, reason: str, best: float, capsys: Any
 ) -> None:
@@ -151,16 +148,13 @@ def test_missing_metric_raises_or_is_skipped(recwarn: pytest.WarningsRecorder) -
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "match"),
-    [
-        ({"mode": "least"}, ValueError, "choose from min, max"),
-        ({"patience": -1}, ValueError, "an integer of at least 0"),
-        ({"patience": 1.5}, ValueError, "an integer of at least 0"),
-        ({"min_delta": -0.1}, ValueError, "a number of at least 0"),
-        ({"monitor": None}, TypeError, "the name of a metric"),
-    ],
-)
+@pytest.mark.parametrize(("kwargs", "error", "match"), [
+    ({"mode": "least"}, ValueError, "choose from min, max"),
+    ({"patience": -1}, ValueError, "an integer of at least 0"),
+    ({"patience": 1.5}, ValueError, "an integer of at least 0"),
+    ({"min_delta": -0.1}, ValueError, "a number of at least 0"),
+    ({"monitor": None}, TypeError, "the name of a metric"),
+])  # fmt: skip
 def test_early_stopping_rejects_wrong_settings(kwargs: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         EarlyStopping(**{"monitor": "score", **kwargs})

@@ -171,25 +171,19 @@ class Adds(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.01)
 
 
-@pytest.mark.parametrize(
-    ("make", "rates"),
-    [
-        (lambda each: schedulers.LambdaLR(each, lambda epoch: 0.5**epoch), [(0.0125, 6), (0.00125, 4)]),
-        (lambda each: schedulers.MultiplicativeLR(each, lambda epoch: 0.5), [(0.0125, 6), (0.0025, 4)]),
-        (lambda each: schedulers.StepLR(each, 1, 0.5), [(0.0125, 6), (0.0025, 4)]),
-        (
-            lambda each: schedulers.SequentialLR(
-                each, [schedulers.ConstantLR(each, 1.0), schedulers.LambdaLR(each, lambda epoch: 0.5**epoch)], [2]
-            ),
-            [(0.05, 6), (0.005, 4)],
+@pytest.mark.parametrize(("make", "rates"), [
+    (lambda each: schedulers.LambdaLR(each, lambda epoch: 0.5**epoch), [(0.0125, 6), (0.00125, 4)]),
+    (lambda each: schedulers.MultiplicativeLR(each, lambda epoch: 0.5), [(0.0125, 6), (0.0025, 4)]),
+    (lambda each: schedulers.StepLR(each, 1, 0.5), [(0.0125, 6), (0.0025, 4)]),
+    (
+        lambda each: schedulers.SequentialLR(
+            each, [schedulers.ConstantLR(each, 1.0), schedulers.LambdaLR(each, lambda epoch: 0.5**epoch)], [2]
         ),
-        (
-            lambda each: schedulers.ChainedScheduler([schedulers.MultiplicativeLR(each, lambda epoch: 0.5)], each),
-            [(0.0125, 6), (0.0025, 4)],
-        ),
-    ],
-    ids=["lambda", "multiplicative", "step", "sequential", "chained"],
-)
+        [(0.05, 6), (0.005, 4)],
+    ),
+    (lambda each: schedulers.ChainedScheduler([schedulers.MultiplicativeLR(each, lambda epoch: 0.5)], each),
+     [(0.0125, 6), (0.0025, 4)]),
+], ids=["lambda", "multiplicative", "step", "sequential", "chained"])  # fmt: skip
 def test_schedulers_set_the_rates_of_new_groups(tmp_path: Path, make: Any, rates: Any) -> None:
     def run(ckpt_path: str | None = None) -> tw.Trainer:
         saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
@@ -202,19 +196,16 @@ def test_schedulers_set_the_rates_of_new_groups(tmp_path: Path, make: Any, rates
     assert groups(run(f"{tmp_path}/epoch=1.ckpt")) == [(round(rate, 6), count) for rate, count in rates]
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda each: schedulers.OneCycleLR(each, 0.1, total_steps=9), "OneCycleLR"),
-        (lambda each: SWALR(each, 0.01), "SWALR"),
-        (
-            lambda each: schedulers.SequentialLR(
-                each, [schedulers.ConstantLR(each), schedulers.CyclicLR(each, 0.01, 0.1, cycle_momentum=False)], [2]
-            ),
-            "CyclicLR",
+@pytest.mark.parametrize(("make", "name"), [
+    (lambda each: schedulers.OneCycleLR(each, 0.1, total_steps=9), "OneCycleLR"),
+    (lambda each: SWALR(each, 0.01), "SWALR"),
+    (
+        lambda each: schedulers.SequentialLR(
+            each, [schedulers.ConstantLR(each), schedulers.CyclicLR(each, 0.01, 0.1, cycle_momentum=False)], [2]
         ),
-    ],
-)
+        "CyclicLR",
+    ),
+])  # fmt: skip
 def test_schedulers_with_plans_for_each_group_are_refused(make: Any, name: str) -> None:
     with pytest.raises(ValueError, match=f"Adds adds parameter groups during training, and {name} has settings"):
         tw.Trainer(**QUIET, max_epochs=1, callbacks=Adds()).fit(scheduled(make), make_loader())

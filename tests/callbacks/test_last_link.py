@@ -110,14 +110,11 @@ def test_a_stop_moves_the_link(tmp_path: Path) -> None:
     assert open_checkpoint(f"{tmp_path}/last.ckpt").step == BATCHES + 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"every_n_epochs": 10},
-        {"every_n_train_steps": 1000, "save_weights_only": True},
-        {"save_on_train_epoch_end": False},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"every_n_epochs": 10},
+    {"every_n_train_steps": 1000, "save_weights_only": True},
+    {"save_on_train_epoch_end": False},
+])  # fmt: skip
 def test_a_fit_that_ends_before_the_first_save_leaves_the_link(tmp_path: Path, options: dict[str, Any]) -> None:
     callback = tw.ModelCheckpoint(tmp_path, save_last=True, **options)
     fit(callback)

@@ -42,17 +42,14 @@ class Fails(Classifier):
             raise self.error
 
 
-@pytest.mark.parametrize(
-    ("when", "error", "step"),
-    [
-        ("on_oom", torch.OutOfMemoryError("full"), 5),
-        ("on_oom", ValueError("other"), None),
-        ("on_oom", None, None),
-        (2, None, 2),
-        (20, None, 11),
-        (20, ValueError("other"), 5),
-    ],
-)
+@pytest.mark.parametrize(("when", "error", "step"), [
+    ("on_oom", torch.OutOfMemoryError("full"), 5),
+    ("on_oom", ValueError("other"), None),
+    ("on_oom", None, None),
+    (2, None, 2),
+    (20, None, 11),
+    (20, ValueError("other"), 5),
+])  # fmt: skip
 def test_snapshot_is_written_once_when_it_is_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str | int, error: Exception | None, step: int | None
 ) -> None:

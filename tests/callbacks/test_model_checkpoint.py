@@ -44,23 +44,18 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.is_symlink())
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "kept", "best"),
-    [
-        ({"save_top_k": 1}, [2], 2),
-        ({"save_top_k": 2}, [2, 3], 2),
-        ({"save_top_k": 2, "mode": "max"}, [1, 4], 1),
-        ({"save_top_k": -1}, [0, 1, 2, 3, 4], 2),
-        ({"save_top_k": 1, "save_last": True}, [2, 4], 2),
-        ({"save_top_k": 0, "save_last": True}, [4], None),
-        ({"save_top_k": 1, "monitor": None}, [4], 4),
-        ({"save_top_k": 0}, [], None),
-        ({"save_top_k": -1, "every_n_epochs": 2}, [1, 3], 3),
-    ],
-)
-def test_model_checkpoint_keeps_the_best(
-    tmp_path: Path, kwargs: dict[str, Any], kept: list[int], best: int | None
-) -> None:
+@pytest.mark.parametrize(("kwargs", "kept", "best"), [
+    ({"save_top_k": 1}, [2], 2),
+    ({"save_top_k": 2}, [2, 3], 2),
+    ({"save_top_k": 2, "mode": "max"}, [1, 4], 1),
+    ({"save_top_k": -1}, [0, 1, 2, 3, 4], 2),
+    ({"save_top_k": 1, "save_last": True}, [2, 4], 2),
+    ({"save_top_k": 0, "save_last": True}, [4], None),
+    ({"save_top_k": 1, "monitor": None}, [4], 4),
+    ({"save_top_k": 0}, [], None),
+    ({"save_top_k": -1, "every_n_epochs": 2}, [1, 3], 3),
+])  # fmt: skip
+def test_model_checkpoint_keeps_the_best(tmp_path: Path, kwargs: Any, kept: list[int], best: int | None) -> None:
     callback = run(tmp_path / "kept", [3.0, 5.0, 1.0, 2.0, 4.0], **kwargs)
     expected = [f"epoch={epoch}-step={11 * (epoch + 1)}.ckpt" for epoch in kept]
     assert (names(tmp_path / "kept") if kept else []) == expected
@@ -200,20 +195,17 @@ def test_a_failed_save_is_told_and_the_kept_ones_stay(tmp_path: Path) -> None:
     assert Path(callback.last_model_path).name == Path(callback.best_model_path).name == "epoch=0-step=11.ckpt"
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "match"),
-    [
-        ({"mode": "least"}, "choose from min, max"),
-        ({"save_top_k": -2}, "or -1 for all"),
-        ({"save_top_k": 3}, "needs a metric that decides"),
-        ({"every_n_epochs": -1}, "pass an integer"),
-        ({"every_n_epochs": 2, "every_n_train_steps": 3}, "exclude each other"),
-        ({"every_n_epochs": 2, "train_time_interval": "00:00:10:00"}, "exclude each other"),
-        ({"train_time_interval": "10 minutes"}, "train_time_interval='10 minutes'"),
-        ({"save_last": "copy"}, "choose from True, False, None, 'link'"),
-        ({"filename": "{epoch"}, "a brace without its pair"),
-    ],
-)
+@pytest.mark.parametrize(("kwargs", "match"), [
+    ({"mode": "least"}, "choose from min, max"),
+    ({"save_top_k": -2}, "or -1 for all"),
+    ({"save_top_k": 3}, "needs a metric that decides"),
+    ({"every_n_epochs": -1}, "pass an integer"),
+    ({"every_n_epochs": 2, "every_n_train_steps": 3}, "exclude each other"),
+    ({"every_n_epochs": 2, "train_time_interval": "00:00:10:00"}, "exclude each other"),
+    ({"train_time_interval": "10 minutes"}, "train_time_interval='10 minutes'"),
+    ({"save_last": "copy"}, "choose from True, False, None, 'link'"),
+    ({"filename": "{epoch"}, "a brace without its pair"),
+])  # fmt: skip
 def test_model_checkpoint_rejects_wrong_settings(kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         tw.ModelCheckpoint(**kwargs)
@@ -248,9 +240,6 @@ def test_a_run_deletes_only_in_its_own_folder(tmp_path: Path) -> None:
     run(tmp_path / "b", [1.0, 2.0, 0.5, 0.4], ckpt_path=earlier.last_model_path, save_top_k=1)
     assert names(tmp_path / "a") == ["epoch=0-step=11.ckpt", "epoch=1-step=22.ckpt"]
     assert names(tmp_path / "b") == ["epoch=3-step=44.ckpt"]
-
-
-# -- saves within an epoch -----------------------------------------------------------------------------------------------
 
 
 def train(callback: tw.ModelCheckpoint | None, *more: tw.Callback, **kwargs: Any) -> tw.Trainer:
@@ -362,9 +351,6 @@ def test_checkpoint_can_be_switched_off(tmp_path: Path) -> None:
         assert not (tmp_path / "none").exists()
 
 
-# -- after a failure -----------------------------------------------------------------------------------------------------
-
-
 class Fails(tw.Callback):
     """Raises at a hook, at a given batch of the second epoch."""
 
@@ -400,23 +386,14 @@ BROKEN = "broken data"
 FAILURES: dict[str, tuple[Fails | None, BaseException, dict[str, Any]]] = {
     "a batch cannot be loaded": (None, RuntimeError(BROKEN), {}),
     "Ctrl-C while a batch is loaded": (None, KeyboardInterrupt(BROKEN), {}),
-    "a validation": (
-        Fails("on_validation_batch_end", 4, KeyError(BROKEN)),
-        KeyError(BROKEN),
-        {"has_validation": True, "val_check_interval": 4},
-    ),
-    "a validation's beginning": (
-        Fails("on_validation_start", 4, RuntimeError(BROKEN)),
-        RuntimeError(BROKEN),
-        {"has_validation": True, "val_check_interval": 4},
-    ),
+    "a validation": (Fails("on_validation_batch_end", 4, KeyError(BROKEN)), KeyError(BROKEN),
+        {"has_validation": True, "val_check_interval": 4}),
+    "a validation's beginning": (Fails("on_validation_start", 4, RuntimeError(BROKEN)), RuntimeError(BROKEN),
+        {"has_validation": True, "val_check_interval": 4}),
     "an epoch's start": (Fails("on_train_epoch_start", 0, RuntimeError(BROKEN)), RuntimeError(BROKEN), {}),
-    "the end of a run that stops": (
-        Fails("on_train_epoch_end", 4, RuntimeError(BROKEN)),
-        RuntimeError(BROKEN),
-        {"has_validation": True, "max_steps": 15},
-    ),
-}
+    "the end of a run that stops": (Fails("on_train_epoch_end", 4, RuntimeError(BROKEN)), RuntimeError(BROKEN),
+        {"has_validation": True, "max_steps": 15}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FAILURES)
@@ -462,9 +439,6 @@ def test_a_failed_run_is_not_saved_where_it_cannot(tmp_path: Path, capsys: Any) 
     assert "the save failed: OSError: no" in fail("on_train_epoch_start", 0, module=FailsInSave)
     (tmp_path / "exception-epoch=1-step=11.ckpt").write_text("in the way")
     assert "exception-epoch=1-step=11-v1.ckpt" in fail("on_train_epoch_start", 0)
-
-
-# -- names and values ----------------------------------------------------------------------------------------------------
 
 
 def test_one_name_for_all_replaces_the_one_before(tmp_path: Path) -> None:

@@ -40,9 +40,6 @@ def fit(callback: tw.Callback, module: tw.Module | None = None, **settings: Any)
     return memory
 
 
-# -- ThroughputMonitor -----------------------------------------------------------------------------------------------
-
-
 def test_throughput_is_logged() -> None:
     monitor = tw.ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: batch[0].numel(), available_flops=1e12)
     rows = fit(monitor, max_epochs=2).with_name("train/device")
@@ -106,18 +103,15 @@ def test_saving_is_no_wait_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (row["train/data_wait"], row["train/batches_per_sec"]) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA A10G", 70e12),
-        ("Tesla T4", 65e12),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA T400 4GB", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "peak"), [
+    ("NVIDIA A100-SXM4-80GB", 312e12),
+    ("NVIDIA H100 NVL", 835e12),
+    ("NVIDIA A10G", 70e12),
+    ("Tesla T4", 65e12),
+    ("NVIDIA RTX A1000", None),
+    ("NVIDIA T400 4GB", None),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+])  # fmt: skip
 def test_peaks_of_devices_are_known(monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None) -> None:
     device = SimpleNamespace(get_device_name=lambda device: name)
     monkeypatch.setattr(torch, "get_device_module", lambda device: device_module)
@@ -145,9 +139,6 @@ def test_flops_come_from_a_method_if_a_step_empties_its_batch() -> None:
     assert row["train/samples_per_sec"] == pytest.approx(4 * row["train/device/batches_per_sec"])
 
 
-# -- DeviceStatsMonitor ----------------------------------------------------------------------------------------------
-
-
 def test_statistics_of_the_processor_are_logged() -> None:
     rows = fit(tw.DeviceStatsMonitor(cpu_stats=True)).with_name("DeviceStatsMonitor")
     assert [step for step, _ in rows] == [1, 1, 3, 3, 5, 5, 7, 7, 9, 9]
@@ -172,21 +163,12 @@ def test_statistics_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tw.Trainer(**{**QUIET, "logger": Memory()}, callbacks=monitor)
     strategy = SimpleNamespace(device=torch.device("cuda"))
     rows = Memory()
-    run = SimpleNamespace(
-        strategy=strategy,
-        loggers=[rows],
-        fast_dev_run=False,
-        log_every_n_steps=1,
-        is_global_zero=True,
-        state=trainer.state,
-    )
+    options = {"fast_dev_run": False, "log_every_n_steps": 1, "is_global_zero": True}
+    run = SimpleNamespace(strategy=strategy, loggers=[rows], state=trainer.state, **options)
     monitor.setup(run, Classifier(), "fit")  # type: ignore[arg-type]  # the module is on the CPU
     monitor.on_train_batch_start(run, Classifier(), None, 0)  # type: ignore[arg-type]
     assert given == ["cuda"]
     assert rows.rows == [(0, {"DeviceStatsMonitor.on_train_batch_start/allocated": 7.0})]
-
-
-# -- SpikeDetection --------------------------------------------------------------------------------------------------
 
 
 class Jumps(Classifier):
@@ -214,16 +196,13 @@ def test_a_spike_ends_the_run(tmp_path: Path, options: dict[str, Any], value: fl
         assert json.loads(path.read_text()) == [7]  # every index once
 
 
-@pytest.mark.parametrize(
-    ("options", "value", "at"),
-    [
-        ({}, 2.9, 7),
-        ({"warmup": 8}, 9.0, 7),
-        ({"finite_only": False}, float("nan"), 7),
-        ({"atol": 5.0}, 4.0, 7),
-        ({}, 9.0, 0),
-    ],
-)
+@pytest.mark.parametrize(("options", "value", "at"), [
+    ({}, 2.9, 7),
+    ({"warmup": 8}, 9.0, 7),
+    ({"finite_only": False}, float("nan"), 7),
+    ({"atol": 5.0}, 4.0, 7),
+    ({}, 9.0, 0),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:the run has ended", "ignore:the loss is nan")
 def test_some_changes_are_no_spike(tmp_path: Path, options: dict[str, Any], value: float, at: int) -> None:
     fit(SpikeDetection(**options, exclude_batches_path=tmp_path / "skipped.json"), Jumps(value, at))
@@ -294,9 +273,6 @@ def test_all_ranks_end_at_a_spike_of_one(tmp_path: Path) -> None:
     assert "train/samples_per_sec" in first[2][0]
     assert second[2] == []
     assert json.loads((tmp_path / "skipped.json").read_text()) == [3]
-
-
-# -- OnExceptionCheckpoint -------------------------------------------------------------------------------------------
 
 
 class Breaks(Classifier):

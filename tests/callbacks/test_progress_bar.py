@@ -113,9 +113,7 @@ class Own(tw.TQDMProgressBar):
 
 
 @pytest.mark.parametrize("leave", [False, True])
-def test_subclass_makes_other_bars(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, leave: bool
-) -> None:
+def test_subclass_makes_other_bars(capsys: Any, monkeypatch: pytest.MonkeyPatch, leave: bool) -> None:
     """The results of `init_train_tqdm` and the others are shown, with the callback's counts and metrics."""
     terminal(monkeypatch)
     bar = Own(leave)
@@ -176,9 +174,7 @@ class Reached(tw.TQDMProgressBar):
 
 
 @pytest.mark.parametrize("is_live", [True, False])
-def test_bars_are_available_in_hooks_of_a_subclass(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_live: bool
-) -> None:
+def test_bars_are_available_in_hooks_of_a_subclass(capsys: Any, monkeypatch: pytest.MonkeyPatch, is_live: bool) -> None:
     if is_live:
         terminal(monkeypatch)
     bar = Reached()
@@ -204,9 +200,7 @@ def test_bars_are_available_in_hooks_of_a_subclass(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_stream_that_max_steps_ends_has_a_total(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, accumulate: int
-) -> None:
+def test_a_stream_that_max_steps_ends_has_a_total(capsys: Any, monkeypatch: Any, accumulate: int) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     stream = DataLoader(Endless(), 4)
     trainer = tw.Trainer(
@@ -246,9 +240,7 @@ def test_messages_appear_above_the_bar(capsys: pytest.CaptureFixture[str], monke
         assert not frames[at - 1].strip()
 
 
-def test_bars_show_several_loaders_and_predictions(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bars_show_several_loaders_and_predictions(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal(monkeypatch)
     trainer = tw.Trainer(max_epochs=1, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
     trainer.fit(Predictor(), make_loader(), [make_loader(8), make_loader(20)])
@@ -271,9 +263,7 @@ def test_bar_works_without_a_known_length(capsys: pytest.CaptureFixture[str], mo
     assert "%" not in shown
 
 
-def test_a_resumed_bar_goes_on_where_it_was(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_bar_goes_on_where_it_was(tmp_path: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tw.Trainer(max_steps=7, **QUIET)
     trainer.fit(Shown(), make_loader())
     trainer.save_checkpoint(str(tmp_path / "run.ckpt"))
@@ -288,9 +278,7 @@ def test_a_resumed_bar_goes_on_where_it_was(
     assert not any(f" {count}/11" in shown for count in range(7))
 
 
-def test_subclass_shows_other_metrics_and_prints(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_subclass_shows_other_metrics_and_prints(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Bar(tw.TQDMProgressBar):
         def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
             self.print("a line above")
@@ -351,14 +339,11 @@ def test_evaluations_write_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_bar_is_copied_without_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Copies(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            copies.append(copy.deepcopy(bar))
-
+    copies_callback = tw.LambdaCallback(on_train_batch_end=lambda *_: copies.append(copy.deepcopy(bar)))
     terminal(monkeypatch)
     copies: list[tw.TQDMProgressBar] = []
     bar = tw.TQDMProgressBar(refresh_seconds=0.0)
-    tw.Trainer(max_epochs=1, callbacks=[bar, Copies()], **SETTINGS).fit(Shown(), make_loader(8))
+    tw.Trainer(max_epochs=1, callbacks=[bar, copies_callback], **SETTINGS).fit(Shown(), make_loader(8))
     assert [(each._training.bar, each.refresh_rate) for each in copies] == [(None, bar.refresh_rate)] * 2
 
 

@@ -188,9 +188,7 @@ def test_a_run_that_fails_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatc
     assert (second, third) == ("after it", "")
 
 
-def test_it_prints_to_a_file_what_tqdm_does(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_prints_to_a_file_what_tqdm_does(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # a log with colors has no cursor
     lines = []
     for bar in (tw.RichProgressBar(), tw.TQDMProgressBar()):
@@ -262,13 +260,12 @@ def test_rich_rejects_wrong_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_copy_has_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Copies(tw.Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            copies.extend([copy.deepcopy(bar), pickle.loads(pickle.dumps(bar))])
-
+    copies_callback = tw.LambdaCallback(
+        on_train_batch_end=lambda *_: copies.extend([copy.deepcopy(bar), pickle.loads(pickle.dumps(bar))])
+    )
     copies: list[Any] = []
     bar = tw.RichProgressBar(refresh_seconds=0.0)
-    trainer = tw.Trainer(max_epochs=1, callbacks=[bar, Copies()], **SETTINGS)
+    trainer = tw.Trainer(max_epochs=1, callbacks=[bar, copies_callback], **SETTINGS)
     in_terminal(monkeypatch, lambda: trainer.fit(Shown(), make_loader(4)))
     assert len(copies) == 2
 

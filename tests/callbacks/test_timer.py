@@ -30,9 +30,7 @@ class Slow(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_step_and_an_epoch_are_where_it_ends(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_and_an_epoch_are_where_it_ends(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("trainwright.callbacks.timer.time", clock)
 
@@ -73,13 +71,9 @@ def test_the_time_before_a_resume_counts(tmp_path: Path) -> None:
 
 def test_a_state_from_elsewhere_counts() -> None:
     """State loaded without a checkpoint of the run, once the fit has begun: its time counts here too."""
-
-    class Loads(tw.Callback):
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            timer.load_state_dict({"time_elapsed": {"train": 3600.0}})
-
+    loads = tw.LambdaCallback(on_fit_start=lambda *_: timer.load_state_dict({"time_elapsed": {"train": 3600.0}}))
     timer = Timer({"hours": 1}, verbose=False)
-    trainer = tw.Trainer(max_epochs=2, callbacks=[timer, Loads()], **QUIET)
+    trainer = tw.Trainer(max_epochs=2, callbacks=[timer, loads], **QUIET)
     trainer.fit(Classifier(), make_loader())
     assert trainer.global_step == 0
 

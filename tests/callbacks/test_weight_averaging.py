@@ -78,20 +78,16 @@ def fit(
     return trainer, module
 
 
-@pytest.mark.parametrize(
-    ("average", "options", "tolerance"),
-    [
-        (lambda: tw.WeightAveraging(), {}, 1e-6),  # on the CPU AveragedModel has another formula for it
-        (ema, {"multi_avg_fn": get_ema_multi_avg_fn(0.7)}, 0.0),
-        (lambda: tw.WeightAveraging(avg_fn=get_ema_avg_fn(0.7)), {"avg_fn": get_ema_avg_fn(0.7)}, 0.0),
-        (
-            lambda: tw.WeightAveraging("cpu", multi_avg_fn=get_ema_multi_avg_fn(0.7)),
-            {"avg_fn": get_ema_avg_fn(0.7)},
-            1e-6,
-        ),
-    ],
-    ids=["mean", "ema", "one by one", "several"],
-)
+@pytest.mark.parametrize(("average", "options", "tolerance"), [
+    (lambda: tw.WeightAveraging(), {}, 1e-6),  # on the CPU AveragedModel has another formula for it
+    (ema, {"multi_avg_fn": get_ema_multi_avg_fn(0.7)}, 0.0),
+    (lambda: tw.WeightAveraging(avg_fn=get_ema_avg_fn(0.7)), {"avg_fn": get_ema_avg_fn(0.7)}, 0.0),
+    (
+        lambda: tw.WeightAveraging("cpu", multi_avg_fn=get_ema_multi_avg_fn(0.7)),
+        {"avg_fn": get_ema_avg_fn(0.7)},
+        1e-6,
+    ),
+], ids=["mean", "ema", "one by one", "several"])  # fmt: skip
 def test_weight_average_equals_torchs(average: Any, options: dict[str, Any], tolerance: float) -> None:
     reference, module = Reference(**options), Normed()
     trainer = tw.Trainer(max_epochs=2, val_check_interval=5, callbacks=[reference, average()], **QUIET)
@@ -109,12 +105,8 @@ def test_weight_average_equals_torchs(average: Any, options: dict[str, Any], tol
 
 def test_buffers_have_no_average_without_use_buffers() -> None:
     latest: dict[str, Tensor] = {}
-
-    class Keeps(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            latest.update(weights(module))
-
-    _, module = fit(ema(use_buffers=False), Keeps(), max_epochs=1)
+    keeps = tw.LambdaCallback(on_train_batch_end=lambda trainer, module, *_: latest.update(weights(module)))
+    _, module = fit(ema(use_buffers=False), keeps, max_epochs=1)
     now = weights(module)
     assert torch.equal(now["net.4.running_mean"], latest["net.4.running_mean"])
     assert not torch.equal(now["net.4.weight"], latest["net.4.weight"])

@@ -68,31 +68,19 @@ def made(path: Path, content: bytes | None) -> Path:
 
 
 CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "missing": (
-        lambda path: path / "absent",
-        r"absent is not a checkpoint: it does not exist\. Give the directory of a checkpoint\.",
-    ),
-    "empty directory": (
-        lambda path: made(path, None),
-        r"it has no manifest\.json that is a plain file\. Either its save never finished",
-    ),
-    "file": (
-        lambda path: made(path, b"text"),
-        r"is not a checkpoint: it is a file, and a checkpoint is a directory\. The .*`trainwright checkpoint import`",
-    ),
-    "Lightning's": (
-        lambda path: FIXTURES / "lightning.ckpt",
-        r"lightning\.ckpt is not a checkpoint: it is a file, .*load_from_checkpoint, and converted by",
-    ),
-    "damaged": (
-        flipped,
-        r"model-00000\.safetensors does not match its digest: it is damaged\. Use another checkpoint, or a good copy",
-    ),
-    "newer": (
-        newer,
-        r"format version 7; this trainwright reads version 1\. Install a trainwright that reads version 7",
-    ),
-}
+    "missing": (lambda path: path / "absent",
+        r"absent is not a checkpoint: it does not exist\. Give the directory of a checkpoint\."),
+    "empty directory": (lambda path: made(path, None),
+        r"it has no manifest\.json that is a plain file\. Either its save never finished"),
+    "file": (lambda path: made(path, b"text"),
+        r"is not a checkpoint: it is a file, and a checkpoint is a directory\. The .*`trainwright checkpoint import`"),
+    "Lightning's": (lambda path: FIXTURES / "lightning.ckpt",
+        r"lightning\.ckpt is not a checkpoint: it is a file, .*load_from_checkpoint, and converted by"),
+    "damaged": (flipped,
+        r"model-00000\.safetensors does not match its digest: it is damaged\. Use another checkpoint, or a good copy"),
+    "newer": (newer,
+        r"format version 7; this trainwright reads version 1\. Install a trainwright that reads version 7"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("call", ["fit", "test"])
@@ -113,23 +101,13 @@ def test_an_unusable_path_changes_neither_weights_nor_folder(
     assert [each for each in tmp_path.rglob("*.ckpt") if each != tmp_path / "a.ckpt"] == []
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (
-            lambda: Watched(hidden=7),
-            r"other shape: net\.0\.weight \(13, 8\) there, \(7, 8\) here, net\.0\.bias \(13,\) there, \(7,\) here",
-        ),
-        (
-            lambda: Watched(extra=True),
-            r"not in it: more\.bias \(5,\), more\.weight \(5, 2\)\)\. Build the model that was",
-        ),
-        (
-            lambda: Classifier(),
-            r"not in it: net\.3\.bias \(3,\), net\.3\.weight \(3, 13\); only in it: net\.2\.bias \(3,\), net\.2\.weight",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("module", "message"), [
+    (lambda: Watched(hidden=7),
+     r"other shape: net\.0\.weight \(13, 8\) there, \(7, 8\) here, net\.0\.bias \(13,\) there, \(7,\) here"),
+    (lambda: Watched(extra=True), r"not in it: more\.bias \(5,\), more\.weight \(5, 2\)\)\. Build the model that was"),
+    (lambda: Classifier(),
+     r"not in it: net\.3\.bias \(3,\), net\.3\.weight \(3, 13\); only in it: net\.2\.bias \(3,\), net\.2\.weight"),
+])  # fmt: skip
 def test_a_model_with_other_parameters_is_rejected(module: Callable[[], tw.Module], message: str, origin: Path) -> None:
     model = module()
     before = weights(model)
@@ -224,23 +202,15 @@ def test_state_that_is_no_plain_data_is_named_and_earlier_checkpoints_stay(tmp_p
 
 OR_ELSE = r"or remove it from its state_dict \(a buffer by persistent=False\)\."
 UNSTORABLE: dict[str, tuple[Callable[[], Any], str]] = {
-    "sparse": (
-        lambda: torch.eye(2).to_sparse(),
-        r"torch\.sparse_coo on cpu, but a checkpoint stores dense tensors with data\. Convert",
-    ),
-    "meta": (
-        lambda: torch.ones(2, device="meta"),
-        r"torch\.strided on meta, but a checkpoint stores dense tensors with data\. Convert",
-    ),
-    "nested": (
-        lambda: torch.nested.nested_tensor([torch.ones(2)]),
-        r"nested on cpu, but a checkpoint stores dense .*\. Convert it",
-    ),
-    "dtype": (
-        lambda: torch.ones(2, dtype=torch.complex128),
-        r"torch\.complex128; a checkpoint stores bool, .*\. Convert it,",
-    ),
-}
+    "sparse": (lambda: torch.eye(2).to_sparse(),
+        r"torch\.sparse_coo on cpu, but a checkpoint stores dense tensors with data\. Convert"),
+    "meta": (lambda: torch.ones(2, device="meta"),
+        r"torch\.strided on meta, but a checkpoint stores dense tensors with data\. Convert"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)]),
+        r"nested on cpu, but a checkpoint stores dense .*\. Convert it"),
+    "dtype": (lambda: torch.ones(2, dtype=torch.complex128),
+        r"torch\.complex128; a checkpoint stores bool, .*\. Convert it,"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", UNSTORABLE)

@@ -36,44 +36,13 @@ def name_of(value: Any) -> str:
     return f"{type(value).__name__}-{str(shown)[:20]!a}"
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        False,
-        0,
-        -7,
-        2**63,
-        -(2**63) - 1,
-        10**5000,
-        0.1,
-        -0.0,
-        math.inf,
-        -math.inf,
-        "",
-        "text \u00e9 \ud800 \x00",
-        b"\x00\xff",
-        [],
-        [1, [2.0, None]],
-        (),
-        (1, ("a",)),
-        {},
-        {"b": 1, "a": {"$tuple": 3}},
-        {1: "int", True + 1: "two", None: 0, (1, "x"): [1], b"k": 2, 2.5: 3, frozenset({1}): 4},
-        set(),
-        {1, "a", (2, 3)},
-        frozenset({1.5}),
-        torch.Size([2, 3]),
-        torch.bfloat16,
-        torch.device("cuda:1"),
-        torch.device("cpu"),
-        pathlib.Path("a/b.txt"),
-        datetime.timedelta(days=-1, seconds=5, microseconds=7),
-        random.Random(0).getstate(),
-    ],
-    ids=name_of,
-)
+@pytest.mark.parametrize("value", [
+    None, True, False, 0, -7, 2**63, -(2**63) - 1, 10**5000, 0.1, -0.0, math.inf, -math.inf, "",
+    "text \u00e9 \ud800 \x00", b"\x00\xff", [], [1, [2.0, None]], (), (1, ("a",)), {}, {"b": 1, "a": {"$tuple": 3}},
+    {1: "int", True + 1: "two", None: 0, (1, "x"): [1], b"k": 2, 2.5: 3, frozenset({1}): 4}, set(), {1, "a", (2, 3)},
+    frozenset({1.5}), torch.Size([2, 3]), torch.bfloat16, torch.device("cuda:1"), torch.device("cpu"),
+    pathlib.Path("a/b.txt"), datetime.timedelta(days=-1, seconds=5, microseconds=7), random.Random(0).getstate(),
+], ids=name_of)  # fmt: skip
 def test_a_value_comes_back_with_its_type(value: Any) -> None:
     back = through_json(value)
     assert back == value
@@ -129,19 +98,10 @@ def test_two_tensors_of_the_same_name_are_both_kept() -> None:
     assert (back["a"]["b"].item(), back["a.b"].item()) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(6, dtype=np.uint32).reshape(2, 3),
-        np.array(1.5),
-        np.zeros((0, 2)),
-        np.arange(6)[::-2],
-        np.array([True, False]),
-        np.arange(3, dtype=">f8"),
-        np.array([1j], dtype=np.complex64),
-    ],
-    ids=lambda array: f"{array.dtype}-{array.shape}",
-)
+@pytest.mark.parametrize("array", [
+    np.arange(6, dtype=np.uint32).reshape(2, 3), np.array(1.5), np.zeros((0, 2)), np.arange(6)[::-2],
+    np.array([True, False]), np.arange(3, dtype=">f8"), np.array([1j], dtype=np.complex64),
+], ids=lambda array: f"{array.dtype}-{array.shape}")  # fmt: skip
 def test_numpy_arrays_come_back_as_arrays(array: np.ndarray[Any, Any]) -> None:
     back = through_json(array)
     assert isinstance(back, np.ndarray)
@@ -170,21 +130,17 @@ def test_numpy_scalars_and_generator_states_come_back() -> None:
 Point = namedtuple("Point", "x y")
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ({"ModelCheckpoint": {"best": object()}}, r"callbacks\.ModelCheckpoint\.best is a builtins\.object"),
-        ([1, lambda: None], r"callbacks\[1\] is a builtins\.function"),
-        ({"colour": Colour.RED}, r"callbacks\.colour is the enum member .*\.value"),
-        ({"p": Point(1, 2)}, r"callbacks\.p is a .*Point; expected None, bool"),
-        ({"x": np.array(["a"])}, r"callbacks\.x is a numpy\.ndarray of <U1"),
-        ({"x": np.array([object()])}, r"callbacks\.x is a numpy\.ndarray of object"),
-        ({"x": np.array([1j])}, r"callbacks\.x is a numpy\.ndarray of complex128"),
-        ({"x": 1j}, r"callbacks\.x is a builtins\.complex"),
-        ({torch.ones(1): 1}, r"a key of callbacks is a tensor"),
-        ({"module": torch.nn.Linear(1, 1)}, r"callbacks\.module is a torch\.nn\.modules\.linear\.Linear"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    ({"ModelCheckpoint": {"best": object()}}, r"callbacks\.ModelCheckpoint\.best is a builtins\.object"),
+    ([1, lambda: None], r"callbacks\[1\] is a builtins\.function"),
+    ({"colour": Colour.RED}, r"callbacks\.colour is the enum member .*\.value"),
+    ({"p": Point(1, 2)}, r"callbacks\.p is a .*Point; expected None, bool"),
+    ({"x": np.array(["a"])}, r"callbacks\.x is a numpy\.ndarray of <U1"),
+    ({"x": np.array([object()])}, r"callbacks\.x is a numpy\.ndarray of object"),
+    ({"x": np.array([1j])}, r"callbacks\.x is a numpy\.ndarray of complex128"),
+    ({"x": 1j}, r"callbacks\.x is a builtins\.complex"), ({torch.ones(1): 1}, r"a key of callbacks is a tensor"),
+    ({"module": torch.nn.Linear(1, 1)}, r"callbacks\.module is a torch\.nn\.modules\.linear\.Linear"),
+])  # fmt: skip
 def test_anything_else_is_refused_with_its_place(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         encode(value, "callbacks")
@@ -204,36 +160,13 @@ def nested(depth: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize(
-    "plain",
-    [
-        {"$object": "os.system"},
-        {"$dtype": "load"},
-        {"$dtype": "nn"},
-        {"$device": "no such device"},
-        {"$device": 3},
-        {"$tensor": "absent"},
-        {"$tensor": ["unhashable"]},
-        {"$set": [[1]]},
-        {"$dict": [[[1], 2]]},
-        {"$dict": [[1]]},
-        {"$dict": 5},
-        {"$tuple": "text"},
-        {"$size": ["a"]},
-        {"$bytes": "*"},
-        {"$bytes": "\u00e9"},
-        {"$int": "zz"},
-        {"$float": "1e5"},
-        {"$timedelta": [1, 2]},
-        {"$timedelta": [10**30, 0, 0]},
-        {"$numpy": ["object", 1]},
-        {"$numpy": ["int8", "text"]},
-        {"$numpy": ["int8", 1000]},
-        {"$tuple": [], "other": 1},
-        nested(MAX_DEPTH + 1),
-    ],
-    ids=lambda plain: str(plain)[:40],
-)
+@pytest.mark.parametrize("plain", [
+    {"$object": "os.system"}, {"$dtype": "load"}, {"$dtype": "nn"}, {"$device": "no such device"}, {"$device": 3},
+    {"$tensor": "absent"}, {"$tensor": ["unhashable"]}, {"$set": [[1]]}, {"$dict": [[[1], 2]]}, {"$dict": [[1]]},
+    {"$dict": 5}, {"$tuple": "text"}, {"$size": ["a"]}, {"$bytes": "*"}, {"$bytes": "\u00e9"}, {"$int": "zz"},
+    {"$float": "1e5"}, {"$timedelta": [1, 2]}, {"$timedelta": [10**30, 0, 0]}, {"$numpy": ["object", 1]},
+    {"$numpy": ["int8", "text"]}, {"$numpy": ["int8", 1000]}, {"$tuple": [], "other": 1}, nested(MAX_DEPTH + 1),
+], ids=lambda plain: str(plain)[:40])  # fmt: skip
 def test_hostile_data_is_refused(plain: Any) -> None:
     with pytest.raises(CheckpointError, match="plain data"):
         decode(plain, {})

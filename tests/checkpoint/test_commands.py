@@ -241,9 +241,7 @@ def test_an_export_never_holds_a_model(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("b"), expected)
 
 
-def test_weights_come_in_from_files_of_others(
-    origin: tuple[Path, Tied], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_come_in_from_files_of_others(origin: tuple[Path, Tied], tmp_path: Path, capsys: Any) -> None:
     module = origin[1]
     torch.save(module.state_dict(), tmp_path / "a.pt")
     halves = [dict(list(module.state_dict().items())[:3]), dict(list(module.state_dict().items())[3:])]
@@ -270,9 +268,7 @@ def test_weights_come_in_from_files_of_others(
             tw.Trainer(max_epochs=1, **QUIET).fit(Tied(), make_loader(), ckpt_path=path)
 
 
-def test_a_lightning_checkpoint_comes_in_with_its_hyper_parameters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lightning_checkpoint_comes_in_with_its_hyper_parameters(tmp_path: Path, capsys: Any) -> None:
     said = brought_in(tmp_path / "in.ckpt", capsys, FIXTURES / "lightning.ckpt")
     assert "of a lightning file, 4 hyper-parameters" in said
     checkpoint = open_checkpoint(str(tmp_path / "in.ckpt"))
@@ -299,29 +295,18 @@ def put(path: Path, content: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            {"weight_map": {"w": "../outside.safetensors"}},
-            r"names the file '\.\./outside\.safetensors'; expected names",
-        ),
-        ({"weight_map": {"w": "/etc/passwd"}}, "names the file '/etc/passwd'"),
-        ({"weight_map": {"w": "a.index.json"}}, r"names the file 'a\.index\.json'"),
-        ({"weight_map": {"w": "absent.safetensors"}}, r"absent\.safetensors does not exist"),
-        (
-            {"weight_map": {"v": "there.safetensors"}},
-            r"there\.safetensors has no 'v', though the index lists it there",
-        ),
-        ({"weight_map": {"w": 3}}, 'has no "weight_map" of tensors and files'),
-        ([], 'has no "weight_map"'),
-        ('{"weight_map": {"w": "there.safetensors", "w": "there.safetensors"}}', "a key comes twice"),
-        ("[" * 10**6, "is not valid JSON"),
-    ],
-)
-def test_an_index_that_leads_elsewhere_is_refused(
-    content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("content", "message"), [
+    ({"weight_map": {"w": "../outside.safetensors"}}, r"names the file '\.\./outside\.safetensors'; expected names"),
+    ({"weight_map": {"w": "/etc/passwd"}}, "names the file '/etc/passwd'"),
+    ({"weight_map": {"w": "a.index.json"}}, r"names the file 'a\.index\.json'"),
+    ({"weight_map": {"w": "absent.safetensors"}}, r"absent\.safetensors does not exist"),
+    ({"weight_map": {"v": "there.safetensors"}}, r"there\.safetensors has no 'v', though the index lists it there"),
+    ({"weight_map": {"w": 3}}, 'has no "weight_map" of tensors and files'),
+    ([], 'has no "weight_map"'),
+    ('{"weight_map": {"w": "there.safetensors", "w": "there.safetensors"}}', "a key comes twice"),
+    ("[" * 10**6, "is not valid JSON"),
+])  # fmt: skip
+def test_an_index_that_leads_elsewhere_is_refused(content: Any, message: str, tmp_path: Path, capsys: Any) -> None:
     safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / "there.safetensors")
     code, _, err = run(capsys, "import", put(tmp_path / "a.index.json", content), tmp_path / "out.ckpt")
     assert code == 77

@@ -110,36 +110,24 @@ class Planted:
         return os.system, ("touch planted",)
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (
-            lambda path: saved(path, {"state_dict": {}, "hyper_parameters": {"x": Planted()}}),
-            r"contains \w+\.system, but only",
-        ),
-        (
-            lambda path: saved(path, nn.Linear(1, 1)),
-            r"contains torch\.nn\.modules\.linear\.Linear, .*model\.state_dict\(\)",
-        ),
-        (lambda path: str(FIXTURES / "lightning_namespace.ckpt"), r"contains argparse\.Namespace, .*ignore="),
-        (
-            lambda path: saved(path, {"model": {"w": torch.ones(1)}, "epoch": 1}),
-            "a dict with 'model', 'epoch', and 'model'",
-        ),
-        (lambda path: saved(path, torch.ones(1)), "contains a Tensor, not a dict"),
-        (lambda path: saved(path, {"state_dict": {"w": 1}}), "'w' is not a tensor"),
-        (lambda path: put(path, (FIXTURES / "lightning.ckpt").read_bytes()[:5000]), "damaged or cut short"),
-        (lambda path: put(path, b"PK\x03\x04aaa"), "damaged or cut short"),
-        (lambda path: put(path, b"\x50" + bytes(7) + b"{aaaa"), "safetensors file and cannot be read"),
-        (
-            lambda path: put(path, b"lr: 0.1"),
-            r"begins with b'lr: 0\.1'; expected a directory that trainwright wrote",
-        ),
-        (lambda path: put(f"{path}/latest", b"global_step1").rpartition("/")[0], "sharded checkpoint of DeepSpeed"),
-        (lambda path: put(f"{path}/a.txt", b"").rpartition("/")[0], r"directory without a manifest\.json"),
-        (lambda path: path, "does not exist; expected"),
-    ],
-)
+@pytest.mark.parametrize(("found", "message"), [
+    (lambda path: saved(path, {"state_dict": {}, "hyper_parameters": {"x": Planted()}}),
+     r"contains \w+\.system, but only"),
+    (lambda path: saved(path, nn.Linear(1, 1)),
+     r"contains torch\.nn\.modules\.linear\.Linear, .*model\.state_dict\(\)"),
+    (lambda path: str(FIXTURES / "lightning_namespace.ckpt"), r"contains argparse\.Namespace, .*ignore="),
+    (lambda path: saved(path, {"model": {"w": torch.ones(1)}, "epoch": 1}),
+     "a dict with 'model', 'epoch', and 'model'"),
+    (lambda path: saved(path, torch.ones(1)), "contains a Tensor, not a dict"),
+    (lambda path: saved(path, {"state_dict": {"w": 1}}), "'w' is not a tensor"),
+    (lambda path: put(path, (FIXTURES / "lightning.ckpt").read_bytes()[:5000]), "damaged or cut short"),
+    (lambda path: put(path, b"PK\x03\x04aaa"), "damaged or cut short"),
+    (lambda path: put(path, b"\x50" + bytes(7) + b"{aaaa"), "safetensors file and cannot be read"),
+    (lambda path: put(path, b"lr: 0.1"), r"begins with b'lr: 0\.1'; expected a directory that trainwright wrote"),
+    (lambda path: put(f"{path}/latest", b"global_step1").rpartition("/")[0], "sharded checkpoint of DeepSpeed"),
+    (lambda path: put(f"{path}/a.txt", b"").rpartition("/")[0], r"directory without a manifest\.json"),
+    (lambda path: path, "does not exist; expected"),
+])  # fmt: skip
 def test_everything_else_is_refused_by_name(found: Any, message: str, folder: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_weights(found(f"{folder}/a"))
@@ -158,14 +146,8 @@ def test_only_plain_data_is_recognized_as_plain() -> None:
     loop.append(loop)
     plain = [None, 1, "a", (1, {2: {3}}), pathlib.Path("a"), torch.float16, datetime.timedelta(1), torch.ones(1000)]
     others = [
-        nn.Linear(1, 1),
-        len,
-        loop,
-        torch.ones(1001),
-        [torch.ones(2, device="meta")],
-        object(),
-        {"a": {1: object()}},
-    ]
+        nn.Linear(1, 1), len, loop, torch.ones(1001), [torch.ones(2, device="meta")], object(), {"a": {1: object()}},
+    ]  # fmt: skip
     assert [is_plain(value) for value in plain] == [True] * len(plain)
     assert [is_plain(value) for value in others] == [False] * len(others)
     assert is_plain(torch.ones(1001), largest_tensor=2000)

@@ -12,7 +12,7 @@ from typing import Any
 import jobs
 import pytest
 import torch
-from deadlines import deadline
+from interpreters import run_command
 from jobs import run_job
 from torch import nn
 
@@ -116,14 +116,7 @@ def test_a_save_on_a_full_disk_fails_on_all_ranks(tmp_path: Path) -> None:
         pytest.skip("no small file system can be mounted here; the limit on files above shows the same error path")
     work = [sys.executable, "-W", "error", jobs.__file__, __file__, fill.__name__, str(tmp_path)]
     command = [sys.executable, "-m", "trainwright.launch.processes", '{"num_processes": 2}', *work]
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", f'{MOUNT} && exec "$@"', "sh", *command],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=deadline(180),
-        check=False,
-    )
+    mounted = ["unshare", "--mount", "sh", "-c", f'{MOUNT} && exec "$@"', "sh", *command]
+    done = run_command(mounted, folder=tmp_path, seconds=180)
     assert done.returncode == 0, done.stderr[-3000:]
     check([torch.load(tmp_path / f"result-{rank}.pt") for rank in range(2)], tmp_path / SPACE, is_mounted=True)

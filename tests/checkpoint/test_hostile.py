@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from deadlines import deadline
+from interpreters import run_command
 from small import QUIET, make_loader
 
 import trainwright as tw
@@ -377,14 +376,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     places = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     before = {each for each in folder.rglob("*") if "cases" in each.parts}
     (folder / "here").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", VICTIM, str(folder), json.dumps(places)],
-        cwd=folder / "here",
-        capture_output=True,
-        text=True,
-        timeout=deadline(200),
-        check=False,
-    )
+    command = [sys.executable, "-c", VICTIM, folder, json.dumps(places)]
+    done = run_command(command, folder=folder / "here", seconds=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert os.listdir(folder / "here") == []
     assert {each for each in folder.rglob("*") if "cases" in each.parts} == before

@@ -224,9 +224,7 @@ def test_what_is_overwritten_outlives_a_power_loss_until_the_new_one_does(
     assert seen[-3:] == [[("final.ckpt", 2)]] * 3
 
 
-def test_without_any_one_of_its_syncs_a_save_would_be_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
-) -> None:
+def test_without_any_one_of_its_syncs_a_save_would_be_lost(tmp_path: Path, monkeypatch: Any, save: Any) -> None:
     """So the test above looks at syncs that matter, and none is made in vain."""
     runs = tmp_path / "runs"
     save(runs / "old.ckpt", 1)

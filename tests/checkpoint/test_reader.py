@@ -103,47 +103,44 @@ def set_tensor(**changed: Any) -> Callable[[Any], None]:
 M = "model-00000.safetensors"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (rename_file("../state.json"), r"names the file '\.\./state\.json'; expected plain file names"),
-        (rename_file("/etc/passwd"), "names the file '/etc/passwd'"),
-        (rename_file("a/b"), "names the file 'a/b'"),
-        (rename_file("a\\b"), "names the file"),
-        (rename_file(".."), r"names the file '\.\.'"),
-        (rename_file(""), "names the file ''"),
-        (rename_file("a\n"), "names the file"),
-        (rename_file("manifest.json"), r"names the file 'manifest\.json'"),
-        (lambda body: body["files"]["state.json"].__setitem__(0, -1), "malformed: .* size '-1'"),
-        (lambda body: body["files"].__setitem__("state.json", 5), "malformed"),
-        (lambda body: body["files"]["state.json"].__setitem__(1, "a"), "malformed: .* digest"),
-        (lambda body: body["files"].clear(), f"lies in '{M}', which manifest.json does not list"),
-        (set_tensor(shape=[10**15, 10**3]), "claims shape"),
-        (set_tensor(shape=[3, 2] + [1] * 100), "malformed: .* shape"),
-        (set_tensor(shape=[-3, -2]), "malformed: .* shape"),
-        (set_tensor(shape=[3.0, 2]), "malformed: .* shape"),
-        (set_tensor(shape=[True, 6]), "malformed: .* shape"),
-        (set_tensor(shape=6), "malformed: .* shape"),
-        (set_tensor(dtype="F31"), "malformed: KeyError: 'F31'"),
-        (set_tensor(pieces=[]), "'w0' is incomplete: element 0 of 6"),
-        (set_tensor(pieces=[[M, "w0", 0, 10**9]]), "'w0' claims 1000000000 elements"),
-        (set_tensor(pieces=[[M, "w0", 0, 6], [M, "w0", 3, 3]]), "'w0': elements from 3 on are stored twice"),
-        (set_tensor(pieces=[[M, "w0", -1, 7]]), "malformed: .* piece"),
-        (set_tensor(pieces=[[M, "w0", 0]]), "malformed: TypeError"),
-        (set_tensor(pieces=[["../x", "w0", 0, 6]]), r"lies in '\.\./x', which manifest.json does not list"),
-        (lambda body: body.update(format="zip"), "has format 'zip'"),
-        (lambda body: body.update(format_version=2), "format version 2; .* Install a trainwright that reads version 2"),
-        (lambda body: body.update(sections=[1]), "malformed"),
-        (lambda body: body.update(files=None), "malformed"),
-        (lambda body: body["header"].pop("step"), "malformed: KeyError: 'step'"),
-        (lambda body: body["header"].update(step="1"), "malformed: .* step '1'"),
-        (lambda body: b"[" * 200_000 + b"]" * 200_000, r"manifest\.json is not valid JSON \(RecursionError"),
-        (lambda body: b"9" * 10_000, r"manifest\.json is not valid JSON"),
-        (lambda body: b"NaN", r"manifest\.json is not valid JSON \(ValueError: NaN"),
-        (lambda body: b"[]", r"manifest\.json is malformed"),
-        (lambda body: b"\xff", r"manifest\.json is not valid JSON"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (rename_file("../state.json"), r"names the file '\.\./state\.json'; expected plain file names"),
+    (rename_file("/etc/passwd"), "names the file '/etc/passwd'"),
+    (rename_file("a/b"), "names the file 'a/b'"),
+    (rename_file("a\\b"), "names the file"),
+    (rename_file(".."), r"names the file '\.\.'"),
+    (rename_file(""), "names the file ''"),
+    (rename_file("a\n"), "names the file"),
+    (rename_file("manifest.json"), r"names the file 'manifest\.json'"),
+    (lambda body: body["files"]["state.json"].__setitem__(0, -1), "malformed: .* size '-1'"),
+    (lambda body: body["files"].__setitem__("state.json", 5), "malformed"),
+    (lambda body: body["files"]["state.json"].__setitem__(1, "a"), "malformed: .* digest"),
+    (lambda body: body["files"].clear(), f"lies in '{M}', which manifest.json does not list"),
+    (set_tensor(shape=[10**15, 10**3]), "claims shape"),
+    (set_tensor(shape=[3, 2] + [1] * 100), "malformed: .* shape"),
+    (set_tensor(shape=[-3, -2]), "malformed: .* shape"),
+    (set_tensor(shape=[3.0, 2]), "malformed: .* shape"),
+    (set_tensor(shape=[True, 6]), "malformed: .* shape"),
+    (set_tensor(shape=6), "malformed: .* shape"),
+    (set_tensor(dtype="F31"), "malformed: KeyError: 'F31'"),
+    (set_tensor(pieces=[]), "'w0' is incomplete: element 0 of 6"),
+    (set_tensor(pieces=[[M, "w0", 0, 10**9]]), "'w0' claims 1000000000 elements"),
+    (set_tensor(pieces=[[M, "w0", 0, 6], [M, "w0", 3, 3]]), "'w0': elements from 3 on are stored twice"),
+    (set_tensor(pieces=[[M, "w0", -1, 7]]), "malformed: .* piece"),
+    (set_tensor(pieces=[[M, "w0", 0]]), "malformed: TypeError"),
+    (set_tensor(pieces=[["../x", "w0", 0, 6]]), r"lies in '\.\./x', which manifest.json does not list"),
+    (lambda body: body.update(format="zip"), "has format 'zip'"),
+    (lambda body: body.update(format_version=2), "format version 2; .* Install a trainwright that reads version 2"),
+    (lambda body: body.update(sections=[1]), "malformed"),
+    (lambda body: body.update(files=None), "malformed"),
+    (lambda body: body["header"].pop("step"), "malformed: KeyError: 'step'"),
+    (lambda body: body["header"].update(step="1"), "malformed: .* step '1'"),
+    (lambda body: b"[" * 200_000 + b"]" * 200_000, r"manifest\.json is not valid JSON \(RecursionError"),
+    (lambda body: b"9" * 10_000, r"manifest\.json is not valid JSON"),
+    (lambda body: b"NaN", r"manifest\.json is not valid JSON \(ValueError: NaN"),
+    (lambda body: b"[]", r"manifest\.json is malformed"),
+    (lambda body: b"\xff", r"manifest\.json is not valid JSON"),
+])  # fmt: skip
 def test_a_hostile_manifest_is_refused(change: Callable[[Any], Any], message: str, tmp_path: Path, save: Any) -> None:
     save(tmp_path / "a.ckpt")
     rewrite(tmp_path / "a.ckpt", change)
@@ -153,18 +150,13 @@ def test_a_hostile_manifest_is_refused(change: Callable[[Any], Any], message: st
     assert find_checkpoints(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"pieces": [[M, "w9", 0, 6]]}, f"{M} has no 'w9'"),
-        (
-            {"dtype": "I32"},
-            f"{M} has 6 elements of torch.float32 as 'w0', but manifest.json lists 6 elements of torch.int32",
-        ),
-        ({"shape": [4], "pieces": [[M, "w0", 0, 4]]}, f"{M} has 6 elements .* lists 4 elements of"),
-        ({"pieces": [["state.json", "w0", 0, 6]]}, r"state\.json: the header claims"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"pieces": [[M, "w9", 0, 6]]}, f"{M} has no 'w9'"),
+    ({"dtype": "I32"},
+     f"{M} has 6 elements of torch.float32 as 'w0', but manifest.json lists 6 elements of torch.int32"),
+    ({"shape": [4], "pieces": [[M, "w0", 0, 4]]}, f"{M} has 6 elements .* lists 4 elements of"),
+    ({"pieces": [["state.json", "w0", 0, 6]]}, r"state\.json: the header claims"),
+])  # fmt: skip
 def test_a_manifest_that_does_not_fit_its_files_changes_nothing(
     changed: dict[str, Any], message: str, tmp_path: Path, save: Any
 ) -> None:

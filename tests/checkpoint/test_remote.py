@@ -85,9 +85,7 @@ def test_an_interrupted_remote_write_is_no_checkpoint(
     check(open_checkpoint("memory://runs/new.ckpt"), 2)
 
 
-def test_a_transient_remote_failure_is_retried(
-    memory: Any, monkeypatch: pytest.MonkeyPatch, save: Any, check: Any
-) -> None:
+def test_a_transient_remote_failure_is_retried(memory: Any, monkeypatch: Any, save: Any, check: Any) -> None:
     monkeypatch.setattr(remote_calls, "DELAYS_SECONDS", (0.0, 0.0))
     putter, failures = type(memory).pipe_file, [1, 1]
 

@@ -96,9 +96,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_anything_else_is_refused_and_stays(
-    kind: str, tmp_path: Path, save: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_anything_else_is_refused_and_stays(kind: str, tmp_path: Path, save: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)  # and back
     change, text = OTHERS[kind]
     path = tmp_path / "a.ckpt"

@@ -178,9 +178,7 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all(
     check(open_checkpoint(str(tmp_path / "old.ckpt")), 1)
 
 
-def test_a_sync_of_the_parent_that_fails_takes_the_checkpoint_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
-) -> None:
+def test_a_sync_of_the_parent_that_fails_takes_the_checkpoint_back(tmp_path: Path, monkeypatch: Any, save: Any) -> None:
     sync = filesystem.LocalFiles.sync_directory
 
     def sync_directory(self: filesystem.LocalFiles, path: str) -> None:

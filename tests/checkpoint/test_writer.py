@@ -204,9 +204,7 @@ def interrupted_in(callers: list[str], call: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("callers", [["finish"], ["finish", "drop"]], ids=str)
-def test_an_interrupted_wait_commits_nothing(
-    callers: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_wait_commits_nothing(callers: list[str], run: Run, tmp_path: Path, monkeypatch: Any) -> None:
     """The next background save does not overwrite data that is still being written."""
     monkeypatch.setattr(store, "DROP_SECONDS", 0.01 if len(callers) == 1 else deadline(60.0))
     first, second = f"held://{tmp_path}/1.ckpt", f"held://{tmp_path}/2.ckpt"

@@ -50,28 +50,16 @@ def refused(capsys: pytest.CaptureFixture[str], parse: Callable[[list[str]], Any
     return said.partition("error: ")[2].strip()
 
 
-@pytest.mark.parametrize(
-    ("argument", "said"),
-    [
-        ("--trainer.precision=half", "precision='half' is unknown; choose from "),
-        (
-            "--trainer.max_epochs=-5",
-            "Trainer was given wrong settings: max_epochs=-5: expected an integer of at least -1",
-        ),
-        ("--trainer.callbacks=[{class_path: Timer, init_args: {interval: x}}]", "interval='x' is unknown"),
-        (
-            "--trainer.logger={class_path: TensorBoardLogger, dict_kwargs: {nam: x}}",
-            "TensorBoardLogger has no argument nam=",
-        ),
-        (
-            "--trainer.profiler={class_path: SimpleProfiler, init_args: {filename: a/b}}",
-            "filename='a/b' is not a plain name",
-        ),
-    ],
-)
-def test_what_a_constructor_refuses_is_a_wrong_argument(
-    capsys: pytest.CaptureFixture[str], argument: str, said: str
-) -> None:
+@pytest.mark.parametrize(("argument", "said"), [
+    ("--trainer.precision=half", "precision='half' is unknown; choose from "),
+    ("--trainer.max_epochs=-5", "Trainer was given wrong settings: max_epochs=-5: expected an integer of at least -1"),
+    ("--trainer.callbacks=[{class_path: Timer, init_args: {interval: x}}]", "interval='x' is unknown"),
+    ("--trainer.logger={class_path: TensorBoardLogger, dict_kwargs: {nam: x}}",
+     "TensorBoardLogger has no argument nam="),
+    ("--trainer.profiler={class_path: SimpleProfiler, init_args: {filename: a/b}}",
+     "filename='a/b' is not a plain name"),
+])  # fmt: skip
+def test_what_a_constructor_refuses_is_a_wrong_argument(capsys: Any, argument: str, said: str) -> None:
     said_at_once = refused(capsys, lambda args: made(*args), "--model.width=3", argument)
     assert said_at_once.startswith(said)
     assert "\n" not in said_at_once
@@ -149,21 +137,12 @@ def test_functions_can_replace_classes() -> None:
     assert cli.model.hparams.width == 6
 
 
-@pytest.mark.parametrize(
-    ("arguments", "scheduler", "monitor"),
-    [
-        ([], None, None),
-        (
-            ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=5"],
-            torch.optim.lr_scheduler.CosineAnnealingLR,
-            None,
-        ),
-        (["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val_loss"], ReduceLROnPlateau, "val_loss"),
-    ],
-)
-def test_optimizers_and_schedulers_are_made_from_a_config(
-    arguments: list[str], scheduler: Any, monitor: str | None
-) -> None:
+@pytest.mark.parametrize(("arguments", "scheduler", "monitor"), [
+    ([], None, None),
+    (["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=5"], torch.optim.lr_scheduler.CosineAnnealingLR, None),
+    (["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val_loss"], ReduceLROnPlateau, "val_loss"),
+])  # fmt: skip
+def test_optimizers_and_schedulers_are_made_from_a_config(arguments: list[str], scheduler: Any, monitor: Any) -> None:
     cli = made("--model.width=3", "--optimizer=AdamW", "--optimizer.lr=0.25", *arguments)
     returned = cli.model.configure_optimizers()
     if isinstance(returned, dict):
@@ -265,9 +244,7 @@ def test_a_printed_config_is_accepted(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 @pytest.mark.slow
-def test_variables_of_the_environment_are_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variables_of_the_environment_are_read(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("TW_MODEL__WIDTH", "11")
     monkeypatch.setenv("TW_TRAINER__MAX_EPOCHS", "3")
     cli = made(parser_kwargs={"default_env": True})
@@ -278,49 +255,28 @@ def test_variables_of_the_environment_are_read(
     assert other.model.hparams.width == 12
 
 
-# -- wrong arguments -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "lines"),
-    [
-        (
-            "model: {width: 3}\ntrainer:\n  max_epoch: 3\n",
-            ["'trainer' has no argument 'max_epoch'. Did you mean 'max_epochs'?"],
-        ),
-        ("modl:\n  width: 3\ndatas: 1\n", ["no argument 'modl'. Did you mean 'model'?"]),
-        (
-            "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    init_args:\n      monitr: loss\n",
-            ["ModelCheckpoint has no argument 'monitr'. Did you mean 'monitor'?"],
-        ),
-        (
-            "model:\n  width: 3\n  act:\n    class_path: torch.nn.Softmax\n    init_args: {axis: 1}\n",
-            ["Softmax has no argument 'axis'. Accepted are dim."],
-        ),
-        ("model:\n  width: 3\ntrainer:\n  max_epochs: many\n", ['Parser key "trainer.max_epochs"']),
-        (
-            "model:\n  width: 3\noptimizer:\n  class_path: SDG\n",
-            ["optimizer: 'SDG' is not an imported class. Did you mean 'SGD'?"],
-        ),
-        ("model:\n  width: 3\noptimizer: StepLR\n", ["optimizer: 'StepLR' is not a class that it accepts."]),
-        (
-            "model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: CSVLogger\n",
-            ["trainer.callbacks: 'CSVLogger' is not a class that it accepts."],
-        ),
-        ("model: {width: 3}\noptimizer:\n  lr: 0.1\n", ["optimizer needs class_path, the name of a class"]),
-        ("model:\n  width: 3\n trainer: 1\n", ["the config is not YAML", ", line 3"]),
-        (
-            "trainer: &common\n  max_epochs: 1\nmodel:\n  width: 3\ndata:\n  <<: &sizes {num_classes: 7}\n  batch_sise: 1\n",
-            ["'data' has no argument 'batch_sise'. Did you mean 'batch_size'?"],
-        ),
-        ("model:\n  <<: 3\n", ["the config is not YAML", ", line 2"]),
-        (
-            "model: {width: 3}\ntrainer: 5\n",
-            ["key 'trainer' is 5; it needs the names and values of its arguments."],
-        ),
-        ("model: {width: 3}\ndata:\n- n: 7\n", ["key 'data' is [{'n': 7}]; it needs the names and values"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "lines"), [
+    ("model: {width: 3}\ntrainer:\n  max_epoch: 3\n",
+     ["'trainer' has no argument 'max_epoch'. Did you mean 'max_epochs'?"]),
+    ("modl:\n  width: 3\ndatas: 1\n", ["no argument 'modl'. Did you mean 'model'?"]),
+    ("model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: ModelCheckpoint\n    init_args:\n      monitr: loss\n",
+     ["ModelCheckpoint has no argument 'monitr'. Did you mean 'monitor'?"]),
+    ("model:\n  width: 3\n  act:\n    class_path: torch.nn.Softmax\n    init_args: {axis: 1}\n",
+     ["Softmax has no argument 'axis'. Accepted are dim."]),
+    ("model:\n  width: 3\ntrainer:\n  max_epochs: many\n", ['Parser key "trainer.max_epochs"']),
+    ("model:\n  width: 3\noptimizer:\n  class_path: SDG\n",
+     ["optimizer: 'SDG' is not an imported class. Did you mean 'SGD'?"]),
+    ("model:\n  width: 3\noptimizer: StepLR\n", ["optimizer: 'StepLR' is not a class that it accepts."]),
+    ("model: {width: 3}\ntrainer:\n  callbacks:\n  - class_path: CSVLogger\n",
+     ["trainer.callbacks: 'CSVLogger' is not a class that it accepts."]),
+    ("model: {width: 3}\noptimizer:\n  lr: 0.1\n", ["optimizer needs class_path, the name of a class"]),
+    ("model:\n  width: 3\n trainer: 1\n", ["the config is not YAML", ", line 3"]),
+    ("trainer: &common\n  max_epochs: 1\nmodel:\n  width: 3\ndata:\n  <<: &sizes {num_classes: 7}\n  batch_sise: 1\n",
+     ["'data' has no argument 'batch_sise'. Did you mean 'batch_size'?"]),
+    ("model:\n  <<: 3\n", ["the config is not YAML", ", line 2"]),
+    ("model: {width: 3}\ntrainer: 5\n", ["key 'trainer' is 5; it needs the names and values of its arguments."]),
+    ("model: {width: 3}\ndata:\n- n: 7\n", ["key 'data' is [{'n': 7}]; it needs the names and values"]),
+])  # fmt: skip
 def test_a_wrong_config_is_explained(
     text: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:
@@ -330,9 +286,7 @@ def test_a_wrong_config_is_explained(
         assert line in said
 
 
-def test_a_missing_checkpoint_is_a_wrong_argument(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_checkpoint_is_a_wrong_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     args = ["test", "--model.width=3", "--ckpt_path=nope.ckpt"]
     said = refused(capsys, lambda given: TrainwrightCLI(OwnOptimizer, Data, args=given, trainer_defaults=FAST), *args)
@@ -358,17 +312,14 @@ def test_a_config_of_another_version_is_accepted(
     assert config.model.width == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--trainer.max_epoch=3"], "Did you mean --trainer.max_epochs?"),
-        ([*SGD, "--optimizer.rl=1"], "SGD has no argument 'rl'. Did you mean 'lr'?"),
-        (["--trainer.callbacks+=ModelChekpoint"], "Did you mean 'ModelCheckpoint'?"),
-        (["--config=missing.yaml"], "File does not exist"),
-        (["--model.width=wide"], "Expected a <class 'int'>"),
-        (["--optimizer=SGD", "--optimizer.lr=high"], "Expected a <class 'float'>"),  # or a tensor
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--trainer.max_epoch=3"], "Did you mean --trainer.max_epochs?"),
+    ([*SGD, "--optimizer.rl=1"], "SGD has no argument 'rl'. Did you mean 'lr'?"),
+    (["--trainer.callbacks+=ModelChekpoint"], "Did you mean 'ModelCheckpoint'?"),
+    (["--config=missing.yaml"], "File does not exist"),
+    (["--model.width=wide"], "Expected a <class 'int'>"),
+    (["--optimizer=SGD", "--optimizer.lr=high"], "Expected a <class 'float'>"),  # or a tensor
+])  # fmt: skip
 def test_wrong_arguments_are_explained(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], parser: TrainwrightArgumentParser
 ) -> None:

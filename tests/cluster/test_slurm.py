@@ -153,13 +153,10 @@ def test_devices_that_contradict_the_tasks_are_rejected(slurm: Slurm, tmp_path: 
     assert "devices=3 was passed, but this job was launched with 2 processes on this node; pass dev" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("statement", "code", "text"),
-    [
-        ("raise ArithmeticError('no luck')", 1, "1: [rank1]: ArithmeticError: no luck"),
-        ("sys.exit(3)", 3, "rank 1 has exited while rank 0 waits for it"),
-    ],
-)
+@pytest.mark.parametrize(("statement", "code", "text"), [
+    ("raise ArithmeticError('no luck')", 1, "1: [rank1]: ArithmeticError: no luck"),
+    ("sys.exit(3)", 3, "rank 1 has exited while rank 0 waits for it"),
+])  # fmt: skip
 def test_a_failing_rank_is_named_and_srun_returns_its_exit_code(
     slurm: Slurm, tmp_path: Path, statement: str, code: int, text: str
 ) -> None:

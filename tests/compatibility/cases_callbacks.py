@@ -22,43 +22,11 @@ def _stopped(L: Any, folder: Any, values: Any, *, fit: dict[str, Any] | None = N
     return [callback.stopped_epoch, callback.wait_count, callback.best_score, run.current_epoch, run.global_step]
 
 
-def case_early_stopping(L: Any, folder: Any) -> Any:
-    return _stopped(L, folder, (3.0, 2.0, 2.5, 2.6, 2.7, 2.8))
-
-
-def case_early_stopping_patience(L: Any, folder: Any) -> Any:
-    return [_stopped(L, folder, (3.0, 2.0, 2.5, 2.6, 1.0, 2.8), patience=each) for each in (1, 2)]
-
-
-def case_early_stopping_min_delta(L: Any, folder: Any) -> Any:
-    return _stopped(L, folder, (3.0, 2.95, 2.9, 2.85, 2.8), min_delta=0.1, patience=2)
-
-
-def case_early_stopping_mode_max(L: Any, folder: Any) -> Any:
-    return _stopped(L, folder, (1.0, 2.0, 1.5, 1.4, 1.3, 1.2), mode="max", patience=2)
-
-
-def case_early_stopping_threshold(L: Any, folder: Any) -> Any:
-    return _stopped(L, folder, (3.0, 2.0, 0.5, 0.4), stopping_threshold=1.0)
-
-
-def case_early_stopping_divergence(L: Any, folder: Any) -> Any:
-    return _stopped(L, folder, (3.0, 2.0, 50.0, 0.4), divergence_threshold=10.0, patience=9)
-
-
 def case_early_stopping_check_finite(L: Any, folder: Any) -> Any:
     return [
         _stopped(L, folder, (3.0, float("nan"), 1.0), check_finite=True)[0],
         _stopped(L, folder, (3.0, float("nan"), 2.0, 1.0, 0.5, 0.4, 0.3, 0.2), check_finite=False)[0],
     ]
-
-
-def case_early_stopping_with_min_epochs(L: Any, folder: Any) -> Any:
-    return _stopped(L, folder, (1.0, 2.0, 3.0, 4.0), patience=1, fit={"min_epochs": 4})
-
-
-def case_early_stopping_within_epochs(L: Any, folder: Any) -> Any:
-    return _stopped(L, folder, (3.0, 4.0, 5.0, 6.0, 7.0), patience=2, fit={"val_check_interval": 0.5})
 
 
 def case_early_stopping_of_a_training_metric(L: Any, folder: Any) -> Any:
@@ -323,5 +291,22 @@ def case_a_callback_reads_the_trainer(L: Any, folder: Any) -> Any:
     return seen
 
 
-def case_callbacks_that_exist(L: Any, folder: Any) -> Any:
-    return [name for name in CALLBACKS.split() if not hasattr(part(L, "callbacks"), name)]
+CASES = {
+    "early_stopping": lambda L, folder: _stopped(L, folder, (3.0, 2.0, 2.5, 2.6, 2.7, 2.8)),
+    "early_stopping_patience": lambda L, folder:
+        [_stopped(L, folder, (3.0, 2.0, 2.5, 2.6, 1.0, 2.8), patience=each) for each in (1, 2)],
+    "early_stopping_min_delta": lambda L, folder:
+        _stopped(L, folder, (3.0, 2.95, 2.9, 2.85, 2.8), min_delta=0.1, patience=2),
+    "early_stopping_mode_max": lambda L, folder:
+        _stopped(L, folder, (1.0, 2.0, 1.5, 1.4, 1.3, 1.2), mode="max", patience=2),
+    "early_stopping_threshold": lambda L, folder: _stopped(L, folder, (3.0, 2.0, 0.5, 0.4), stopping_threshold=1.0),
+    "early_stopping_divergence": lambda L, folder:
+        _stopped(L, folder, (3.0, 2.0, 50.0, 0.4), divergence_threshold=10.0, patience=9),
+    "early_stopping_with_min_epochs": lambda L, folder:
+        _stopped(L, folder, (1.0, 2.0, 3.0, 4.0), patience=1, fit={"min_epochs": 4}),
+    "early_stopping_within_epochs": lambda L, folder:
+        _stopped(L, folder, (3.0, 4.0, 5.0, 6.0, 7.0), patience=2, fit={"val_check_interval": 0.5}),
+    "callbacks_that_exist": lambda L, folder:
+        [name for name in CALLBACKS.split() if not hasattr(part(L, "callbacks"), name)],
+}  # fmt: skip
+"""Cases of one call, by their names."""

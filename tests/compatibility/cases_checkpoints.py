@@ -10,9 +10,7 @@ from projects import files, loader, part, raised, refusal, regression, scripted,
 VALUES = (5.0, 3.0, 4.0, 1.0, 2.0)
 
 
-def _names(
-    L: Any, folder: Any, *, epochs: int = 5, batches: int = 8, fit: dict[str, Any] | None = None, **options: Any
-) -> Any:
+def _names(L: Any, folder: Any, *, epochs: int = 5, batches: int = 8, fit: Any | None = None, **options: Any) -> Any:
     """Return the checkpoints of a ModelCheckpoint after a fit whose epochs have the scores VALUES."""
     callback = part(L, "callbacks").ModelCheckpoint(dirpath=folder / "saved", **options)
     module = scripted(L, "score", VALUES)()
@@ -30,74 +28,14 @@ def _names(
     }
 
 
-def case_newest_without_a_monitor(L: Any, folder: Any) -> Any:
-    return _names(L, folder)
-
-
-def case_best_of_a_monitor(L: Any, folder: Any) -> Any:
-    return _names(L, folder, monitor="score")
-
-
-def case_best_three(L: Any, folder: Any) -> Any:
-    return _names(L, folder, monitor="score", save_top_k=3)
-
-
-def case_best_three_of_two(L: Any, folder: Any) -> Any:
-    return _names(L, folder, monitor="score", save_top_k=3, epochs=2)
-
-
-def case_best_of_mode_max(L: Any, folder: Any) -> Any:
-    return _names(L, folder, monitor="score", mode="max", save_top_k=2)
-
-
-def case_all_of_them(L: Any, folder: Any) -> Any:
-    return _names(L, folder, save_top_k=-1)
-
-
-def case_all_with_a_monitor(L: Any, folder: Any) -> Any:
-    return _names(L, folder, save_top_k=-1, monitor="score")
-
-
-def case_none_of_them(L: Any, folder: Any) -> Any:
-    return _names(L, folder, save_top_k=0)
-
-
-def case_name_with_a_metric(L: Any, folder: Any) -> Any:
-    return _names(L, folder, monitor="score", filename="{epoch}-{score:.2f}")
-
-
-def case_name_with_text_and_padding(L: Any, folder: Any) -> Any:
-    return _names(L, folder, filename="model-{epoch:02d}-{step:05d}", save_top_k=-1, epochs=2)
-
-
 def case_name_without_inserted_metric_names(L: Any, folder: Any) -> Any:
     name = "e{epoch}-s{step}-{score:.1f}"
     return _names(L, folder, monitor="score", filename=name, auto_insert_metric_name=False)
 
 
-def case_name_in_a_subfolder(L: Any, folder: Any) -> Any:
-    return _names(L, folder, filename="sub/{epoch}", save_top_k=-1, epochs=2)
-
-
-def case_fixed_name(L: Any, folder: Any) -> Any:
-    return _names(L, folder, filename="model", epochs=3)
-
-
-def case_fixed_name_kept_twice(L: Any, folder: Any) -> Any:
-    return _names(L, folder, filename="model", monitor="score", save_top_k=2, epochs=3)
-
-
-def case_fixed_name_without_versions(L: Any, folder: Any) -> Any:
-    return _names(L, folder, filename="model", enable_version_counter=False, epochs=3)
-
-
 def case_save_last(L: Any, folder: Any) -> Any:
     found = _names(L, folder, monitor="score", save_last=True)
     return [each for each in found["files"] if "last" in each], found["best"]
-
-
-def case_files_beside_last(L: Any, folder: Any) -> Any:
-    return _names(L, folder, monitor="score", save_last=True)["files"]
 
 
 def case_path_of_last(L: Any, folder: Any) -> Any:
@@ -120,21 +58,9 @@ def case_save_last_under_another_name(L: Any, folder: Any) -> Any:
     return [each for each in files(folder) if "newest" in each]
 
 
-def case_every_n_epochs(L: Any, folder: Any) -> Any:
-    return _names(L, folder, every_n_epochs=2, save_top_k=-1)
-
-
-def case_every_n_train_steps(L: Any, folder: Any) -> Any:
-    return _names(L, folder, every_n_train_steps=3, save_top_k=-1)
-
-
 def case_every_n_train_steps_with_accumulation(L: Any, folder: Any) -> Any:
     fit = {"accumulate_grad_batches": 2}
     return _names(L, folder, every_n_train_steps=2, save_top_k=-1, batches=16, fit=fit)
-
-
-def case_every_n_train_steps_newest(L: Any, folder: Any) -> Any:
-    return _names(L, folder, every_n_train_steps=4)
 
 
 def case_save_on_train_epoch_end(L: Any, folder: Any) -> Any:
@@ -142,10 +68,6 @@ def case_save_on_train_epoch_end(L: Any, folder: Any) -> Any:
         _names(L, folder / str(each), save_on_train_epoch_end=each, save_top_k=-1, epochs=2)["files"]
         for each in (True, False)
     ]
-
-
-def case_save_after_validations_within_epochs(L: Any, folder: Any) -> Any:
-    return _names(L, folder, monitor="score", save_top_k=-1, batches=16, fit={"val_check_interval": 0.5}, epochs=2)
 
 
 def case_save_weights_only(L: Any, folder: Any) -> Any:
@@ -162,10 +84,6 @@ def case_wrong_settings_of_checkpoints(L: Any, folder: Any) -> Any:
         {"every_n_epochs": 1, "every_n_train_steps": 1}, {"every_n_train_steps": -1},
     )  # fmt: skip
     return {str(each): refusal(lambda each=each: kind(**each)) for each in wrong}
-
-
-def case_a_monitor_that_is_not_logged(L: Any, folder: Any) -> Any:
-    return refusal(lambda: _names(L, folder, monitor="unheard", epochs=1))
 
 
 def case_default_checkpoints(L: Any, folder: Any) -> Any:
@@ -437,10 +355,6 @@ def case_best_without_checkpoints(L: Any, folder: Any) -> Any:
     ]
 
 
-def case_save_checkpoint_before_a_fit(L: Any, folder: Any) -> Any:
-    return refusal(lambda: trainer(L, folder).save_checkpoint(folder / "x.ckpt"))
-
-
 def case_save_checkpoint_in_a_hook(L: Any, folder: Any) -> Any:
     class Saves(L.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -516,3 +430,34 @@ def case_checkpoint_before_the_first_step(L: Any, folder: Any) -> Any:
 
     trainer(L, folder, callbacks=[callback], enable_checkpointing=True).fit(Module(), loader(8))
     return files(folder)
+
+
+CASES = {
+    "newest_without_a_monitor": lambda L, folder: _names(L, folder),
+    "best_of_a_monitor": lambda L, folder: _names(L, folder, monitor="score"),
+    "best_three": lambda L, folder: _names(L, folder, monitor="score", save_top_k=3),
+    "best_three_of_two": lambda L, folder: _names(L, folder, monitor="score", save_top_k=3, epochs=2),
+    "best_of_mode_max": lambda L, folder: _names(L, folder, monitor="score", mode="max", save_top_k=2),
+    "all_of_them": lambda L, folder: _names(L, folder, save_top_k=-1),
+    "all_with_a_monitor": lambda L, folder: _names(L, folder, save_top_k=-1, monitor="score"),
+    "none_of_them": lambda L, folder: _names(L, folder, save_top_k=0),
+    "name_with_a_metric": lambda L, folder: _names(L, folder, monitor="score", filename="{epoch}-{score:.2f}"),
+    "name_with_text_and_padding": lambda L, folder:
+        _names(L, folder, filename="model-{epoch:02d}-{step:05d}", save_top_k=-1, epochs=2),
+    "name_in_a_subfolder": lambda L, folder: _names(L, folder, filename="sub/{epoch}", save_top_k=-1, epochs=2),
+    "fixed_name": lambda L, folder: _names(L, folder, filename="model", epochs=3),
+    "fixed_name_kept_twice": lambda L, folder:
+        _names(L, folder, filename="model", monitor="score", save_top_k=2, epochs=3),
+    "fixed_name_without_versions": lambda L, folder:
+        _names(L, folder, filename="model", enable_version_counter=False, epochs=3),
+    "files_beside_last": lambda L, folder: _names(L, folder, monitor="score", save_last=True)["files"],
+    "every_n_epochs": lambda L, folder: _names(L, folder, every_n_epochs=2, save_top_k=-1),
+    "every_n_train_steps": lambda L, folder: _names(L, folder, every_n_train_steps=3, save_top_k=-1),
+    "every_n_train_steps_newest": lambda L, folder: _names(L, folder, every_n_train_steps=4),
+    "save_after_validations_within_epochs": lambda L, folder:
+        _names(L, folder, monitor="score", save_top_k=-1, batches=16, fit={"val_check_interval": 0.5}, epochs=2),
+    "a_monitor_that_is_not_logged": lambda L, folder: refusal(lambda: _names(L, folder, monitor="unheard", epochs=1)),
+    "save_checkpoint_before_a_fit": lambda L, folder:
+        refusal(lambda: trainer(L, folder).save_checkpoint(folder / "x.ckpt")),
+}  # fmt: skip
+"""Cases of one call, by their names."""

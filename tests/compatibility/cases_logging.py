@@ -28,22 +28,6 @@ def _metrics(L: Any, folder: Any, module: Any, **options: Any) -> Any:
     return [run.callback_metrics, run.logged_metrics, run.progress_bar_metrics]
 
 
-def case_defaults_in_training_step(L: Any, folder: Any) -> Any:
-    return _metrics(L, folder, _logging(L)())
-
-
-def case_on_epoch_alone(L: Any, folder: Any) -> Any:
-    return _metrics(L, folder, _logging(L, on_step=False, on_epoch=True)())
-
-
-def case_on_step_and_on_epoch(L: Any, folder: Any) -> Any:
-    return _metrics(L, folder, _logging(L, on_step=True, on_epoch=True)())
-
-
-def case_prog_bar(L: Any, folder: Any) -> Any:
-    return _metrics(L, folder, _logging(L, on_step=True, on_epoch=True, prog_bar=True, logger=False)())
-
-
 def case_reductions(L: Any, folder: Any) -> Any:
     return [
         _metrics(L, folder, _logging(L, on_step=False, on_epoch=True, reduce_fx=each)())[0]
@@ -55,10 +39,6 @@ def case_batch_size_weighs_the_mean(L: Any, folder: Any) -> Any:
     plain = _metrics(L, folder, _logging(L, on_step=False, on_epoch=True)())[0]
     given = _metrics(L, folder, _logging(L, on_step=False, on_epoch=True, batch_size=1)())[0]
     return [plain, given]
-
-
-def case_sync_dist_is_accepted(L: Any, folder: Any) -> Any:
-    return _metrics(L, folder, _logging(L, on_epoch=True, sync_dist=True)())[0]
 
 
 def case_log_dict(L: Any, folder: Any) -> Any:
@@ -500,3 +480,14 @@ def case_log_graph(L: Any, folder: Any) -> Any:
     module = Module()
     trainer(L, folder, logger=logger).fit(module, loader(4))
     return [any("events" in each for each in files(folder)), list(module.example_input_array.shape)]
+
+
+CASES = {
+    "defaults_in_training_step": lambda L, folder: _metrics(L, folder, _logging(L)()),
+    "on_epoch_alone": lambda L, folder: _metrics(L, folder, _logging(L, on_step=False, on_epoch=True)()),
+    "on_step_and_on_epoch": lambda L, folder: _metrics(L, folder, _logging(L, on_step=True, on_epoch=True)()),
+    "prog_bar": lambda L, folder:
+        _metrics(L, folder, _logging(L, on_step=True, on_epoch=True, prog_bar=True, logger=False)()),
+    "sync_dist_is_accepted": lambda L, folder: _metrics(L, folder, _logging(L, on_epoch=True, sync_dist=True)())[0],
+}  # fmt: skip
+"""Cases of one call, by their names."""

@@ -126,8 +126,7 @@ def case_plateau_without_its_monitor(L: Any, folder: Any) -> Any:
     for options in ({}, {"monitor": "unheard"}, {"monitor": "unheard", "strict": False}):
         found.append(
             refusal(lambda options=options: _rates(
-                L, folder, lambda optimizer: {"scheduler": ReduceLROnPlateau(optimizer), **options}
-            ))
+                L, folder, lambda optimizer: {"scheduler": ReduceLROnPlateau(optimizer), **options}))
         )  # fmt: skip
     return found
 

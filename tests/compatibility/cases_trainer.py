@@ -36,26 +36,6 @@ def _timeline(L: Any, folder: Any, train: Any, val: Any, **options: Any) -> Any:
     return [" ".join(seen), run.current_epoch, run.global_step]
 
 
-def case_val_check_interval_as_a_fraction(L: Any, folder: Any) -> Any:
-    return _timeline(L, folder, loader(32), loader(4), val_check_interval=0.25, max_epochs=2)
-
-
-def case_val_check_interval_as_batches(L: Any, folder: Any) -> Any:
-    return _timeline(L, folder, loader(28), loader(4), val_check_interval=3, max_epochs=2)
-
-
-def case_val_check_interval_over_epochs(L: Any, folder: Any) -> Any:
-    return _timeline(L, folder, loader(20), loader(4), val_check_interval=4, check_val_every_n_epoch=None, max_epochs=3)
-
-
-def case_val_check_interval_above_the_epoch(L: Any, folder: Any) -> Any:
-    return refusal(lambda: trainer(L, folder, val_check_interval=10).fit(regression(L)(), loader(8), loader(4)))
-
-
-def case_check_val_every_n_epoch(L: Any, folder: Any) -> Any:
-    return _timeline(L, folder, loader(8), loader(4), check_val_every_n_epoch=2, max_epochs=5)
-
-
 def case_val_check_interval_with_accumulation(L: Any, folder: Any) -> Any:
     options = {"val_check_interval": 4, "accumulate_grad_batches": 2}
     return _timeline(L, folder, loader(32), loader(4), max_epochs=1, **options)
@@ -79,10 +59,6 @@ def case_limits_of_zero(L: Any, folder: Any) -> Any:
         _timeline(L, folder, loader(8), loader(8), limit_train_batches=0),
         _timeline(L, folder, loader(8), loader(8), limit_train_batches=0.0, limit_val_batches=0.0),
     ]
-
-
-def case_sanity_steps(L: Any, folder: Any) -> Any:
-    return [_timeline(L, folder, loader(4), loader(16), num_sanity_val_steps=each) for each in (0, 1, -1)]
 
 
 def case_overfit_batches(L: Any, folder: Any) -> Any:
@@ -115,31 +91,11 @@ def case_fast_dev_run(L: Any, folder: Any) -> Any:
     ]
 
 
-def case_max_steps(L: Any, folder: Any) -> Any:
-    return _timeline(L, folder, loader(12), loader(4), max_steps=5, max_epochs=-1, num_sanity_val_steps=0)
-
-
-def case_max_steps_at_an_epochs_end(L: Any, folder: Any) -> Any:
-    return _timeline(L, folder, loader(12), loader(4), max_steps=6, max_epochs=-1, num_sanity_val_steps=0)
-
-
-def case_max_steps_with_accumulation(L: Any, folder: Any) -> Any:
-    return _timeline(L, folder, loader(20), None, max_steps=4, accumulate_grad_batches=2, max_epochs=10)
-
-
 def case_max_steps_or_max_epochs(L: Any, folder: Any) -> Any:
     return [
         _timeline(L, folder, loader(12), None, max_steps=4, max_epochs=1),
         _timeline(L, folder, loader(12), None, max_steps=2, max_epochs=5),
     ]
-
-
-def case_max_steps_zero(L: Any, folder: Any) -> Any:
-    return _timeline(L, folder, loader(12), None, max_steps=0)
-
-
-def case_max_epochs_zero(L: Any, folder: Any) -> Any:
-    return _timeline(L, folder, loader(12), loader(4), max_epochs=0)
 
 
 def case_min_epochs_and_should_stop(L: Any, folder: Any) -> Any:
@@ -497,3 +453,28 @@ def case_trained_weights(L: Any, folder: Any) -> Any:
     module = regression(L)()
     trainer(L, folder, max_epochs=3, gradient_clip_val=0.2, accumulate_grad_batches=3).fit(module, loader(24))
     return [module.layer.weight, module.layer.bias]
+
+
+CASES = {
+    "val_check_interval_as_a_fraction": lambda L, folder:
+        _timeline(L, folder, loader(32), loader(4), val_check_interval=0.25, max_epochs=2),
+    "val_check_interval_as_batches": lambda L, folder:
+        _timeline(L, folder, loader(28), loader(4), val_check_interval=3, max_epochs=2),
+    "val_check_interval_over_epochs": lambda L, folder:
+        _timeline(L, folder, loader(20), loader(4), val_check_interval=4, check_val_every_n_epoch=None, max_epochs=3),
+    "val_check_interval_above_the_epoch": lambda L, folder:
+        refusal(lambda: trainer(L, folder, val_check_interval=10).fit(regression(L)(), loader(8), loader(4))),
+    "check_val_every_n_epoch": lambda L, folder:
+        _timeline(L, folder, loader(8), loader(4), check_val_every_n_epoch=2, max_epochs=5),
+    "sanity_steps": lambda L, folder:
+        [_timeline(L, folder, loader(4), loader(16), num_sanity_val_steps=each) for each in (0, 1, -1)],
+    "max_steps": lambda L, folder:
+        _timeline(L, folder, loader(12), loader(4), max_steps=5, max_epochs=-1, num_sanity_val_steps=0),
+    "max_steps_at_an_epochs_end": lambda L, folder:
+        _timeline(L, folder, loader(12), loader(4), max_steps=6, max_epochs=-1, num_sanity_val_steps=0),
+    "max_steps_with_accumulation": lambda L, folder:
+        _timeline(L, folder, loader(20), None, max_steps=4, accumulate_grad_batches=2, max_epochs=10),
+    "max_steps_zero": lambda L, folder: _timeline(L, folder, loader(12), None, max_steps=0),
+    "max_epochs_zero": lambda L, folder: _timeline(L, folder, loader(12), loader(4), max_epochs=0),
+}  # fmt: skip
+"""Cases of one call, by their names."""

@@ -34,9 +34,9 @@ def cases() -> dict[str, Case]:
     """Return every case by its name, `theme.name`."""
     found: dict[str, Case] = {}
     for theme in THEMES:
-        for name, value in vars(importlib.import_module(f"cases_{theme}")).items():
-            if name.startswith("case_"):
-                found[f"{theme}.{name.removeprefix('case_')}"] = value
+        module = importlib.import_module(f"cases_{theme}")
+        functions = {name.removeprefix("case_"): value for name, value in vars(module).items() if "case_" in name[:5]}
+        found |= {f"{theme}.{name}": case for name, case in (functions | getattr(module, "CASES", {})).items()}
     return found
 
 

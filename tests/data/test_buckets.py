@@ -152,23 +152,20 @@ def test_an_accelerator_resumes_within_an_epoch(tmp_path: Path) -> None:
     assert whole[: len(sampler)] == list(sampler)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"lengths": None}, TypeError, "lengths is a NoneType"),
-        ({"lengths": [1.5, 2]}, TypeError, "as integers: 'float'"),
-        ({"lengths": ["a text"]}, TypeError, "as integers: 'str'"),
-        ({"lengths": []}, ValueError, "at least one sample"),
-        ({"lengths": [3, -1]}, ValueError, "none below 0"),
-        ({"batch_size": None}, ValueError, "batch_size=None and max_tokens=None: pass exactly one of them"),
-        ({"max_tokens": 9}, ValueError, "batch_size=2 and max_tokens=9: pass exactly one of them"),
-        ({"batch_size": None, "max_tokens": 5}, ValueError, "sample 1 has 7 tokens, more than max_tokens=5"),
-        ({"batch_size": 0}, ValueError, "batch_size=0: expected an integer of at least 1"),
-        ({"batch_size": 2.0}, TypeError, "batch_size=2.0: expected an integer of at least 1"),
-        ({"bucket_batches": 0}, ValueError, "bucket_batches=0"),
-        ({"seed": "a"}, TypeError, "seed='a': expected an integer of at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "text"), [
+    ({"lengths": None}, TypeError, "lengths is a NoneType"),
+    ({"lengths": [1.5, 2]}, TypeError, "as integers: 'float'"),
+    ({"lengths": ["a text"]}, TypeError, "as integers: 'str'"),
+    ({"lengths": []}, ValueError, "at least one sample"),
+    ({"lengths": [3, -1]}, ValueError, "none below 0"),
+    ({"batch_size": None}, ValueError, "batch_size=None and max_tokens=None: pass exactly one of them"),
+    ({"max_tokens": 9}, ValueError, "batch_size=2 and max_tokens=9: pass exactly one of them"),
+    ({"batch_size": None, "max_tokens": 5}, ValueError, "sample 1 has 7 tokens, more than max_tokens=5"),
+    ({"batch_size": 0}, ValueError, "batch_size=0: expected an integer of at least 1"),
+    ({"batch_size": 2.0}, TypeError, "batch_size=2.0: expected an integer of at least 1"),
+    ({"bucket_batches": 0}, ValueError, "bucket_batches=0"),
+    ({"seed": "a"}, TypeError, "seed='a': expected an integer of at least 0"),
+])  # fmt: skip
 def test_wrong_arguments_are_refused_by_name(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         tw.LengthBucketSampler(**{"lengths": [3, 7, 4], "batch_size": 2, **options})

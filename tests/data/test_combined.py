@@ -120,13 +120,8 @@ def test_the_modes_as_a_user_iterates_them() -> None:
 def test_a_batch_has_the_structure_of_the_collection() -> None:
     a, b, c = (numbers(10 * index, 1) for index in range(3))
     structures: list[Any] = [
-        [a, b],
-        (a, b),
-        {"x": a, "y": b},
-        Pair(a, b),
-        OrderedDict(y=a, x=b),
-        {"x": [a, (b,)], "y": c},
-    ]
+        [a, b], (a, b), {"x": a, "y": b}, Pair(a, b), OrderedDict(y=a, x=b), {"x": [a, (b,)], "y": c},
+    ]  # fmt: skip
     for structure in structures:
         (batch,) = list(combination(structure, "min_size"))
         assert type(batch) is type(structure)

@@ -47,18 +47,15 @@ def plain(loader: Any) -> list[Any]:
     return [repr(batch) for batch in loader]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch_size": 3},
-        {"batch_size": 3, "drop_last": True},
-        {"batch_size": None},
-        {"batch_size": 2, "collate_fn": lambda items: [name for _, name in items]},
-        {"batch_size": None, "collate_fn": lambda item: item[0] + 1},
-        {"batch_sampler": [[0, 6], [3], []], "collate_fn": list},
-        {"batch_size": 2, "sampler": [5, 1, 4]},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"batch_size": 3},
+    {"batch_size": 3, "drop_last": True},
+    {"batch_size": None},
+    {"batch_size": 2, "collate_fn": lambda items: [name for _, name in items]},
+    {"batch_size": None, "collate_fn": lambda item: item[0] + 1},
+    {"batch_sampler": [[0, 6], [3], []], "collate_fn": list},
+    {"batch_size": 2, "sampler": [5, 1, 4]},
+])  # fmt: skip
 @pytest.mark.parametrize("kind", [Items, Several])
 def test_batches_are_those_of_torch(kind: type[Items], options: dict[str, Any]) -> None:
     loader = DataLoader(kind(), **options)

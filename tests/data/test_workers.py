@@ -20,7 +20,7 @@ import pytest
 import torch
 from deadlines import deadline, wait_until
 from forked import run_python
-from interpreters import search_path
+from interpreters import run_command, search_path
 from small import QUIET, Classifier, make_loader
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -108,15 +108,8 @@ def test_a_failed_job_with_workers_leaves_no_folder(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     with tempfile.TemporaryDirectory() as temporary:  # not pytest's, which may be too deep for workers
-        environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": search_path(Path(__file__).parents[1])}
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=deadline(120),
-            check=False,
-        )
+        place = {"TMPDIR": temporary, "PYTHONPATH": search_path(Path(__file__).parents[1])}
+        done = run_command([sys.executable, script], **place)
         assert done.returncode == 1, done.stderr
         assert "rank 1 of 2 failed first (ArithmeticError: boom)" in done.stderr
         assert list(Path(temporary).glob("pymp-*")) == []

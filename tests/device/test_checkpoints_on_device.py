@@ -73,9 +73,7 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(tmp_path: Path, 
     assert int(saver.expected["model/steps"]) == 3
 
 
-def trained(
-    accelerator: str, epochs: int, folder: Path, ckpt_path: Path | None = None
-) -> tuple[dict[str, Tensor], Path]:
+def trained(accelerator: str, epochs: int, folder: Path, ckpt_path: Any = None) -> tuple[dict[str, Tensor], Path]:
     module = Classifier()
     trainer = tw.Trainer(max_epochs=epochs, **{**QUIET, "accelerator": accelerator, "devices": 1})
     trainer.fit(module, make_loader(), ckpt_path=ckpt_path and str(ckpt_path))

@@ -108,9 +108,7 @@ def test_what_a_loop_draws_on_the_device_follows_the_seed(device: torch.device) 
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_generators_of_missing_devices_are_skipped(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generators_of_missing_devices_are_skipped(device: torch.device, tmp_path: Path, monkeypatch: Any) -> None:
     """A checkpoint may come from a machine with more devices. Only the run's generator is restored."""
     whole, _ = run(tmp_path / "whole")
     gone = torch.accelerator.device_count() + 3

@@ -34,8 +34,6 @@ def busy(device: torch.device) -> None:
         big = big @ big * 1e-4
 
 
-# -- state after a resume ------------------------------------------------------------------------------------------------
-
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "lbfgs": lambda p: LBFGS(p, 0.1, max_iter=3, history_size=4),
     "adamw": lambda p: AdamW(p, 0.01),
@@ -70,9 +68,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(device: torch.device, tmp_path: 
     trainer = tw.Trainer(**ON_DEVICE, max_steps=9)
     trainer.fit(resumed, make_loader(), ckpt_path=path)
     assert_equal_states(whole, resumed)
-
-
-# -- late copies ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [3.0, float("inf")])
@@ -119,9 +114,6 @@ def test_deepspeed_on_a_device_whose_number_is_not_the_local_rank(device: torch.
     alone(tmp_path, "deepspeed")
 
 
-# -- values of modules without any -----------------------------------------------------------------------------------------
-
-
 def layers() -> nn.Module:
     return nn.Sequential(
         nn.Embedding(7, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LSTM(4, 3), nn.MultiheadAttention(4, 2)
@@ -148,9 +140,6 @@ def test_a_meta_module_starts_as_a_plain_one(device: torch.device, precision: st
     assert torch.equal(*numbers)
     for name, each in states[0].items():
         assert torch.equal(each, states[1][name]), name
-
-
-# -- memory of the host ------------------------------------------------------------------------------------------------------
 
 
 def test_a_background_save_takes_as_much_memory_as_it_writes(device: torch.device) -> None:

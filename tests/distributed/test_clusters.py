@@ -14,15 +14,9 @@ from trainwright.distributed.clusters import expand_hosts, read_slurm_job, reque
 from trainwright.distributed.environment import Environment
 
 SLURM = {
-    "SLURM_JOB_ID": "100",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_NTASKS": "7",
-    "SLURM_STEP_NODELIST": "node[01-03,7]",
-    "SLURM_TASKS_PER_NODE": "2(x3),1",
-}
+    "SLURM_JOB_ID": "100", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "7", "SLURM_STEP_NODELIST": "node[01-03,7]", "SLURM_TASKS_PER_NODE": "2(x3),1",
+}  # fmt: skip
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -55,16 +49,13 @@ def test_jobs_and_steps_have_ports_of_their_own() -> None:
     assert (chosen.main_address, chosen.main_port) == ("10.0.0.9", 31000)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"SLURM_JOB_ID": "100", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "a"},  # a batch script
-        SLURM | {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"},  # the shell of salloc
-        SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash, in a job of seven
-        OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
-        PMI | {"PMI_SIZE": "1"},
-    ],
-)
+@pytest.mark.parametrize("variables", [
+    {"SLURM_JOB_ID": "100", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "a"},  # a batch script
+    SLURM | {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"},  # the shell of salloc
+    SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash, in a job of seven
+    OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
+    PMI | {"PMI_SIZE": "1"},
+])  # fmt: skip
 def test_one_task_is_one_process(variables: dict[str, str]) -> None:
     assert replace(Environment.detect(variables), waiting_tasks=0) == Environment()
 
@@ -89,24 +80,21 @@ def test_the_inner_of_two_launchers_is_used() -> None:
     assert Environment.detect(SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7"}).launched_by == "slurm"  # srun --mpi=pmi2
 
 
-@pytest.mark.parametrize(
-    ("variables", "changes", "text"),
-    [
-        (SLURM, {"SLURM_LOCALID": None}, "has variables of srun, but no SLURM_LOCALID"),
-        (SLURM, {"SLURM_NTASKS": None}, "no SLURM_STEP_NUM_TASKS or SLURM_NTASKS"),
-        (SLURM, {"SLURM_PROCID": "five"}, "SLURM_PROCID='five'; expected an integer"),
-        (SLURM, {"SLURM_PROCID": "7"}, "SLURM_PROCID=7.*these are inconsistent"),
-        (SLURM, {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2.*these are inconsistent"),
-        (SLURM, {"SLURM_TASKS_PER_NODE": "2(x3)"}, "these are inconsistent"),
-        (SLURM, {"SLURM_STEP_NODELIST": "node[01-03"}, "these are inconsistent"),
-        (SLURM, {"MASTER_PORT": "70000"}, "MASTER_PORT=70000; ports from 1 to 65535"),
-        (OPEN_MPI, {"MASTER_ADDR": None}, "2 nodes, but not MASTER_ADDR"),
-        (OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_RANK": None}, "no OMPI_COMM_WORLD_LOCAL_RANK"),
-        (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4.*below their world size"),
-        (OPEN_MPI, {"OMPI_COMM_WORLD_SIZE": "5"}, "the same number of processes"),
-        (PMI, {"MPI_LOCALRANKID": None}, "no MPI_LOCALRANKID"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "changes", "text"), [
+    (SLURM, {"SLURM_LOCALID": None}, "has variables of srun, but no SLURM_LOCALID"),
+    (SLURM, {"SLURM_NTASKS": None}, "no SLURM_STEP_NUM_TASKS or SLURM_NTASKS"),
+    (SLURM, {"SLURM_PROCID": "five"}, "SLURM_PROCID='five'; expected an integer"),
+    (SLURM, {"SLURM_PROCID": "7"}, "SLURM_PROCID=7.*these are inconsistent"),
+    (SLURM, {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2.*these are inconsistent"),
+    (SLURM, {"SLURM_TASKS_PER_NODE": "2(x3)"}, "these are inconsistent"),
+    (SLURM, {"SLURM_STEP_NODELIST": "node[01-03"}, "these are inconsistent"),
+    (SLURM, {"MASTER_PORT": "70000"}, "MASTER_PORT=70000; ports from 1 to 65535"),
+    (OPEN_MPI, {"MASTER_ADDR": None}, "2 nodes, but not MASTER_ADDR"),
+    (OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_RANK": None}, "no OMPI_COMM_WORLD_LOCAL_RANK"),
+    (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4.*below their world size"),
+    (OPEN_MPI, {"OMPI_COMM_WORLD_SIZE": "5"}, "the same number of processes"),
+    (PMI, {"MPI_LOCALRANKID": None}, "no MPI_LOCALRANKID"),
+])  # fmt: skip
 def test_what_is_missing_or_contradicts_itself_is_refused(
     variables: dict[str, str], changes: Changes, text: str
 ) -> None:
@@ -120,15 +108,12 @@ def test_what_is_missing_or_contradicts_itself_is_refused(
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("node[01-03,7],gpu5", ["node01", "node02", "node03", "node7", "gpu5"]),
-        ("a", ["a"]),
-        ("r[1-2]n[08-10]", [f"r{rack}n{node}" for rack in (1, 2) for node in ("08", "09", "10")]),
-        ("n[1,3]-ib", ["n1-ib", "n3-ib"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "hosts"), [
+    ("node[01-03,7],gpu5", ["node01", "node02", "node03", "node7", "gpu5"]),
+    ("a", ["a"]),
+    ("r[1-2]n[08-10]", [f"r{rack}n{node}" for rack in (1, 2) for node in ("08", "09", "10")]),
+    ("n[1,3]-ib", ["n1-ib", "n3-ib"]),
+])  # fmt: skip
 def test_node_lists_are_written_out(text: str, hosts: list[str]) -> None:
     assert expand_hosts(text) == hosts
 
@@ -146,17 +131,14 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     assert "MASTER_PORT" in job.stderr
 
 
-@pytest.mark.parametrize(
-    ("variables", "job"),
-    [
-        ({}, ""),
-        ({"SLURM_JOB_ID": "7"}, "7"),
-        ({"SLURM_JOBID": "8"}, "8"),
-        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2"),
-        ({"SLURM_JOB_ID": "7; rm"}, ""),
-        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "--all"}, ""),
-    ],
-)
+@pytest.mark.parametrize(("variables", "job"), [
+    ({}, ""),
+    ({"SLURM_JOB_ID": "7"}, "7"),
+    ({"SLURM_JOBID": "8"}, "8"),
+    ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2"),
+    ({"SLURM_JOB_ID": "7; rm"}, ""),
+    ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "--all"}, ""),
+])  # fmt: skip
 def test_the_number_of_a_slurm_job_is_read(variables: dict[str, str], job: str) -> None:
     assert read_slurm_job(variables) == job
 

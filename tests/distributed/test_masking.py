@@ -7,27 +7,24 @@ import pytest
 from trainwright.distributed.masking import HIDDEN, is_secret, masked, shown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["train.py", "--lr", "0.1"], "train.py --lr 0.1"),
-        (["--api-key", "abc", "--lr=1"], f"--api-key {HIDDEN} --lr=1"),
-        (["--hf_token=abc"], f"--hf_token={HIDDEN}"),
-        (["--password", "a b c"], f"--password {HIDDEN}"),
-        (["--use-auth-token", "--lr", "1"], "--use-auth-token --lr 1"),
-        (["+wandb.api_key=abc", "lr=1"], f"+wandb.api_key={HIDDEN} lr=1"),
-        (["model={name: net, SECRET: abc, width: 8}"], f"'model={{name: net, SECRET: {HIDDEN}, width: 8}}'"),
-        (["--config", '{"token": "abc", "lr": 1}'], f"""--config '{{"token": "{HIDDEN}", "lr": 1}}'"""),
-        (["--data", "https://host/x?token=abc&part=1"], f"--data 'https://host/x?token={HIDDEN}&part=1'"),
-        (["--data", "s3://me:abc@host/x"], f"--data 's3://{HIDDEN}@host/x'"),
-        (["--data", "s3://me@firm:abc@host/x"], f"--data 's3://{HIDDEN}@host/x'"),
-        (["--name", "<b>'x'"], """--name '<b>'"'"'x'"'"''"""),
-        (["--token="], f"--token={HIDDEN}"),
-        (["--tokenizer", "bert", "--max_tokens=512"], "--tokenizer bert --max_tokens=512"),
-        (["model={num_keys: 4, apiKey: abc}"], f"'model={{num_keys: 4, apiKey: {HIDDEN}}}'"),
-        ([], ""),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "text"), [
+    (["train.py", "--lr", "0.1"], "train.py --lr 0.1"),
+    (["--api-key", "abc", "--lr=1"], f"--api-key {HIDDEN} --lr=1"),
+    (["--hf_token=abc"], f"--hf_token={HIDDEN}"),
+    (["--password", "a b c"], f"--password {HIDDEN}"),
+    (["--use-auth-token", "--lr", "1"], "--use-auth-token --lr 1"),
+    (["+wandb.api_key=abc", "lr=1"], f"+wandb.api_key={HIDDEN} lr=1"),
+    (["model={name: net, SECRET: abc, width: 8}"], f"'model={{name: net, SECRET: {HIDDEN}, width: 8}}'"),
+    (["--config", '{"token": "abc", "lr": 1}'], f"""--config '{{"token": "{HIDDEN}", "lr": 1}}'"""),
+    (["--data", "https://host/x?token=abc&part=1"], f"--data 'https://host/x?token={HIDDEN}&part=1'"),
+    (["--data", "s3://me:abc@host/x"], f"--data 's3://{HIDDEN}@host/x'"),
+    (["--data", "s3://me@firm:abc@host/x"], f"--data 's3://{HIDDEN}@host/x'"),
+    (["--name", "<b>'x'"], """--name '<b>'"'"'x'"'"''"""),
+    (["--token="], f"--token={HIDDEN}"),
+    (["--tokenizer", "bert", "--max_tokens=512"], "--tokenizer bert --max_tokens=512"),
+    (["model={num_keys: 4, apiKey: abc}"], f"'model={{num_keys: 4, apiKey: {HIDDEN}}}'"),
+    ([], ""),
+])  # fmt: skip
 def test_secrets_are_hidden_in_command_lines(arguments: list[str], text: str) -> None:
     assert masked(arguments).text == text
     assert "abc" not in masked(arguments).text

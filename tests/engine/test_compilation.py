@@ -219,14 +219,11 @@ def test_an_error_within_leaves_it_as_it_was(counter: CompileCounterWithBackend)
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"backend": "induktor"}, "Invalid backend: .induktor."),
-        ({"fast": True}, "unexpected keyword argument 'fast'"),
-        ({"mode": "max"}, "Unrecognized mode=max"),
-    ],
-)
+@pytest.mark.parametrize(("options", "match"), [
+    ({"backend": "induktor"}, "Invalid backend: .induktor."),
+    ({"fast": True}, "unexpected keyword argument 'fast'"),
+    ({"mode": "max"}, "Unrecognized mode=max"),
+])  # fmt: skip
 def test_wrong_compile_options_raise(options: dict[str, Any], match: str) -> None:
     module = Root()
     with pytest.raises((RuntimeError, TypeError), match=match):
@@ -234,19 +231,16 @@ def test_wrong_compile_options_raise(options: dict[str, Any], match: str) -> Non
     assert "_compiled_call_impl" not in vars(module.net)
 
 
-@pytest.mark.parametrize(
-    ("options", "are_kept"),
-    [
-        ({}, False),
-        ({"backend": "inductor", "mode": "default"}, False),
-        ({"options": {"triton.cudagraphs": False}}, False),
-        ({"options": {"triton.cudagraphs": True}}, True),
-        ({"mode": "reduce-overhead"}, True),
-        ({"mode": "max-autotune"}, True),
-        ({"mode": "max-autotune-no-cudagraphs"}, False),
-        ({"backend": "cudagraphs"}, True),
-    ],
-)
+@pytest.mark.parametrize(("options", "are_kept"), [
+    ({}, False),
+    ({"backend": "inductor", "mode": "default"}, False),
+    ({"options": {"triton.cudagraphs": False}}, False),
+    ({"options": {"triton.cudagraphs": True}}, True),
+    ({"mode": "reduce-overhead"}, True),
+    ({"mode": "max-autotune"}, True),
+    ({"mode": "max-autotune-no-cudagraphs"}, False),
+    ({"backend": "cudagraphs"}, True),
+])  # fmt: skip
 def test_gradients_are_kept_from_cuda_graphs(options: dict[str, Any], are_kept: bool) -> None:
     module = Root()
     compiled = Compiled(module, options)

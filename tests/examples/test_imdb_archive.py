@@ -23,9 +23,6 @@ import archive
 SIDES = ("train/pos", "train/neg", "test/pos", "test/neg")
 
 
-# -- the archive -----------------------------------------------------------------------------------------------------
-
-
 def pack(*more: tarfile.TarInfo, padding: int = 0) -> tuple[bytes, str]:
     """Return an archive as the published one, with three reviews a folder, and its MD5."""
     target = io.BytesIO()
@@ -67,15 +64,11 @@ def test_what_is_wrong_with_a_path_is_said(tmp_path: Path) -> None:
     data, digest = pack()
     Path("aclImdb_v1.tar.gz").write_bytes(data)
     sha256 = hashlib.sha256(data).hexdigest()
-    with pytest.raises(
-        FileNotFoundError, match=r"--data gone: there is no such file or folder.*Without --data.*no network"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"--data gone: there is no such file or folder.*Without --data"):
         archive.find_folder("gone", digest, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"--data \.: there are no train/pos, .*its folder aclImdb"):
         archive.find_folder(".", digest, tmp_path)
-    with pytest.raises(
-        ValueError, match=f"its MD5 is {digest} and should be {archive.PUBLISHED_MD5}.*download it again"
-    ):
+    with pytest.raises(ValueError, match=f"its MD5 is {digest} and should be {archive.PUBLISHED_MD5}.*download it"):
         archive.find_folder("aclImdb_v1.tar.gz", archive.PUBLISHED_MD5, tmp_path)
     with pytest.raises(ValueError, match=f"its SHA256 is {sha256} and should be 0000.*pass --digest {sha256}"):
         archive.find_folder("aclImdb_v1.tar.gz", "0" * 64, tmp_path)
@@ -91,16 +84,12 @@ def link(name: str, target: str) -> tarfile.TarInfo:
     return member
 
 
-@pytest.mark.parametrize(
-    "member",
-    [
-        tarfile.TarInfo("../outside.txt"),
-        tarfile.TarInfo("aclImdb/train/pos/../../../../outside.txt"),
-        link("aclImdb/train/pos/9_9.txt", "/etc/passwd"),
-        link("aclImdb/test/neg", "../../.."),
-    ],
-    ids=lambda member: member.name,
-)
+@pytest.mark.parametrize("member", [
+    tarfile.TarInfo("../outside.txt"),
+    tarfile.TarInfo("aclImdb/train/pos/../../../../outside.txt"),
+    link("aclImdb/train/pos/9_9.txt", "/etc/passwd"),
+    link("aclImdb/test/neg", "../../.."),
+], ids=lambda member: member.name)  # fmt: skip
 def test_nothing_is_extracted_outside(tmp_path: Path, member: tarfile.TarInfo) -> None:
     data, digest = pack(member)
     cache = tmp_path / "in/here"
@@ -110,9 +99,6 @@ def test_nothing_is_extracted_outside(tmp_path: Path, member: tarfile.TarInfo) -
         archive.find_folder("bad.tar.gz", digest, cache)
     assert list(cache.iterdir()) == []
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["bad.tar.gz", "here", "in"]
-
-
-# -- the download ----------------------------------------------------------------------------------------------------
 
 
 class Server(ThreadingHTTPServer):
@@ -172,9 +158,7 @@ def test_a_download_that_was_cut_is_continued(tmp_path: Path, serve: Any, knows_
     data, digest = pack(padding=20_000)
     server = serve(data, knows_ranges=knows_ranges)
     server.cut_after = 200_000
-    with pytest.raises(
-        ConnectionError, match=rf"was cut short .*part has 200,000 of {len(data):,} bytes.*same command continues"
-    ):
+    with pytest.raises(ConnectionError, match=rf"was cut short .*part has 200,000 of {len(data):,} bytes.*same"):
         archive.find_folder(server.url, digest, tmp_path)
     server.cut_after = len(data)
     folder = archive.find_folder(server.url, digest, tmp_path)

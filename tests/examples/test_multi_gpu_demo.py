@@ -25,9 +25,6 @@ NOTEBOOK = SCRIPT.with_suffix(".ipynb")
 TIMES = re.compile(r"^(.{20}) +[\d.]+ +([\d.]+ %)$", re.MULTILINE)
 
 
-# -- the script ------------------------------------------------------------------------------------------------------
-
-
 def run_script(folder: Path) -> str:
     argv = [SCRIPT.name, "--epochs", "3", "--folder", str(folder)]
     with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "argv", argv):
@@ -51,9 +48,6 @@ def test_the_demo_explains_common_mistakes_of_two_strategies(tmp_path: Path) -> 
     assert re.search(r"a layer that no loss uses: RuntimeError: .*step: spare_layer\.weight, spare_layer\.bias", output)
     assert (tmp_path / "strategies.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "alone.ckpt").exists()
-
-
-# -- the notebook ----------------------------------------------------------------------------------------------------
 
 
 def execute(folder: Path) -> Any:

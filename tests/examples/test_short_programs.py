@@ -56,9 +56,6 @@ def test_they_are_short() -> None:
     assert max(len((FOLDER / f"{name}.py").read_text().splitlines()) for name in SHORT) < 100
 
 
-# -- the programs ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @needs("sklearn", "matplotlib")
 def test_four_tricks_runs_with_all_of_them() -> None:
@@ -142,9 +139,6 @@ def test_the_sweep_has_a_best_rate() -> None:
     assert "lr=0.0001" in page
 
 
-# -- the tour --------------------------------------------------------------------------------------------------------
-
-
 def test_the_tour_has_every_example() -> None:
     tour = load("tour")
     modules = {"tour.py", "imdb/archive.py", "imdb/made.py", "imdb/reviews.py"}
@@ -191,9 +185,6 @@ def test_the_tour_goes_on_after_a_failure(tmp_path: Path, capsys: pytest.Capture
         assert capsys.readouterr().out.startswith("1 of 1: good.py  ok\n")
         assert run_tour(tour, "godo") == 2
         assert "no example begins with godo; there are good.py, bad.py" in capsys.readouterr().err
-
-
-# -- the notebook ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

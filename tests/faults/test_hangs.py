@@ -170,13 +170,10 @@ def generate(net: torch.nn.Module) -> None:
             net(torch.zeros(1, 8))
 
 
-@pytest.mark.parametrize(
-    ("job", "fault", "late", "call"),
-    [
-        (wait_in_a_lone_barrier, "lone barrier on rank 0 (Trainer, ddp)", "training_step", "barrier"),
-        (generate_on_one_rank, "lone generate on rank 0 (Accelerator, fsdp)", "generate", r"\w+"),
-    ],
-)
+@pytest.mark.parametrize(("job", "fault", "late", "call"), [
+    (wait_in_a_lone_barrier, "lone barrier on rank 0 (Trainer, ddp)", "training_step", "barrier"),
+    (generate_on_one_rank, "lone generate on rank 0 (Accelerator, fsdp)", "generate", r"\w+"),
+])  # fmt: skip
 def test_a_lone_call_ends_the_job_after_its_timeout(job: Any, fault: str, late: str, call: str, folder: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         run_job(job, 2, folder)

@@ -144,14 +144,8 @@ TOKENS = {
     "tokens": ["sk-" + "a1" * 15],
 }
 PLAIN = {
-    "pad_token": "[PAD]",
-    "key_dim": 64,
-    "tokenizer": "bert",
-    "num_keys": 3,
-    "max_tokens": 512,
-    "token": 5,
-    "lr": 0.1,
-}
+    "pad_token": "[PAD]", "key_dim": 64, "tokenizer": "bert", "num_keys": 3, "max_tokens": 512, "token": 5, "lr": 0.1,
+}  # fmt: skip
 SECRETS = ("a-secret-word", "aB3aB3", "me:word", "a1a1a1")
 
 

@@ -134,13 +134,10 @@ def limited() -> Iterator[list[str]]:
     group.rmdir()
 
 
-@pytest.mark.parametrize(
-    ("mode", "devices", "where"),
-    [
-        ("takes all memory", 1, rf"It is {WORKER}.*:"),
-        ("rank takes all memory", 2, r"trainwright: rank 1 of 2 failed first \("),
-    ],
-)
+@pytest.mark.parametrize(("mode", "devices", "where"), [
+    ("takes all memory", 1, rf"It is {WORKER}.*:"),
+    ("rank takes all memory", 2, r"trainwright: rank 1 of 2 failed first \("),
+])  # fmt: skip
 def test_the_out_of_memory_killer_is_named(
     mode: str, devices: int, where: str, limited: list[str], start: StartJob
 ) -> None:

@@ -65,15 +65,10 @@ def test_a_config_fills_what_flags_leave_open(started: list[Any], capsys: pytest
     assert (os.environ["FIRST"], os.environ["SECOND"], os.environ["MY_TOKEN"]) == ("one two", "no", "sesame")
     said = capsys.readouterr().err
     shown = [
-        "config mine.yaml --config-file",
-        "devices 2 mine.yaml",
-        "accelerator cpu mine.yaml",
-        "gradient_accumulation_steps 4 mine.yaml",
-        "num_nodes 1 default",
-        "grace_seconds 7 mine.yaml",
-        "env FIRST one two mine.yaml",
-        "env MY_TOKEN (not shown) mine.yaml",
-    ]
+        "config mine.yaml --config-file", "devices 2 mine.yaml", "accelerator cpu mine.yaml",
+        "gradient_accumulation_steps 4 mine.yaml", "num_nodes 1 default", "grace_seconds 7 mine.yaml",
+        "env FIRST one two mine.yaml", "env MY_TOKEN (not shown) mine.yaml",
+    ]  # fmt: skip
     assert not set(shown) - rows(said)
     assert "sesame" not in said
 
@@ -148,33 +143,28 @@ def test_where_the_config_is(started: list[Any], monkeypatch: pytest.MonkeyPatch
     assert [job.num_processes for job in started] == [1, 3]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("# one\ndevcies: 2", "mine.yaml: 'devcies' is not a key of a config. Expected one of devices, cpu,"),
-        ("mixed_precision: fp16", "Did you mean 'precision'?"),
-        ("devices: two", "mine.yaml: devices: two: expected an integer of at least 1, -1 for all, or auto."),
-        ("cpu: yes", "mine.yaml: cpu: yes: expected true or false."),
-        ("strategy: dpd", "mine.yaml: strategy='dpd' is unknown; choose from auto"),
-        ("\nprecision: half", "mine.yaml: precision='half' is unknown; choose from"),
-        (
-            "gradient_accumulation_steps: 0",
-            "mine.yaml: gradient_accumulation_steps: 0: expected an integer of at least 1",
-        ),
-        ("a: [1", "mine.yaml: while parsing a flow sequence"),
-        ("- devices", "mine.yaml: expected lines of `name: value`, also under env."),
-        ("devices: [1, 2]", "mine.yaml: devices is ['1', '2']. Expected a single value."),
-        ("env: 3", "mine.yaml: expected lines of `name: value`, also under env."),
-        (
-            "env:\n  MASTER_PORT: 1",
-            "mine.yaml: env has MASTER_PORT, which trainwright launch sets itself. Remove it, or set its",
-        ),
-        ("env:\n  RANK: 1", "mine.yaml: env has RANK, which trainwright launch sets itself. Remove it"),
-    ],
-)
-def test_a_wrong_config_is_rejected_with_its_path(
-    text: str, said: str, started: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("text", "said"), [
+    ("# one\ndevcies: 2", "mine.yaml: 'devcies' is not a key of a config. Expected one of devices, cpu,"),
+    ("mixed_precision: fp16", "Did you mean 'precision'?"),
+    ("devices: two", "mine.yaml: devices: two: expected an integer of at least 1, -1 for all, or auto."),
+    ("cpu: yes", "mine.yaml: cpu: yes: expected true or false."),
+    ("strategy: dpd", "mine.yaml: strategy='dpd' is unknown; choose from auto"),
+    ("\nprecision: half", "mine.yaml: precision='half' is unknown; choose from"),
+    (
+        "gradient_accumulation_steps: 0",
+        "mine.yaml: gradient_accumulation_steps: 0: expected an integer of at least 1",
+    ),
+    ("a: [1", "mine.yaml: while parsing a flow sequence"),
+    ("- devices", "mine.yaml: expected lines of `name: value`, also under env."),
+    ("devices: [1, 2]", "mine.yaml: devices is ['1', '2']. Expected a single value."),
+    ("env: 3", "mine.yaml: expected lines of `name: value`, also under env."),
+    (
+        "env:\n  MASTER_PORT: 1",
+        "mine.yaml: env has MASTER_PORT, which trainwright launch sets itself. Remove it, or set its",
+    ),
+    ("env:\n  RANK: 1", "mine.yaml: env has RANK, which trainwright launch sets itself. Remove it"),
+])  # fmt: skip
+def test_a_wrong_config_is_rejected_with_its_path(text: str, said: str, started: list[Any], capsys: Any) -> None:
     with pytest.raises(SystemExit) as caught:
         launch(text)
     assert caught.value.code == 2
@@ -182,9 +172,7 @@ def test_a_wrong_config_is_rejected_with_its_path(
     assert not started
 
 
-def test_a_config_that_cannot_be_read_is_reported(
-    started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_that_cannot_be_read_is_reported(started: list[Any], capsys: Any, monkeypatch: Any) -> None:
     Path("bytes.yaml").write_bytes(b"devices: \xff")
     for name, said in (
         ("none.yaml", "none.yaml: [Errno 2] No such file"),

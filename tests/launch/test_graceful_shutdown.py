@@ -49,13 +49,8 @@ class Job(Started):
         self.folder, self.temporary = folder, Path(tempfile.mkdtemp(prefix="tw"))
         self.shared = set(os.listdir("/dev/shm"))
         arguments = [
-            *(command or python("-W", "error")),
-            JOB,
-            str(folder),
-            str(devices),
-            str(deadline(pause)),
-            strategy,
-        ]
+            *(command or python("-W", "error")), JOB, str(folder), str(devices), str(deadline(pause)), strategy,
+        ]  # fmt: skip
         super().__init__(arguments, folder, TMPDIR=str(self.temporary), **more)
 
     def reach(self, count: int) -> None:
@@ -185,15 +180,12 @@ def test_a_wrong_number_of_grace_seconds_is_rejected(text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "signals"),
-    [
-        ("ddp", ("launcher", "rank", "launcher")),
-        ("ddp_sharded", ("launcher",)),
-        ("fsdp", ("launcher",)),
-        ("deepspeed_stage_2", ("launcher",)),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "signals"), [
+    ("ddp", ("launcher", "rank", "launcher")),
+    ("ddp_sharded", ("launcher",)),
+    ("fsdp", ("launcher",)),
+    ("deepspeed_stage_2", ("launcher",)),
+])  # fmt: skip
 def test_signals_at_random_moments_lose_nothing(
     strategy: str, signals: tuple[str, ...], tmp_path: Path, start: StartJob
 ) -> None:

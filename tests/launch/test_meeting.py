@@ -218,30 +218,23 @@ def test_launchers_with_other_numbers_are_rejected() -> None:
     }
     store, desk = dist.HashStore(), reception.Reception(Nodes(2, 0, "a", 29500), own)
     cases: list[tuple[dict[str, Any], str]] = [
-        (
-            {"terms": ["num_nodes=3", "max_restarts=0"]},
-            "num_nodes=3 was given to node 1, but num_nodes=2 to the main node.",
-        ),
-        (
-            {"terms": ["num_nodes=2", "max_restarts=1"]},
-            "max_restarts=1 was given to node 1, but max_restarts=0 to the main",
-        ),
+        ({"terms": ["num_nodes=3", "max_restarts=0"]},
+         "num_nodes=3 was given to node 1, but num_nodes=2 to the main node."),
+        ({"terms": ["num_nodes=2", "max_restarts=1"]},
+         "max_restarts=1 was given to node 1, but max_restarts=0 to the main"),
         ({"time": time.time() - 3600}, "its clock differs by 36"),
-    ]
+    ]  # fmt: skip
     for arrival, (other, text) in enumerate(cases, 1):
         store.set(f"arrival/{arrival}", json.dumps({**own, "node_rank": 1, **other}))
         desk.admit(store)
         assert store.get(f"answer/{arrival}").decode().startswith(text)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "text"),
-    [
-        ((2, 2, "a", 29500), "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1"),
-        ((2, 0, "a", 0), "main_port=0 is not a port"),
-        ((1, 0, "a", 70000), "main_port=70000 is not a port. Pass one from 1 to 65535"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "text"), [
+    ((2, 2, "a", 29500), "node_rank=2 is out of range for num_nodes=2; nodes are numbered from 0 to 1"),
+    ((2, 0, "a", 0), "main_port=0 is not a port"),
+    ((1, 0, "a", 70000), "main_port=70000 is not a port. Pass one from 1 to 65535"),
+])  # fmt: skip
 def test_wrong_nodes_are_rejected(nodes: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Nodes(*nodes)

@@ -117,15 +117,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     callbacks = [tw.EarlyStopping("val_loss"), tw.ModelCheckpoint(monitor="val_loss"), History()]
     module = Net()
     parameter = module.net[0].weight
-    trainer = tw.Trainer(
-        devices=2,
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        num_sanity_val_steps=0,
-        default_root_dir=tmp_path_factory.mktemp("run"),
-    )
+    options = {"enable_progress_bar": False, "num_sanity_val_steps": 0, "callbacks": callbacks}
+    folder = tmp_path_factory.mktemp("run")
+    trainer = tw.Trainer(devices=2, accelerator="cpu", max_epochs=2, default_root_dir=folder, **options)
     assert trainer.world_size == 2
     try:
         before = footprint()
@@ -192,9 +186,7 @@ def test_counters_metrics_and_callbacks_come_back(ran: Ran, monkeypatch: pytest.
 
 
 @pytest.mark.launch
-def test_later_calls_start_from_the_trained_weights(
-    ran: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_later_calls_start_from_the_trained_weights(ran: Ran, tmp_path: Path, capsys: Any) -> None:
     trainer, module = ran.trainer, ran.module
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     with torch.no_grad():
@@ -318,14 +310,8 @@ class Program:
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         self.tag = uuid.uuid4().hex
-        self.environment = {
-            **os.environ,
-            "PYTHONPATH": search_path(ROOT),
-            "TMPDIR": str(self.temporary),
-            "TEST_TAG": self.tag,
-            "OMP_NUM_THREADS": "1",
-            "PYTHON_BASIC_REPL": "1",
-        }
+        place = {"PYTHONPATH": search_path(ROOT), "TMPDIR": str(self.temporary), "TEST_TAG": self.tag}
+        self.environment = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHON_BASIC_REPL": "1"}
 
     def run(self, arguments: list[str], text: str | None = None) -> str:
         done = subprocess.run(

@@ -57,17 +57,14 @@ def numbers() -> Any:
     yield 1
 
 
-@pytest.mark.parametrize(
-    ("make", "place"),
-    [
-        (lambda path: Images(path.open("rb")), r"data\.parts\['held'\] \(BufferedReader\)"),
-        (lambda path: Images(numbers()), r"data\.parts\['held'\] \(generator\) cannot be copied .*generator"),
-        (lambda path: [1, Images(threading.Lock())], r"data\[1\]\.parts\['held'\] \(lock\)"),
-        (lambda path: closing_over(threading.Lock()), r"data, its variable 'held' \(lock\)"),
-        (lambda path: Loading(), r"data\.guard \(lock\)"),
-        (lambda path: nn.ModuleDict({"a": Locked()}), r"data\.a\.guard \(lock\)"),
-    ],
-)
+@pytest.mark.parametrize(("make", "place"), [
+    (lambda path: Images(path.open("rb")), r"data\.parts\['held'\] \(BufferedReader\)"),
+    (lambda path: Images(numbers()), r"data\.parts\['held'\] \(generator\) cannot be copied .*generator"),
+    (lambda path: [1, Images(threading.Lock())], r"data\[1\]\.parts\['held'\] \(lock\)"),
+    (lambda path: closing_over(threading.Lock()), r"data, its variable 'held' \(lock\)"),
+    (lambda path: Loading(), r"data\.guard \(lock\)"),
+    (lambda path: nn.ModuleDict({"a": Locked()}), r"data\.a\.guard \(lock\)"),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_what_cannot_be_copied_is_named(make: Callable[[Path], Any], place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")

@@ -171,17 +171,14 @@ def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    ("mode", "code", "reason"),
-    [
-        ("raise", 1, "RuntimeError: boom"),
-        ("die", 137, "killed by SIGKILL; on Linux this is often the out-of-memory killer"),
-        ("early", 1, "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"),
-        ("before", 3, "exit code 3"),
-        ("within", 3, "exit code 3"),
-        ("after", 3, "exit code 3"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "code", "reason"), [
+    ("raise", 1, "RuntimeError: boom"),
+    ("die", 137, "killed by SIGKILL; on Linux this is often the out-of-memory killer"),
+    ("early", 1, "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"),
+    ("before", 3, "exit code 3"),
+    ("within", 3, "exit code 3"),
+    ("after", 3, "exit code 3"),
+])  # fmt: skip
 def test_the_first_rank_that_fails_is_named_and_ends_the_job_with_its_exit_code(
     tmp_path: Path, jobs: list[Job], mode: str, code: int, reason: str
 ) -> None:

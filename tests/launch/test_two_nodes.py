@@ -66,15 +66,10 @@ def torchrun(node: int) -> list[str]:
 def slurm(node: int) -> dict[str, str]:
     """The variables that srun sets for the only task of a node."""
     return {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "10.77.0.[1-2]",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "SLURM_PROCID": str(node),
-        "SLURM_NODEID": str(node),
-        "SLURM_LOCALID": "0",
-    }
+        "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "10.77.0.[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": str(node),
+        "SLURM_NODEID": str(node), "SLURM_LOCALID": "0",
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +81,12 @@ def one_node(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
     return torch.load(folder / "weights.pt")
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "launch",
-        pytest.param("torchrun", marks=pytest.mark.slow),
-        pytest.param("script", marks=pytest.mark.slow),
-        pytest.param("slurm", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("way", [
+    "launch",
+    pytest.param("torchrun", marks=pytest.mark.slow),
+    pytest.param("script", marks=pytest.mark.slow),
+    pytest.param("slurm", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_two_nodes_end_as_one(network: Network, one_node: dict[str, torch.Tensor], way: str) -> None:
     jobs = []
     for node in (0, 1):
@@ -147,14 +139,11 @@ def test_a_failed_rank_ends_both_nodes_and_is_named_on_both(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("node", "number", "text"),
-    [
-        (0, signal.SIGKILL, "the launcher of node 0, the main node, has ended"),
-        (1, signal.SIGKILL, "(its node was lost: the launcher there has ended or cannot be reached)"),
-        (1, signal.SIGTERM, "failed first (SIGTERM stopped its launcher)"),
-    ],
-)
+@pytest.mark.parametrize(("node", "number", "text"), [
+    (0, signal.SIGKILL, "the launcher of node 0, the main node, has ended"),
+    (1, signal.SIGKILL, "(its node was lost: the launcher there has ended or cannot be reached)"),
+    (1, signal.SIGTERM, "failed first (SIGTERM stopped its launcher)"),
+])  # fmt: skip
 def test_a_launcher_that_ends_takes_both_nodes_with_it(network: Network, node: int, number: int, text: str) -> None:
     jobs = start_both(network, "wait")
     assert [len(job.processes()) for job in jobs] == [3, 3]

@@ -152,13 +152,9 @@ def test_an_experiment_does_nothing_on_other_ranks(monkeypatch: pytest.MonkeyPat
 
     assert Mine().experiment == "client"
     job = {
-        "RANK": 1,
-        "LOCAL_RANK": 1,
-        "WORLD_SIZE": 2,
-        "LOCAL_WORLD_SIZE": 2,
-        "MASTER_PORT": 1,
+        "RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1,
         "MASTER_ADDR": "localhost",
-    }
+    }  # fmt: skip
     for name, value in job.items():
         monkeypatch.setenv(name, str(value))
     assert type(Mine().experiment).__name__ == "SilentExperiment"

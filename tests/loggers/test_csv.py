@@ -213,9 +213,7 @@ def test_a_resumed_run_goes_on_in_the_folder_of_a_given_version(place: str) -> N
     assert [row["a"] for row in rows(logger)] == ["1.0", "3.0"]
 
 
-def test_a_failed_write_is_raised_by_the_next_flush_and_loses_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_is_raised_by_the_next_flush_and_loses_no_row(tmp_path: Path, monkeypatch: Any) -> None:
     logger = started(tmp_path)
     logger.log_metrics({"a": 1.0}, 1)
     logger.flush()
@@ -226,9 +224,7 @@ def test_a_failed_write_is_raised_by_the_next_flush_and_loses_no_row(
     with monkeypatch.context() as patched:
         patched.setattr(MetricsFile, "_append", fails)
         logger.log_metrics({"a": 2.0}, 2)
-        with pytest.raises(
-            OSError, match=r"CSVLogger could not write to .*version_0: OSError: .*No space left.*Free space"
-        ):
+        with pytest.raises(OSError, match=r"CSVLogger could not write to .*version_0: OSError: .*No space left.*Free"):
             logger.flush()
     logger.log_metrics({"a": 3.0}, 3)
     logger.close()
@@ -286,15 +282,12 @@ def test_a_forked_child_and_a_copy_do_not_write_the_file(tmp_path: Path) -> None
     assert [row["a"] for row in rows(logger)] == ["1.0", "2.0"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is an int; expected a path"),
-        ({"version": 1.5}, TypeError, r"version=1\.5\) is a float; expected int, str or None"),
-        ({"flush_logs_every_n_steps": 0}, ValueError, "must be at least 1"),
-        ({"flush_logs_every_n_steps": "1"}, TypeError, "is not an int"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "error", "message"), [
+    ({"save_dir": 3}, TypeError, r"CSVLogger\(save_dir=3\) is an int; expected a path"),
+    ({"version": 1.5}, TypeError, r"version=1\.5\) is a float; expected int, str or None"),
+    ({"flush_logs_every_n_steps": 0}, ValueError, "must be at least 1"),
+    ({"flush_logs_every_n_steps": "1"}, TypeError, "is not an int"),
+])  # fmt: skip
 def test_a_csv_logger_rejects_wrong_settings(settings: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         tw.CSVLogger(**settings)

@@ -99,18 +99,12 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
     parts: dict[str, dict[str, Any]] = {
         "": {},
-        ".entities": {
-            "Metric": Metric,
-            "Param": Param,
-            "RunStatus": types.SimpleNamespace(RUNNING=1, to_string=lambda status: "RUNNING"),
-        },
+        ".entities": {"Metric": Metric, "Param": Param,
+            "RunStatus": types.SimpleNamespace(RUNNING=1, to_string=lambda status: "RUNNING")},
         ".exceptions": {"MlflowException": MlflowError},
-        ".tracking": {
-            "MlflowClient": lambda uri: store,
-            "get_tracking_uri": lambda: "",
-            "is_tracking_uri_set": lambda: False,
-        },
-    }
+        ".tracking": {"MlflowClient": lambda uri: store, "get_tracking_uri": lambda: "",
+            "is_tracking_uri_set": lambda: False},
+    }  # fmt: skip
     for name, members in parts.items():
         module = types.ModuleType(f"mlflow{name}")
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)

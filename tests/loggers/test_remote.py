@@ -35,9 +35,7 @@ class Trained(Classifier):
         return super().training_step(batch, batch_idx)  # logs loss_step
 
 
-def fit(
-    logger: tw.Logger, folder: Path, dies_at: int = -1, ckpt_path: str | None = None, save_top_k: int = -1
-) -> tw.Trainer:
+def fit(logger: tw.Logger, folder: Path, dies_at: int = -1, ckpt_path: Any = None, save_top_k: int = -1) -> tw.Trainer:
     torch.manual_seed(1)
     saves = tw.ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=save_top_k)
     settings = {**QUIET, "logger": logger, "enable_checkpointing": True, "devices": "auto", "callbacks": [saves]}
@@ -47,9 +45,6 @@ def fit(
     except KeyError:
         assert dies_at >= 0
     return trainer
-
-
-# -- a client that fails -----------------------------------------------------------------------------------------------------
 
 
 class Service(RemoteLogger):
@@ -108,9 +103,7 @@ class Full(Service):
 
 
 def test_a_failed_upload_is_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(
-        UserWarning, match=r"Full could not upload .*step=20\.ckpt: OSError: no space left\. The checkpoint"
-    ):
+    with pytest.warns(UserWarning, match=r"Full could not upload .*step=20\.ckpt: OSError: no space left"):
         trainer = fit(Full(log_model=True), tmp_path, save_top_k=1)
     assert trainer.global_step == 22
 
@@ -189,9 +182,6 @@ def test_a_run_that_cannot_be_closed_is_a_warning(tmp_path: Path) -> None:
     assert not service._is_open
 
 
-# -- resuming ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("new", [False, True])
 def test_rows_that_had_arrived_are_left_out(new: bool) -> None:
     service = began(Service())
@@ -216,9 +206,7 @@ def test_a_fit_from_an_older_checkpoint_of_a_given_run_is_refused(tmp_path: Path
     fit(Service(run_id="mine"), tmp_path, dies_at=13)
     older, newest = (f"{tmp_path}/step={step}.ckpt" for step in (5, 10))
     again = Service(run_id="mine")
-    with pytest.raises(
-        ValueError, match=r"got the run 'mine', which saved .*step=5\.ckpt and has later rows\. .* Omit the id"
-    ):
+    with pytest.raises(ValueError, match=r"got the run 'mine', which saved .*step=5\.ckpt and has later rows"):
         fit(again, tmp_path, ckpt_path=older)
     assert (again.rows, again.ends) == ([], [])
     others = Service(run_id="another"), Service(new_id="own")
@@ -250,9 +238,7 @@ def test_a_logger_used_before_the_fit_continues_the_checkpoints_run() -> None:
     state = first.state_dict()
     service = Service(new_id="second")
     service.log_hyperparams({"lr": 1})
-    with pytest.warns(
-        UserWarning, match="which began the run second. The resumed fit continues the checkpoint's run first"
-    ):
+    with pytest.warns(UserWarning, match="which began the run second. The resumed fit continues the checkpoint's run"):
         began(service, state)
     assert (service._id, service.ends, service._step) == ("first", ["success"], 1)
     chosen = began(Service(run_id="mine"), state)
@@ -280,9 +266,6 @@ def test_one_rank_has_the_run(tmp_path: Path) -> None:
     assert first[2] == second[2] == "first"
     assert first[3] >= first[0] > second[3] == 0
     assert first[4] == second[4] == "Unreachable could not open its run: ConnectionError: no such host"
-
-
-# -- W&B -----------------------------------------------------------------------------------------------------------------------
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
@@ -368,9 +351,6 @@ def test_without_a_login_a_run_is_offline(tmp_path: Path, monkeypatch: pytest.Mo
     assert logger.experiment.offline
     logger.end_run()
     assert list((tmp_path / "wandb").glob("offline-run-*"))
-
-
-# -- MLflow --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -137,9 +137,7 @@ def test_the_experiment_is_the_summary_writer_on_one_rank(tmp_path: Path) -> Non
     assert pickle.loads(pickle.dumps(logger)).log_dir == logger.log_dir
 
 
-def test_a_full_disk_is_told_with_the_folder_and_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_with_the_folder_and_does_not_end_the_run(tmp_path: Path, monkeypatch: Any) -> None:
     def fill(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

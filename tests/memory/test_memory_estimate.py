@@ -40,19 +40,16 @@ def measured(kind: Any, **options: Any) -> int:
     return sum(value.nbytes for value in values)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.SGD, {}),
-        (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.Adam, {}),
-        (torch.optim.AdamW, {"amsgrad": True}),
-        (torch.optim.AdamW, {"fused": True}),
-        (torch.optim.RMSprop, {"centered": True}),
-        (torch.optim.Adagrad, {}),
-        (torch.optim.NAdam, {"foreach": True}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options"), [
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adam, {}),
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.RMSprop, {"centered": True}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.NAdam, {"foreach": True}),
+])  # fmt: skip
 def test_an_optimizers_state_is_what_a_real_step_makes(kind: Any, options: dict[str, Any]) -> None:
     module = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 30))
     estimate = tw.estimate_memory(module, kind(module.parameters(), **options))
@@ -111,27 +108,21 @@ def test_frozen_parameters_buffers_and_half_precision_are_counted() -> None:
     assert estimate.optimizer == 12 * (1000 * 1000 + 20)
 
 
-@pytest.mark.parametrize(
-    ("devices", "megabytes", "advice"),
-    [
-        (1, 100, r"^strategy='single_device' would need 15.3 MiB of the 100.0 MiB\.$"),
-        (2, 100, r"^strategy='ddp' would need 19.1 MiB of the 100.0 MiB\.$"),
-        (4, 14, r"^strategy='ddp_sharded' would need 9.5 MiB of the 14.0 MiB\.$"),
-    ],
-)
+@pytest.mark.parametrize(("devices", "megabytes", "advice"), [
+    (1, 100, r"^strategy='single_device' would need 15.3 MiB of the 100.0 MiB\.$"),
+    (2, 100, r"^strategy='ddp' would need 19.1 MiB of the 100.0 MiB\.$"),
+    (4, 14, r"^strategy='ddp_sharded' would need 9.5 MiB of the 14.0 MiB\.$"),
+])  # fmt: skip
 def test_the_advice_names_a_strategy(devices: int, megabytes: int, advice: str) -> None:
     check_advice(on_meta(), devices, megabytes, advice)
 
 
-@pytest.mark.parametrize(
-    ("devices", "megabytes", "advice"),
-    [
-        (8, 40, r"^strategy='fsdp' would need 26.7 MiB of the 40.0 MiB\.$"),
-        (8, 20, r"^no strategy fits it on 8 device\(s\) of 20.0 MiB: use more or larger devices, "),
-        (1, 20, r"^no strategy fits it on 1 device\(s\) of 20.0 MiB: use more or larger devices, "),
-        (2, 14, r"^no strategy fits .* 14.0 MiB: .*smaller groups under fsdp \(auto_wrap_policy\)"),
-    ],
-)
+@pytest.mark.parametrize(("devices", "megabytes", "advice"), [
+    (8, 40, r"^strategy='fsdp' would need 26.7 MiB of the 40.0 MiB\.$"),
+    (8, 20, r"^no strategy fits it on 8 device\(s\) of 20.0 MiB: use more or larger devices, "),
+    (1, 20, r"^no strategy fits it on 1 device\(s\) of 20.0 MiB: use more or larger devices, "),
+    (2, 14, r"^no strategy fits .* 14.0 MiB: .*smaller groups under fsdp \(auto_wrap_policy\)"),
+])  # fmt: skip
 def test_the_advice_fits_a_deep_net(devices: int, megabytes: int, advice: str) -> None:
     check_advice(deep(), devices, megabytes, advice)
 

@@ -12,39 +12,33 @@ from trainwright.precision import Precision, resolve_precision
 from trainwright.precision.mixed import MixedPrecision
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        (None, "32-true"),
-        (32, "32-true"),
-        ("32", "32-true"),
-        (16, "16-mixed"),
-        ("16", "16-mixed"),
-        ("bf16", "bf16-mixed"),
-        ("BF16-mixed", "bf16-mixed"),
-        (64, "64-true"),
-        ("64", "64-true"),
-        ("double", "64-true"),
-        ("16-true", "16-true"),
-        ("bf16-true", "bf16-true"),
-    ],
-)
+@pytest.mark.parametrize(("given", "name"), [
+    (None, "32-true"),
+    (32, "32-true"),
+    ("32", "32-true"),
+    (16, "16-mixed"),
+    ("16", "16-mixed"),
+    ("bf16", "bf16-mixed"),
+    ("BF16-mixed", "bf16-mixed"),
+    (64, "64-true"),
+    ("64", "64-true"),
+    ("double", "64-true"),
+    ("16-true", "16-true"),
+    ("bf16-true", "bf16-true"),
+])  # fmt: skip
 def test_names_give_their_precisions(given: Any, name: str) -> None:
     assert resolve_precision(given, "cpu").name == name
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "match"),
-    [
-        ("fp16", ValueError, "choose from 64-true, 32-true, 16-mixed.*Did you mean '16-mixed'"),
-        ("bfloat16", ValueError, "Did you mean 'bf16-mixed'"),
-        ("b16-true", ValueError, "Did you mean 'bf16-true'"),
-        (8, ValueError, "precision=8 is unknown"),
-        (True, TypeError, "is a bool"),
-        (16.0, TypeError, "is a float; expected a name, 16, 32, 64"),
-        (Precision, TypeError, "is a type"),
-    ],
-)
+@pytest.mark.parametrize(("given", "error", "match"), [
+    ("fp16", ValueError, "choose from 64-true, 32-true, 16-mixed.*Did you mean '16-mixed'"),
+    ("bfloat16", ValueError, "Did you mean 'bf16-mixed'"),
+    ("b16-true", ValueError, "Did you mean 'bf16-true'"),
+    (8, ValueError, "precision=8 is unknown"),
+    (True, TypeError, "is a bool"),
+    (16.0, TypeError, "is a float; expected a name, 16, 32, 64"),
+    (Precision, TypeError, "is a type"),
+])  # fmt: skip
 def test_unknown_names_raise(given: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         resolve_precision(given, "cpu")

@@ -194,9 +194,7 @@ def test_a_bad_line_count_is_refused(lines: Any, error: type[Exception]) -> None
         AdvancedProfiler(line_count_restriction=lines)
 
 
-def test_pytorch_profiler_is_recording_batches_three_to_five(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pytorch_profiler_is_recording_batches_three_to_five(tmp_path: Path, capsys: Any) -> None:
     profiler = PyTorchProfiler(group_by_input_shapes=True, row_limit=200)
     engine = train(profiler, batches=8, log_dir=tmp_path)
     text = capsys.readouterr().out
@@ -245,32 +243,27 @@ def refuse(recorder: Any) -> None:
     raise OSError("no space left")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        # Raised between two cycles, after the end of the first one and before the second is prepared.
-        (
-            {"on_trace_ready": refuse, "schedule": torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=2)},
-            OSError,
-            "no space left",
-        ),
-        # Raised where a recording would have ended.
-        (
-            {"schedule": lambda step: [ProfilerAction.RECORD, ProfilerAction.NONE][step % 2]},
-            UserWarning,
-            "RECORD followed by NONE",
-        ),
-        # Raised before the prepared trace has begun.
-        (
-            {"schedule": lambda step: [ProfilerAction.WARMUP, ProfilerAction.NONE][step % 2]},
-            UserWarning,
-            "WARMUP followed by NONE",
-        ),
-    ],
-)
-def test_a_recorder_that_fails_on_its_way_is_not_left(
-    arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
+@pytest.mark.parametrize(("arguments", "error", "text"), [
+    # Raised between two cycles, after the end of the first one and before the second is prepared.
+    (
+        {"on_trace_ready": refuse, "schedule": torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=2)},
+        OSError,
+        "no space left",
+    ),
+    # Raised where a recording would have ended.
+    (
+        {"schedule": lambda step: [ProfilerAction.RECORD, ProfilerAction.NONE][step % 2]},
+        UserWarning,
+        "RECORD followed by NONE",
+    ),
+    # Raised before the prepared trace has begun.
+    (
+        {"schedule": lambda step: [ProfilerAction.WARMUP, ProfilerAction.NONE][step % 2]},
+        UserWarning,
+        "WARMUP followed by NONE",
+    ),
+])  # fmt: skip
+def test_a_recorder_that_fails_on_its_way_is_not_left(arguments: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         train(PyTorchProfiler(**arguments), batches=8)
     assert recorded_once_more()
@@ -289,18 +282,13 @@ def test_named_modules_leave_a_compiled_forward_alone(capsys: pytest.CaptureFixt
     assert "[module] 3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"sort_by_key": "cpu_tme"}, ValueError, r"sort_by_key='cpu_tme' is unknown; .* Did you mean 'cpu_time'\?"),
-        ({"with_stak": True}, TypeError, r"'with_stak' is unknown; .* Did you mean 'with_stack'\?"),
-        ({"table_kwargs": {"row_limit": 3}}, TypeError, "an argument of table_kwargs='row_limit' is unknown"),
-        ({"group_by_input_shapes": True, "record_shapes": False}, ValueError, "excludes record_shapes=False"),
-    ],
-)
-def test_bad_settings_of_the_pytorch_profiler_are_refused(
-    arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
+@pytest.mark.parametrize(("arguments", "error", "text"), [
+    ({"sort_by_key": "cpu_tme"}, ValueError, r"sort_by_key='cpu_tme' is unknown; .* Did you mean 'cpu_time'\?"),
+    ({"with_stak": True}, TypeError, r"'with_stak' is unknown; .* Did you mean 'with_stack'\?"),
+    ({"table_kwargs": {"row_limit": 3}}, TypeError, "an argument of table_kwargs='row_limit' is unknown"),
+    ({"group_by_input_shapes": True, "record_shapes": False}, ValueError, "excludes record_shapes=False"),
+])  # fmt: skip
+def test_bad_settings_of_the_pytorch_profiler_are_refused(arguments: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         PyTorchProfiler(**arguments)
 
@@ -311,9 +299,7 @@ def test_profilers_are_resolved_by_name() -> None:
     assert type(resolve_profiler("pytorch")) is PyTorchProfiler
     own = SimpleProfiler()
     assert resolve_profiler(own) is own
-    with pytest.raises(
-        ValueError, match=r"profiler='simpel' is unknown; choose from simple, .* Did you mean 'simple'\?"
-    ):
+    with pytest.raises(ValueError, match=r"profiler='simpel' is unknown; choose from simple, .* Did you mean"):
         resolve_profiler("simpel")
     with pytest.raises(TypeError, match=r"profiler=<class .*SimpleProfiler'> is a type; .* not its class"):
         resolve_profiler(SimpleProfiler)  # type: ignore[arg-type]

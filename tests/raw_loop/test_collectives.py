@@ -43,22 +43,16 @@ def collect(folder: Path) -> dict[str, Any]:
     rank = accelerator.process_index
     wide = torch.ones(1 + rank, 2 + 3 * rank)
     found: dict[str, Any] = {
-        "free": [
-            free,
-            tw.reduce(torch.tensor([1.0 + rank])).tolist(),
-            tw.reduce(2, "sum"),
-            tw.broadcast({"rank": rank}),
-        ],
+        "free": [free, tw.reduce(torch.tensor([1.0 + rank])).tolist(), tw.reduce(2, "sum"),
+            tw.broadcast({"rank": rank})],
         "shapes": refused(ValueError, accelerator.gather, wide),
-        "reduced": [
-            refused(ValueError, accelerator.reduce, {"a": torch.ones(2), "b": wide}),
-            refused(TypeError, tw.reduce, torch.ones(2, dtype=[torch.float32, torch.int64][rank])),
-        ],
+        "reduced": [refused(ValueError, accelerator.reduce, {"a": torch.ones(2), "b": wide}),
+            refused(TypeError, tw.reduce, torch.ones(2, dtype=[torch.float32, torch.int64][rank]))],
         "dims": refused(ValueError, tw.gather, torch.ones([2] * (1 + rank))),
         "padded": accelerator.gather(accelerator.pad_across_processes({"x": wide}, dim=1, pad_index=-1))["x"].tolist(),
         "first": tw.pad_across_processes(wide, pad_first=True).tolist(),
         "unchanged": accelerator.pad_across_processes(torch.tensor(7), dim=1).item(),
-    }
+    }  # fmt: skip
     found["triggers"] = [accelerator.check_trigger()]
     if rank == accelerator.num_processes - 1:
         accelerator.set_trigger()

@@ -6,16 +6,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-from deadlines import deadline
 from forked import interpret, run_python, run_ranks
-from interpreters import search_path
+from interpreters import run_command, search_path
 from safetensors.torch import load_file
 from small import ON_HOST
 from started import ROOT
@@ -122,15 +120,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 def test_weights_are_those_of_one_process(tmp_path: Path, name: str, one_process: dict[str, torch.Tensor]) -> None:
     (tmp_path / "train.py").write_text(script_of(loop_of_the_guide(), 2))
     launcher, more, kind = STARTS[name]
-    done = subprocess.run(
-        [sys.executable, *launcher, "train.py", "model", *more],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=deadline(120),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
+    variables = {"PYTHONPATH": search_path(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = run_command([sys.executable, *launcher, "train.py", "model", *more], folder=tmp_path, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"trained: 2 {kind} 3\n" in done.stdout
     torch.testing.assert_close(weights_of(tmp_path / "model"), one_process)

@@ -23,15 +23,9 @@ def alone(**settings: Any) -> tw.Accelerator:
     return tw.Accelerator(cpu=True, devices=1, **settings)
 
 
-# -- names -----------------------------------------------------------------------------------------------------------
-
-
 def test_an_unknown_name_gets_the_nearest_one() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'Acelerator'\. Did you mean 'Accelerator'\?"):
         tw.Acelerator  # type: ignore[attr-defined]
-
-
-# -- seeds -----------------------------------------------------------------------------------------------------------
 
 
 def drawn() -> tuple[float, float, float]:
@@ -66,9 +60,6 @@ def test_set_seed_makes_algorithms_deterministic(monkeypatch: pytest.MonkeyPatch
         torch.backends.cudnn.benchmark = before
 
 
-# -- the batch size that fits ----------------------------------------------------------------------------------------
-
-
 def test_a_smaller_batch_is_tried_until_it_fits() -> None:
     tried: list[int] = []
     kept: list[weakref.ref[torch.Tensor]] = []
@@ -94,16 +85,13 @@ def test_a_smaller_batch_is_tried_until_it_fits() -> None:
     assert tried[3:] == [16, 14, 12, 10, 9, 8], "the size that fitted is kept for the next call"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"),
-        RuntimeError("MPS backend out of memory (MPS allocated: 1 MB)"),
-        MemoryError(),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 1 MB)"),
+    MemoryError(),
+])  # fmt: skip
 def test_errors_of_memory_are_recognized(error: Exception) -> None:
     def train(batch_size: int) -> int:
         if batch_size > 4:
@@ -158,9 +146,6 @@ def test_release_memory_frees_its_arguments() -> None:
     assert (tensor, other, reference()) == (None, None, None)
 
 
-# -- models without values -------------------------------------------------------------------------------------------
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -211,9 +196,6 @@ def test_models_are_made_on_a_device() -> None:
         assert nn.Linear(1, 1).weight.is_meta
 
 
-# -- wrappers --------------------------------------------------------------------------------------------------------
-
-
 def test_models_are_extracted_from_their_wrappers() -> None:
     net = make_net()
     prepared = alone(mixed_precision="bf16").prepare(net)
@@ -229,19 +211,13 @@ def test_models_are_extracted_from_their_wrappers() -> None:
     assert tw.extract_model_from_parallel(outer, recursive=True)[1] is net
 
 
-# -- states ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mixed_precision", "options", "dtype"),
-    [
-        ("bf16", tw.AutocastKwargs(cache_enabled=False), torch.bfloat16),
-        ("fp16", tw.AutocastKwargs(cache_enabled=False), torch.float16),
-        ("bf16", tw.AutocastKwargs(enabled=False), torch.float32),
-        ("bf16", None, torch.bfloat16),
-        ("no", tw.AutocastKwargs(cache_enabled=False), torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("mixed_precision", "options", "dtype"), [
+    ("bf16", tw.AutocastKwargs(cache_enabled=False), torch.bfloat16),
+    ("fp16", tw.AutocastKwargs(cache_enabled=False), torch.float16),
+    ("bf16", tw.AutocastKwargs(enabled=False), torch.float32),
+    ("bf16", None, torch.bfloat16),
+    ("no", tw.AutocastKwargs(cache_enabled=False), torch.float32),
+])  # fmt: skip
 def test_autocast_keeps_the_precision(
     mixed_precision: str, options: tw.AutocastKwargs | None, dtype: torch.dtype
 ) -> None:
@@ -271,9 +247,6 @@ def test_the_states_are_views() -> None:
     assert "num_steps=2" in repr(gradients)
 
 
-# -- launchers -------------------------------------------------------------------------------------------------------
-
-
 def precision_of() -> str:
     return str(tw.Accelerator(devices="auto").engine.precision.name)
 
@@ -300,9 +273,6 @@ def test_what_the_launchers_refuse() -> None:
             tw.notebook_launcher(print, **arguments)
     with pytest.raises(TypeError, match=r"debug_launcher was given an int"):
         tw.debug_launcher(3)  # type: ignore[arg-type]
-
-
-# -- profiles --------------------------------------------------------------------------------------------------------
 
 
 def test_a_profile_is_written(tmp_path: Path) -> None:

@@ -80,45 +80,33 @@ def test_options_reach_their_parts() -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "words"),
-    [
-        ({"gradient_acumulation_steps": 2}, "Did you mean gradient_accumulation_steps="),
-        ({"tpu": True}, "TPUs are not supported"),
-        ({"kwargs_handlers": tw.AutocastKwargs()}, "is not a list of options"),
-        ({"megatron_lm_plugin": 1}, "Megatron-LM is not supported"),
-        ({"mixed_precision": "fp8"}, "Choose from no, fp16, bf16"),
+    [({"gradient_acumulation_steps": 2}, "Did you mean gradient_accumulation_steps="),
+        ({"tpu": True}, "TPUs are not supported"), ({"kwargs_handlers": tw.AutocastKwargs()}, "is not a list of options"),
+        ({"megatron_lm_plugin": 1}, "Megatron-LM is not supported"), ({"mixed_precision": "fp8"}, "Choose from no, fp16, bf16"),
         ({"fsdp_plugin": object()}, "fsdp_plugin is an object. Expected a FullyShardedDataParallelPlugin"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": PLUGIN}, "Pass one number"),
         ({"strategy": "ddp", "deepspeed_plugin": tw.DeepSpeedPlugin()}, "strategy='ddp' and DeepSpeedPlugin were given"),
         ({"kwargs_handlers": [object()]}, "kwargs_handlers has an object. Expected"),
         ({"kwargs_handlers": [tw.AutocastKwargs()] * 2}, "has two AutocastKwargs"),
         ({"step_scheduler_with_optimizer": "no"}, "step_scheduler_with_optimizer='no' is not accepted. Pass True or False"),
-        ({"cpu": "yes"}, "cpu='yes' is not accepted"),
-        ({"mixed_precision": ["fp16"]}, "Choose from no, fp16, bf16"),
+        ({"cpu": "yes"}, "cpu='yes' is not accepted"), ({"mixed_precision": ["fp16"]}, "Choose from no, fp16, bf16"),
         ({"kwargs_handlers": 5}, "kwargs_handlers=5 is not a list"),
-        ({"rng_types": "torch"}, "rng_types='torch' is not a list"),
-        ({"rng_types": 5}, "rng_types=5 is not a list"),
-        ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'"),
-    ],
+        ({"rng_types": "torch"}, "rng_types='torch' is not a list"), ({"rng_types": 5}, "rng_types=5 is not a list"),
+        ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'")],
 )  # fmt: skip
 def test_wrong_arguments_of_an_accelerator_are_rejected(chosen: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words.replace("(", r"\(")):
         tw.Accelerator(**{"cpu": True, **chosen})
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (
-            lambda: tw.FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD"),
-            "hybrid sharding is not supported",
-        ),
-        (lambda: tw.FullyShardedDataParallelPlugin(use_orig_params=False), "always keep their names"),
-        (lambda: tw.DeepSpeedPlugin(offload_param_device="nvme"), "Choose 'none' or 'cpu'"),
-        (lambda: tw.GradientAccumulationPlugin(0), "integer of at least 1"),
-        (lambda: tw.DistributedDataParallelKwargs(broadcast_buffers=False), "rank 0's buffers"),
-        (lambda: tw.InitProcessGroupKwargs(init_method="tcp://"), "launcher's address"),
-    ],
-)
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: tw.FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD"), "hybrid sharding is not supported"),
+    (lambda: tw.FullyShardedDataParallelPlugin(use_orig_params=False), "always keep their names"),
+    (lambda: tw.DeepSpeedPlugin(offload_param_device="nvme"), "Choose 'none' or 'cpu'"),
+    (lambda: tw.GradientAccumulationPlugin(0), "integer of at least 1"),
+    (lambda: tw.DistributedDataParallelKwargs(broadcast_buffers=False), "rank 0's buffers"),
+    (lambda: tw.InitProcessGroupKwargs(init_method="tcp://"), "launcher's address"),
+])  # fmt: skip
 def test_wrong_options_are_rejected(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()

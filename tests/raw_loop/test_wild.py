@@ -41,7 +41,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -51,8 +50,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from deadlines import deadline
-from interpreters import search_path
+from interpreters import run_command, search_path
 from jobs import run_job
 from small import ON_HOST
 
@@ -140,14 +138,8 @@ def run_script(program: str, runs: list[list[str]], folder: Path) -> dict[str, f
 
 def start(command: list[str], folder: Path) -> str:
     """Return the output of an interpreter."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(*sys.path), "LOGLEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=deadline(600),
-    )
+    variables = {"PYTHONPATH": search_path(*sys.path), "LOGLEVEL": "ERROR"}
+    done = run_command([sys.executable, *command], folder=folder, seconds=600, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

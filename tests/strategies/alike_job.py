@@ -377,14 +377,8 @@ def alike(folder: Path) -> dict[str, Any]:
     """Make every check, on this rank."""
     quiet()
     found: dict[str, Any] = {
-        "buffers": {},
-        "late": {},
-        "tempered": {},
-        "kept": {},
-        "arithmetic": {},
-        "norms": {},
-        "refused": {},
-    }
+        "buffers": {}, "late": {}, "tempered": {}, "kept": {}, "arithmetic": {}, "norms": {}, "refused": {},
+    }  # fmt: skip
     for strategy in (*STRATEGIES, *ZERO):
         found["buffers"][strategy] = buffers(strategy)
         found["arithmetic"][strategy] = arithmetic(strategy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,13 +121,8 @@ def told(make: Callable[[], Any], **settings: Any) -> list[str]:
 
 def disagreements(folder: Path) -> dict[str, list[str]]:
     path = folder / f"config-{os.environ['RANK']}.json"
-    settings: Mapping[str, Any] = {
-        "zero_optimization": {"stage": 1},
-        "gradient_clipping": 0.5,
-        "gradient_accumulation_steps": 2,
-        "train_micro_batch_size_per_gpu": "auto",
-        "bf16": {"enabled": "auto"},
-    }
+    settings: Any = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
+    settings |= {"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
     path.write_text(json.dumps(settings))
     return {
         "all": told(partial(DeepSpeedStrategy, stage=2, config=path), gradient_clip_val=1.0, accumulate_grad_batches=4),
@@ -161,25 +156,15 @@ def backwards_of_torch() -> None:
 def refusals() -> None:
     """Check the errors for everything that DeepSpeed cannot do."""
     refused: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
-        (
-            partial(DeepSpeedStrategy, config=OWN),
-            Regresses(),
-            {},
-            ValueError,
-            "has an 'optimizer' section. Return None",
-        ),
+        (partial(DeepSpeedStrategy, config=OWN), Regresses(), {}, ValueError,
+         "has an 'optimizer' section. Return None"),
         (partial(DeepSpeedStrategy, config={"zero_optimization": {"stag": 2}}), Regresses(), {}, ValueError, "stag"),
         (partial(DeepSpeedStrategy, nonsense=3), Regresses(), {}, ValueError, "nonsense"),
-        (
-            partial(DeepSpeedStrategy, config={"gradient_clipping": 0.5}),
-            Players(),
-            {},
-            ValueError,
-            "Clip and accumulate in training_step",
-        ),
+        (partial(DeepSpeedStrategy, config={"gradient_clipping": 0.5}), Players(), {}, ValueError,
+         "Clip and accumulate in training_step"),
         ("deepspeed", Closes(), {}, ValueError, "LBFGS"),
         ("deepspeed", Thaws(), {"max_epochs": 2}, RuntimeError, "'head.bias' of Thaws was frozen or unfrozen"),
-    ]
+    ]  # fmt: skip
     for strategy, module, settings, kind, text in refused:
         with pytest.raises(kind, match=text):
             trainer(strategy, **settings).fit(module, loader(8, 1))

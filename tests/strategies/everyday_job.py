@@ -91,15 +91,8 @@ def one_sample_window(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
 
 def limits(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
     """Validations stand within accumulation windows, on shares of unequal length."""
-    used = trainer(
-        strategy,
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        limit_train_batches=5,
-        val_check_interval=3,
-        limit_val_batches=3,
-        num_sanity_val_steps=1,
-    )
+    limits = {"limit_train_batches": 5, "val_check_interval": 3, "limit_val_batches": 3, "num_sanity_val_steps": 1}
+    used = trainer(strategy, max_epochs=2, accumulate_grad_batches=2, **limits)
     used.fit(Regresses(), loader(40, ranks), loader(9, ranks))
     used.save_checkpoint(str(path))
     return {"steps": used.global_step, "val_loss": float(used.callback_metrics["val_loss"])}

@@ -5,9 +5,7 @@ A strategy is started once, and contract_job.py makes all checks in that job.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 import torch
 from contract_job import CASES, Classifies, alone, compiled, contract, manual_kind, more_ranks, relative_distance
 from deadlines import deadline
-from interpreters import search_path
+from interpreters import run_command, search_path
 from jobs import run_job
 
 import trainwright as tw
@@ -134,15 +132,7 @@ def test_a_failing_rank_ends_the_job_under_every_strategy(strategy: str, tmp_pat
     )
     started = time.monotonic()
     root = str(Path(tw.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": search_path(root), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=deadline(120),
-        check=False,
-    )
+    done = run_command([sys.executable, script], folder=tmp_path, PYTHONPATH=search_path(root))
     assert done.returncode == 1
     assert "trainwright: rank 1 of 2 failed first (ArithmeticError: the third batch is bad)" in done.stderr
     assert time.monotonic() - started < deadline(90.0)

@@ -42,19 +42,11 @@ def averaged(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[
 def train(options: dict[str, Any], accumulate: int = 1) -> dict[str, Tensor]:
     module = Classifier()
     losses: list[float] = []
-
-    class Watch(tw.Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            losses.append(float(trainer.callback_metrics["loss_epoch"]))
-
-    trainer = tw.Trainer(
-        max_epochs=3,
-        accumulate_grad_batches=accumulate,
-        num_sanity_val_steps=1,
-        callbacks=[Watch()],
-        strategy=tw.DDPStrategy(**options),
-        **QUIET,
+    watch = tw.LambdaCallback(
+        on_train_epoch_end=lambda trainer, *_: losses.append(float(trainer.callback_metrics["loss_epoch"]))
     )
+    settings = {**QUIET, "max_epochs": 3, "accumulate_grad_batches": accumulate, "num_sanity_val_steps": 1}
+    trainer = tw.Trainer(callbacks=[watch], strategy=tw.DDPStrategy(**options), **settings)
     trainer.fit(module, make_loader(SAMPLES, 4), make_loader(21, 4))
     return {**weights(module), "losses": torch.tensor(losses)}
 
@@ -237,18 +229,15 @@ def test_the_timeout_reaches_the_process_group(results: list[dict[str, Any]]) ->
     assert limit - 0.1 < waited < limit + deadline(20.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "text"),
-    [
-        ({"comm_hook": "fp8"}, ValueError, "comm_hook='fp8' is unknown. Choose from fp16, bf16, power_sgd, or pass"),
-        ({"comm_state": {}}, ValueError, "comm_state={} was given with comm_hook=None, which keeps no state"),
-        ({"comm_hook": "power_sgd", "comm_state": 3}, TypeError, "comm_state=3 .* Pass a dict of PowerSGDState's"),
-        ({"comm_hook": "power_sgd", "comm_state": {"rank": 1}}, ValueError, "is not accepted by torch's PowerSGDState"),
-        ({"comm_hook": "power_sgd", "comm_state": {"start_powerSGD_iter": 1}}, ValueError, "PowerSGDState"),
-        ({"timeout": 0}, ValueError, "timeout=0 is not above 0 and finite. Pass seconds"),
-        ({"timeout": "1 h"}, TypeError, "timeout='1 h' is not accepted. Pass seconds, a timedelta, or None"),
-    ],
-)
+@pytest.mark.parametrize(("options", "kind", "text"), [
+    ({"comm_hook": "fp8"}, ValueError, "comm_hook='fp8' is unknown. Choose from fp16, bf16, power_sgd, or pass"),
+    ({"comm_state": {}}, ValueError, "comm_state={} was given with comm_hook=None, which keeps no state"),
+    ({"comm_hook": "power_sgd", "comm_state": 3}, TypeError, "comm_state=3 .* Pass a dict of PowerSGDState's"),
+    ({"comm_hook": "power_sgd", "comm_state": {"rank": 1}}, ValueError, "is not accepted by torch's PowerSGDState"),
+    ({"comm_hook": "power_sgd", "comm_state": {"start_powerSGD_iter": 1}}, ValueError, "PowerSGDState"),
+    ({"timeout": 0}, ValueError, "timeout=0 is not above 0 and finite. Pass seconds"),
+    ({"timeout": "1 h"}, TypeError, "timeout='1 h' is not accepted. Pass seconds, a timedelta, or None"),
+])  # fmt: skip
 def test_unknown_ddp_options_are_rejected(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         tw.DDPStrategy(**options)

@@ -119,21 +119,18 @@ def test_deepspeed_on_one_process_matches_no_strategy(tmp_path: Path) -> None:
             assert_same_weights(tmp_path / f"{stage}{kind}.ckpt", tmp_path / f"plain{kind}.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "text"),
-    [
-        ({"stage": 4}, ValueError, r"stage=4 is not accepted. Choose from 1, 2 and 3"),
-        ({"config": {"zero_optimization": {"stage": 0}}}, ValueError, r"stage=0 is not accepted"),
-        ({"stage": 2, "offload_parameters": True}, ValueError, r"needs stage 3, which shards them, not stage 2"),
-        ({"config": "/nowhere.json"}, ValueError, r"config='/nowhere.json': there is no such file"),
-        ({"config": [1]}, TypeError, r"config= is a list. Expected a dict"),
-        ({"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, ValueError, r"enables both fp16 and bf16"),
-        ({"config": {"zero_optimization": 2}}, ValueError, r"zero_optimization=2 is not a section. Pass a dict"),
-        ({"config": {"fp16": True}}, ValueError, r"fp16=True is not a section. Pass a dict"),
-        ({"config": {"gradient_clipping": "much"}}, ValueError, r"gradient_clipping='much' is not a norm"),
-        ({"config": {"gradient_accumulation_steps": 0}}, ValueError, r"gradient_accumulation_steps=0 is not accepted"),
-    ],
-)
+@pytest.mark.parametrize(("options", "kind", "text"), [
+    ({"stage": 4}, ValueError, r"stage=4 is not accepted. Choose from 1, 2 and 3"),
+    ({"config": {"zero_optimization": {"stage": 0}}}, ValueError, r"stage=0 is not accepted"),
+    ({"stage": 2, "offload_parameters": True}, ValueError, r"needs stage 3, which shards them, not stage 2"),
+    ({"config": "/nowhere.json"}, ValueError, r"config='/nowhere.json': there is no such file"),
+    ({"config": [1]}, TypeError, r"config= is a list. Expected a dict"),
+    ({"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, ValueError, r"enables both fp16 and bf16"),
+    ({"config": {"zero_optimization": 2}}, ValueError, r"zero_optimization=2 is not a section. Pass a dict"),
+    ({"config": {"fp16": True}}, ValueError, r"fp16=True is not a section. Pass a dict"),
+    ({"config": {"gradient_clipping": "much"}}, ValueError, r"gradient_clipping='much' is not a norm"),
+    ({"config": {"gradient_accumulation_steps": 0}}, ValueError, r"gradient_accumulation_steps=0 is not accepted"),
+])  # fmt: skip
 def test_settings_are_checked(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         DeepSpeedStrategy(**options)
@@ -157,18 +154,11 @@ def test_missing_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         DeepSpeedStrategy()
 
 
-@pytest.mark.parametrize(
-    ("stage", "parameter", "text"),
-    [
-        (
-            1,
-            torch.zeros(3, dtype=torch.bfloat16),
-            "trains 'whole' in float32 and 'odd' in bfloat16, but DeepSpeed lays",
-        ),
-        (2, torch.zeros(3, dtype=torch.float64), "'odd' in float64, but DeepSpeed .* its masters are float32"),
-        (1, torch.zeros(3, dtype=torch.complex64), "trains 'whole' in float32 and 'odd' in complex64, but DeepSpeed"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "parameter", "text"), [
+    (1, torch.zeros(3, dtype=torch.bfloat16), "trains 'whole' in float32 and 'odd' in bfloat16, but DeepSpeed lays"),
+    (2, torch.zeros(3, dtype=torch.float64), "'odd' in float64, but DeepSpeed .* its masters are float32"),
+    (1, torch.zeros(3, dtype=torch.complex64), "trains 'whole' in float32 and 'odd' in complex64, but DeepSpeed"),
+])  # fmt: skip
 def test_parameters_that_cannot_be_sharded_are_rejected(stage: int, parameter: torch.Tensor, text: str) -> None:
     from trainwright.strategies.zero.deepspeed_config import refuse_what_cannot_be_sharded
 
@@ -186,15 +176,12 @@ def test_parameters_that_are_not_trained_may_be_of_any_dtype() -> None:
     refuse_what_cannot_be_sharded(Part([module]), 2)
 
 
-@pytest.mark.parametrize(
-    ("setting", "name"),
-    [
-        ({"offload_optimizer": {"device": "nvme"}}, "offload_optimizer.device='nvme'"),
-        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio"),
-        ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "offload_optimizer.super_offload"),
-        ({"zenflow": {"topk_ratio": 0.1}}, "zenflow"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "name"), [
+    ({"offload_optimizer": {"device": "nvme"}}, "offload_optimizer.device='nvme'"),
+    ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio"),
+    ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "offload_optimizer.super_offload"),
+    ({"zenflow": {"topk_ratio": 0.1}}, "zenflow"),
+])  # fmt: skip
 def test_state_that_no_checkpoint_would_find(setting: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"zero_optimization.{name} makes DeepSpeed keep optimizer state where no"):
         DeepSpeedStrategy(config={"zero_optimization": setting})
@@ -203,15 +190,12 @@ def test_state_that_no_checkpoint_would_find(setting: dict[str, Any], name: str)
             DeepSpeedStrategy(**setting)
 
 
-@pytest.mark.parametrize(
-    ("options", "size"),
-    [
-        ({}, 12),
-        ({"reduce_bucket_size": 50}, 50),
-        ({"config": {"zero_optimization": {"reduce_bucket_size": 70}}, "reduce_bucket_size": 50}, 70),
-        ({"config": {"zero_optimization": {"reduce_bucket_size": "auto"}}}, 12),
-    ],
-)
+@pytest.mark.parametrize(("options", "size"), [
+    ({}, 12),
+    ({"reduce_bucket_size": 50}, 50),
+    ({"config": {"zero_optimization": {"reduce_bucket_size": 70}}, "reduce_bucket_size": 50}, 70),
+    ({"config": {"zero_optimization": {"reduce_bucket_size": "auto"}}}, 12),
+])  # fmt: skip
 def test_the_bucket_fits_the_model_unless_a_size_is_given(options: dict[str, Any], size: int) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 5))
     net[1].requires_grad_(False)
@@ -240,9 +224,7 @@ def test_the_local_rank_is_no_devices_number() -> None:
 
 def test_a_device_that_deepspeed_does_not_know() -> None:
     import_deepspeed(torch.device("cpu"))
-    with pytest.raises(
-        ValueError, match=r"strategy='deepspeed' on 'meta': DeepSpeed does not support it.* Choose 'fsdp'"
-    ):
+    with pytest.raises(ValueError, match=r"strategy='deepspeed' on 'meta': DeepSpeed does not support it.* Choose"):
         import_deepspeed(torch.device("meta"))
 
 

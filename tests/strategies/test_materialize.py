@@ -151,14 +151,11 @@ class Buffered(nn.Module):
         self.register_buffer("table", torch.arange(3.0))
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (custom, r"'0.weight' of Sequential was made on the meta device.*in other ways than by reset_parameters"),
-        (Bare, r"'weight' of Bare .*no reset_parameters sets it. Give its module a reset_parameters\(\)"),
-        (Buffered, r"'table' of Buffered .*no reset_parameters sets it"),
-    ],
-)
+@pytest.mark.parametrize(("make", "text"), [
+    (custom, r"'0.weight' of Sequential was made on the meta device.*in other ways than by reset_parameters"),
+    (Bare, r"'weight' of Bare .*no reset_parameters sets it. Give its module a reset_parameters\(\)"),
+    (Buffered, r"'table' of Buffered .*no reset_parameters sets it"),
+])  # fmt: skip
 def test_values_that_are_lost_are_refused(make: Callable[[], nn.Module], text: str) -> None:
     with torch.device("meta"):
         module = make()

@@ -19,33 +19,27 @@ from trainwright.strategies.replaced_options import EVERY, HARMLESS, OF_DDP, OF_
 Zero = tw.DeepSpeedStrategy
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "said"),
-    [
-        (tw.DDPStrategy, {"find_unused_parameter": True}, r"Did you mean find_unused_parameters=\?"),
-        (tw.DDPStrategy, {"process_group_backend": "mpi"}, "gloo on the CPU.*init_process_group before"),
-        (tw.DDPStrategy, {"start_method": "fork"}, "pass strategy='ddp_spawn' or 'ddp_notebook'"),
-        (tw.DDPStrategy, {"broadcast_buffers": False}, "rank 0's buffers.*_ddp_params_and_buffers_to_ignore"),
-        (tw.DDPStrategy, {"ddp_comm_hook": print}, "pass comm_hook="),
-        (tw.DDPStrategy, {"cluster_environment": object()}, r"is detected \(docs/launching.md\)"),
-        (tw.ShardedDDPStrategy, {"reduce_fp17": True}, r"Did you mean reduce_fp16=\?"),
-        (tw.FSDPStrategy, {"activation_checkpointing": [nn.Linear]}, "pass activation_checkpointing_policy="),
-        (tw.FSDPStrategy, {"state_dict_type": "other"}, "one format, which every strategy loads"),
-        (tw.FSDPStrategy, {"device_mesh": (2, 2)}, "hybrid sharding is missing"),
-        (tw.FSDPStrategy, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "gathers ahead by itself"),
-        (tw.FSDPStrategy, {"reshard_after_forwards": True}, r"Did you mean reshard_after_forward=\?"),
-        (tw.FSDPStrategy, {"mixed_precision": MixedPrecision(torch.bfloat16)}, "pass a .*MixedPrecisionPolicy"),
-        (
-            tw.FSDPStrategy,
-            {"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=1)},
-            r"auto_wrap_policy cannot be called: it is given \(module\)",
-        ),
-        (Zero, {"loss_scale": 0.0}, "section 'fp16' of config="),
-        (Zero, {"nvme_path": "/local"}, "offloading to NVMe is refused"),
-        (Zero, {"accelerator": "gpu"}, "pass accelerator= to the Trainer"),
-        (Zero, {"zero_optimization": False}, "strategy='ddp' is what"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "said"), [
+    (tw.DDPStrategy, {"find_unused_parameter": True}, r"Did you mean find_unused_parameters=\?"),
+    (tw.DDPStrategy, {"process_group_backend": "mpi"}, "gloo on the CPU.*init_process_group before"),
+    (tw.DDPStrategy, {"start_method": "fork"}, "pass strategy='ddp_spawn' or 'ddp_notebook'"),
+    (tw.DDPStrategy, {"broadcast_buffers": False}, "rank 0's buffers.*_ddp_params_and_buffers_to_ignore"),
+    (tw.DDPStrategy, {"ddp_comm_hook": print}, "pass comm_hook="),
+    (tw.DDPStrategy, {"cluster_environment": object()}, r"is detected \(docs/launching.md\)"),
+    (tw.ShardedDDPStrategy, {"reduce_fp17": True}, r"Did you mean reduce_fp16=\?"),
+    (tw.FSDPStrategy, {"activation_checkpointing": [nn.Linear]}, "pass activation_checkpointing_policy="),
+    (tw.FSDPStrategy, {"state_dict_type": "other"}, "one format, which every strategy loads"),
+    (tw.FSDPStrategy, {"device_mesh": (2, 2)}, "hybrid sharding is missing"),
+    (tw.FSDPStrategy, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "gathers ahead by itself"),
+    (tw.FSDPStrategy, {"reshard_after_forwards": True}, r"Did you mean reshard_after_forward=\?"),
+    (tw.FSDPStrategy, {"mixed_precision": MixedPrecision(torch.bfloat16)}, "pass a .*MixedPrecisionPolicy"),
+    (tw.FSDPStrategy, {"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=1)},
+     r"auto_wrap_policy cannot be called: it is given \(module\)"),
+    (Zero, {"loss_scale": 0.0}, "section 'fp16' of config="),
+    (Zero, {"nvme_path": "/local"}, "offloading to NVMe is refused"),
+    (Zero, {"accelerator": "gpu"}, "pass accelerator= to the Trainer"),
+    (Zero, {"zero_optimization": False}, "strategy='ddp' is what"),
+])  # fmt: skip
 def test_missing_options_are_rejected_by_name(kind: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(TypeError, match=said):
         kind(**options)

@@ -48,9 +48,7 @@ class Sequences(tw.Module):
         return torch.optim.SGD([{"params": others, "lr": 0.2}, {"params": decayed}], lr=0.1)
 
 
-def trained(
-    make: Callable[[str], tw.Module], strategies: dict[str, Any], batches: Any, **settings: Any
-) -> dict[str, Any]:
+def trained(make: Callable[[str], tw.Module], strategies: Any, batches: Any, **settings: Any) -> dict[str, Any]:
     """Return the weights of a module trained on two ranks, by strategy."""
     found = {}
     for name, strategy in strategies.items():

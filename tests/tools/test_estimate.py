@@ -132,42 +132,37 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
     assert len(said.splitlines()) < 30
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["none.py"], "the script 'none.py' does not exist; pass the path of a .py file, or the name of a module."),
-        (["nonesuch.module"], "neither a script nor a module 'nonesuch.module' was found"),
-        (["bert-base-cased"], "Models of a hub are not fetched: name a function that returns one, or pass --params."),
-        (["net.py:Data"], "Data cannot be called with --args {} (Data.__init__() missing"),
-        (["net.py:Nett"], "net.py has no 'Nett'. It defines Net, Reads. Did you mean 'Net'?"),
-        (["net.py"], "net.py defines Net, Reads; add the class, or a function that returns it: net.py:NAME."),
-        (["net.py:Net"], "Net cannot be called with --args {} (Net.__init__() missing 1 required positional argument"),
-        (
-            ["net.py:Net", "--args", '{"widht": 2}'],
-            "got an unexpected keyword argument 'widht'). Pass all of its arguments, such as '{\"width\": 512}'",
-        ),
-        (["net.py:Net", "--args", "width=2"], "--args width=2 is not JSON"),
-        (["net.py:made", "--args", "{}"], "--args {} was passed, but made is a module already. Omit --args"),
-        (["net.py:Net", "--args", "[2]"], "--args [2] is not an object. Pass one such as"),
-        (["net.py:Net", "--args", '{"width": "wide"}'], "Net cannot be called with --args {"),
-        (["net.py:Reads"], "Reads cannot be made on the meta device, whose tensors have no values (RuntimeError"),
-        (["net.py:number"], "number cannot be called with --args {} ('int' object is not callable)."),
-        (["json:dumps", "--args", '{"obj": 1}'], "dumps returned a str; name a torch module"),
-        (["fails.py"], "the import of fails.py failed (SystemExit: 3). Put its work under"),
-        (["net.py:small", "--params", "3"], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
-        ([], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
-        (["--params", "9e18"], "--params 9e18: expected at most 1e+18 parameters, such as 7e9 or 7B."),
-        (["bad.py"], "the import of bad.py failed (ValueError: a wrong number). Put its work under"),
-        (["--params", "1", "--devices", "8", "--strategies", "single_device"], "selects nothing: single_device is"),
-        (["--params", "1", "--precision", "64-true", "--strategies", "deepspeed_stage_2"], "DeepSpeed has no 64 bits."),
-        (["--params", "many"], "--params many: expected a number such as 7e9 or 7B."),
-        (["--params", "1", "--memory", "80GiBs"], "--memory 80GiBs: expected a number such as 80GiB."),
-        (["--params", "1", "--devices", "1,x"], "--devices x: expected integers of at least 1, separated by commas."),
-        (["--params", "1", "--strategies", "dpd"], "--strategies dpd: choose from single_device, ddp,"),
-        (["--params", "1", "--precision", "bf17"], "precision='bf17' is unknown; choose from 64-true, 32-true,"),
-        (["--params", "1", "--optimizer", "Adamw"], "Did you mean 'AdamW'?"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["none.py"], "the script 'none.py' does not exist; pass the path of a .py file, or the name of a module."),
+    (["nonesuch.module"], "neither a script nor a module 'nonesuch.module' was found"),
+    (["bert-base-cased"], "Models of a hub are not fetched: name a function that returns one, or pass --params."),
+    (["net.py:Data"], "Data cannot be called with --args {} (Data.__init__() missing"),
+    (["net.py:Nett"], "net.py has no 'Nett'. It defines Net, Reads. Did you mean 'Net'?"),
+    (["net.py"], "net.py defines Net, Reads; add the class, or a function that returns it: net.py:NAME."),
+    (["net.py:Net"], "Net cannot be called with --args {} (Net.__init__() missing 1 required positional argument"),
+    (["net.py:Net", "--args", '{"widht": 2}'],
+     "got an unexpected keyword argument 'widht'). Pass all of its arguments, such as '{\"width\": 512}'"),
+    (["net.py:Net", "--args", "width=2"], "--args width=2 is not JSON"),
+    (["net.py:made", "--args", "{}"], "--args {} was passed, but made is a module already. Omit --args"),
+    (["net.py:Net", "--args", "[2]"], "--args [2] is not an object. Pass one such as"),
+    (["net.py:Net", "--args", '{"width": "wide"}'], "Net cannot be called with --args {"),
+    (["net.py:Reads"], "Reads cannot be made on the meta device, whose tensors have no values (RuntimeError"),
+    (["net.py:number"], "number cannot be called with --args {} ('int' object is not callable)."),
+    (["json:dumps", "--args", '{"obj": 1}'], "dumps returned a str; name a torch module"),
+    (["fails.py"], "the import of fails.py failed (SystemExit: 3). Put its work under"),
+    (["net.py:small", "--params", "3"], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
+    ([], "pass either SCRIPT_OR_MODULE[:CLASS] or --params N."),
+    (["--params", "9e18"], "--params 9e18: expected at most 1e+18 parameters, such as 7e9 or 7B."),
+    (["bad.py"], "the import of bad.py failed (ValueError: a wrong number). Put its work under"),
+    (["--params", "1", "--devices", "8", "--strategies", "single_device"], "selects nothing: single_device is"),
+    (["--params", "1", "--precision", "64-true", "--strategies", "deepspeed_stage_2"], "DeepSpeed has no 64 bits."),
+    (["--params", "many"], "--params many: expected a number such as 7e9 or 7B."),
+    (["--params", "1", "--memory", "80GiBs"], "--memory 80GiBs: expected a number such as 80GiB."),
+    (["--params", "1", "--devices", "1,x"], "--devices x: expected integers of at least 1, separated by commas."),
+    (["--params", "1", "--strategies", "dpd"], "--strategies dpd: choose from single_device, ddp,"),
+    (["--params", "1", "--precision", "bf17"], "precision='bf17' is unknown; choose from 64-true, 32-true,"),
+    (["--params", "1", "--optimizer", "Adamw"], "Did you mean 'AdamW'?"),
+])  # fmt: skip
 def test_estimate_rejects_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("fails.py").write_text("import sys\nsys.exit(3)")
     Path("bad.py").write_text("raise ValueError('a wrong number')")
@@ -177,9 +172,7 @@ def test_estimate_rejects_wrong_arguments(arguments: list[str], said: str, capsy
     assert said in capsys.readouterr().err
 
 
-def test_weights_that_layers_share_count_once_and_an_assumed_optimizer_is_said(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_weights_that_layers_share_count_once_and_an_assumed_optimizer_is_said(capsys: Any) -> None:
     Path("alone.py").write_text(
         "from torch import nn\ntied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\ntied[1].weight = tied[0].weight"
     )

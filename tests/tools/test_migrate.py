@@ -23,61 +23,58 @@ def rewritten(text: str) -> str:
     return migrated
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("import lightning as L", "import trainwright as L"),
-        ("import lightning.pytorch as pl", "import trainwright as pl"),
-        ("import pytorch_lightning", "import trainwright as pytorch_lightning"),
-        ("import os, pytorch_lightning as pl, sys", "import os, trainwright as pl, sys"),
-        ("import pytorch_lightning.callbacks", "import trainwright as pytorch_lightning"),
-        ("import lightning.pytorch.callbacks.timer as t", "import trainwright.callbacks as t"),
-        ("from lightning import pytorch as pl", "from trainwright import pytorch as pl"),
-        ("from lightning.pytorch import callbacks", "from trainwright import callbacks"),
-        ("from pytorch_lightning import Trainer as T", "from trainwright import Trainer as T"),
-        ("from lightning.pytorch.callbacks.timer import Timer", "from trainwright.callbacks import Timer"),
-        ("from lightning.pytorch.strategies import DDPStrategy", "from trainwright.strategies import DDPStrategy"),
-        ("from pytorch_lightning.cli import LightningCLI", "from trainwright.cli import LightningCLI"),
-        ("from lightning.fabric import seed_everything", "from trainwright import seed_everything"),
-        ("from lightning_fabric.loggers import CSVLogger", "from trainwright.loggers import CSVLogger"),
+@pytest.mark.parametrize(("before", "after"), [
+    ("import lightning as L", "import trainwright as L"),
+    ("import lightning.pytorch as pl", "import trainwright as pl"),
+    ("import pytorch_lightning", "import trainwright as pytorch_lightning"),
+    ("import os, pytorch_lightning as pl, sys", "import os, trainwright as pl, sys"),
+    ("import pytorch_lightning.callbacks", "import trainwright as pytorch_lightning"),
+    ("import lightning.pytorch.callbacks.timer as t", "import trainwright.callbacks as t"),
+    ("from lightning import pytorch as pl", "from trainwright import pytorch as pl"),
+    ("from lightning.pytorch import callbacks", "from trainwright import callbacks"),
+    ("from pytorch_lightning import Trainer as T", "from trainwright import Trainer as T"),
+    ("from lightning.pytorch.callbacks.timer import Timer", "from trainwright.callbacks import Timer"),
+    ("from lightning.pytorch.strategies import DDPStrategy", "from trainwright.strategies import DDPStrategy"),
+    ("from pytorch_lightning.cli import LightningCLI", "from trainwright.cli import LightningCLI"),
+    ("from lightning.fabric import seed_everything", "from trainwright import seed_everything"),
+    ("from lightning_fabric.loggers import CSVLogger", "from trainwright.loggers import CSVLogger"),
+    (
+        "from lightning.pytorch.trainer.states import TrainerFn",
+        "from trainwright.trainer.run_position import TrainerFn",
+    ),
+    (
+        "from lightning.pytorch.core.optimizer import LightningOptimizer",
+        "from trainwright.engine.prepared import PreparedOptimizer as LightningOptimizer",
+    ),
+    (
+        "from lightning.pytorch.utilities.exceptions import MisconfigurationException",
+        "from builtins import ValueError as MisconfigurationException",
+    ),
+    (
+        "from lightning.pytorch.utilities.model_summary import ModelSummary",
+        "from trainwright.callbacks.model_summary import LayerSummary as ModelSummary",
+    ),
+    ("import accelerate", "import trainwright as accelerate"),
+    ("from accelerate.utils import \\\n    set_seed", "from trainwright import \\\n    set_seed"),
+    (
+        "if True:\r\n\tfrom lightning.pytorch.utilities import grad_norm, rank_zero_only  # both\r\nx = 1",
         (
-            "from lightning.pytorch.trainer.states import TrainerFn",
-            "from trainwright.trainer.run_position import TrainerFn",
+            "if True:\r\n\tfrom trainwright.gradient_norms import grad_norm\r\n"
+            "\tfrom trainwright import rank_zero_only  # both\r\nx = 1"
         ),
+    ),
+    (
+        "if True: a = 'é'; from lightning.pytorch.utilities import grad_norm, rank_zero_only; b = 2",
         (
-            "from lightning.pytorch.core.optimizer import LightningOptimizer",
-            "from trainwright.engine.prepared import PreparedOptimizer as LightningOptimizer",
+            "if True: a = 'é'; from trainwright.gradient_norms import grad_norm; "
+            "from trainwright import rank_zero_only; b = 2"
         ),
-        (
-            "from lightning.pytorch.utilities.exceptions import MisconfigurationException",
-            "from builtins import ValueError as MisconfigurationException",
-        ),
-        (
-            "from lightning.pytorch.utilities.model_summary import ModelSummary",
-            "from trainwright.callbacks.model_summary import LayerSummary as ModelSummary",
-        ),
-        ("import accelerate", "import trainwright as accelerate"),
-        ("from accelerate.utils import \\\n    set_seed", "from trainwright import \\\n    set_seed"),
-        (
-            "if True:\r\n\tfrom lightning.pytorch.utilities import grad_norm, rank_zero_only  # both\r\nx = 1",
-            (
-                "if True:\r\n\tfrom trainwright.gradient_norms import grad_norm\r\n"
-                "\tfrom trainwright import rank_zero_only  # both\r\nx = 1"
-            ),
-        ),
-        (
-            "if True: a = 'é'; from lightning.pytorch.utilities import grad_norm, rank_zero_only; b = 2",
-            (
-                "if True: a = 'é'; from trainwright.gradient_norms import grad_norm; "
-                "from trainwright import rank_zero_only; b = 2"
-            ),
-        ),
-        (
-            "from lightning.pytorch.callbacks import (\n    Timer,  # stays\n    EarlyStopping as Stop,\n)\n",
-            "from trainwright.callbacks import (\n    Timer,  # stays\n    EarlyStopping as Stop,\n)\n",
-        ),
-    ],
-)
+    ),
+    (
+        "from lightning.pytorch.callbacks import (\n    Timer,  # stays\n    EarlyStopping as Stop,\n)\n",
+        "from trainwright.callbacks import (\n    Timer,  # stays\n    EarlyStopping as Stop,\n)\n",
+    ),
+])  # fmt: skip
 def test_imports_are_rewritten(before: str, after: str) -> None:
     assert rewritten(before) == after
 
@@ -96,20 +93,17 @@ def test_a_script_of_lightning_becomes_ours() -> None:
     assert migrate(theirs) == (ours, [])
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "advice"),
-    [
-        ("from lightning.pytorch.plugins.io import AsyncCheckpointIO", "AsyncCheckpointIO", "async_save=True"),
-        ("from lightning.pytorch.accelerators import Accelerator", "Accelerator", "trainer.accelerator is"),
-        ("from lightning.fabric import Fabric", "lightning.fabric.Fabric", "tw.Accelerator"),
-        ("import lightning.fabric as fabric", "lightning.fabric", "tw.Accelerator"),
-        ("import lightning.pytorch.utilities.seed as s", "lightning.pytorch.utilities.seed", "no counterpart"),
-        ("from pytorch_lightning.tuner.lr_finder import _LRFinder", "_LRFinder", "private"),
-        ("from lightning.pytorch.utilities import Nonsense", "Nonsense", "no counterpart"),
-        ("from accelerate.logging import get_logger", "accelerate.logging.get_logger", "logging.getLogger"),
-        ("from accelerate.tracking import GeneralTracker", "GeneralTracker", r"subclass tw\.Logger"),
-    ],
-)
+@pytest.mark.parametrize(("text", "name", "advice"), [
+    ("from lightning.pytorch.plugins.io import AsyncCheckpointIO", "AsyncCheckpointIO", "async_save=True"),
+    ("from lightning.pytorch.accelerators import Accelerator", "Accelerator", "trainer.accelerator is"),
+    ("from lightning.fabric import Fabric", "lightning.fabric.Fabric", "tw.Accelerator"),
+    ("import lightning.fabric as fabric", "lightning.fabric", "tw.Accelerator"),
+    ("import lightning.pytorch.utilities.seed as s", "lightning.pytorch.utilities.seed", "no counterpart"),
+    ("from pytorch_lightning.tuner.lr_finder import _LRFinder", "_LRFinder", "private"),
+    ("from lightning.pytorch.utilities import Nonsense", "Nonsense", "no counterpart"),
+    ("from accelerate.logging import get_logger", "accelerate.logging.get_logger", "logging.getLogger"),
+    ("from accelerate.tracking import GeneralTracker", "GeneralTracker", r"subclass tw\.Logger"),
+])  # fmt: skip
 def test_a_name_without_counterpart_stays_and_is_listed(text: str, name: str, advice: str) -> None:
     migrated, (remark,) = migrate(f"\n{text}\n")
     assert migrated == f"\n{text}\n"
@@ -172,18 +166,15 @@ def test_write_changes_only_the_imports(tmp_path: Path, capsys: pytest.CaptureFi
     assert sorted(os.listdir(tmp_path)) == ["link.py", "train.py"]
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("a.py", b"import lightning\nx = (\n", r"a\.py:2: '\(' was never closed\. Nothing was written"),
-        ("a.py", b"\nfrom lightning.pytorch import *", r"a\.py:2: `from lightning\.pytorch import \*` hides the names"),
-        ("a.py", b"x = '\xff'", r"a\.py:1: invalid or missing encoding declaration\. Nothing was written"),
-        ("a.py", b"\n\nx = '\xff'", r"a\.py: 'utf-8' codec can't decode byte 0xff.*Nothing was written"),
-        ("a.py", b"import lightning\0", r"null bytes.*Nothing was written"),
-        ("a.ipynb", b"{}", r"a\.ipynb: this is a notebook\. Save it as a script"),
-        ("missing.py", None, r"missing\.py: No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize(("name", "data", "message"), [
+    ("a.py", b"import lightning\nx = (\n", r"a\.py:2: '\(' was never closed\. Nothing was written"),
+    ("a.py", b"\nfrom lightning.pytorch import *", r"a\.py:2: `from lightning\.pytorch import \*` hides the names"),
+    ("a.py", b"x = '\xff'", r"a\.py:1: invalid or missing encoding declaration\. Nothing was written"),
+    ("a.py", b"\n\nx = '\xff'", r"a\.py: 'utf-8' codec can't decode byte 0xff.*Nothing was written"),
+    ("a.py", b"import lightning\0", r"null bytes.*Nothing was written"),
+    ("a.ipynb", b"{}", r"a\.ipynb: this is a notebook\. Save it as a script"),
+    ("missing.py", None, r"missing\.py: No such file or directory"),
+])  # fmt: skip
 def test_a_script_that_cannot_be_migrated_is_one_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, data: bytes | None, message: str
 ) -> None:

@@ -58,9 +58,7 @@ def refused(command: Any, capsys: pytest.CaptureFixture[str], *arguments: object
     return capsys.readouterr().err.splitlines()[0]
 
 
-def test_runs_and_their_curves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_and_their_curves(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     logs, shared = tmp_path / "logs", tmp_path / "shared"
     fit(logs)
     fit(logs, fails=True, dirpath=shared, monitor="val_loss", mode="min")
@@ -158,9 +156,7 @@ def test_runs_are_sorted_by_a_metric(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "no run has this metric" in refused(runs_command, capsys, tmp_path, "--sort", f"{name}s:max")
 
 
-def test_runs_that_were_moved_and_damaged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_were_moved_and_damaged(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = {"monitor": "val_loss", "mode": "min", "save_top_k": 1}
     for number in range(3):
         fit(tmp_path / "old", **saves, dirpath=tmp_path / "shared", filename=f"run-{number}")
@@ -188,9 +184,7 @@ def test_runs_that_were_moved_and_damaged(
     assert last == [f"{tmp_path}/new/mine/version_3/checkpoints no longer contains a complete checkpoint of this run."]
 
 
-def test_curves_of_several_runs_are_put_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_curves_of_several_runs_are_put_here(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for run, rows in (("a", ""), ("b", "1,2\n")):
         (tmp_path / run).mkdir()
         (tmp_path / run / "metrics.csv").write_text(f"step,loss\n{rows}")

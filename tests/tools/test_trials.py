@@ -72,15 +72,12 @@ def test_a_strategy_that_is_missing_is_no_failure(
     assert "ddp: Run: pip install it\nEverything that is installed works." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--strategies", "dpd"], "--strategies dpd: choose from single_device, ddp,"),
-        (["--strategies", "ddp,fdsp"], "Did you mean 'fsdp'?"),
-        (["--timeout", "soon"], "--timeout soon: expected an integer of at least 1, in seconds."),
-        (["--config-file", "none.yaml"], "none.yaml: [Errno 2] No such file"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--strategies", "dpd"], "--strategies dpd: choose from single_device, ddp,"),
+    (["--strategies", "ddp,fdsp"], "Did you mean 'fsdp'?"),
+    (["--timeout", "soon"], "--timeout soon: expected an integer of at least 1, in seconds."),
+    (["--config-file", "none.yaml"], "none.yaml: [Errno 2] No such file"),
+])  # fmt: skip
 def test_trials_reject_wrong_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         trials_command(arguments, check_names)

@@ -70,9 +70,7 @@ def test_the_newest_is_damaged(tmp_path: Path, damage: str, capsys: pytest.Captu
         )
         module = Classifier()
         before = weights(module)
-        with pytest.raises(
-            tw.CheckpointError, match=rf"epoch=1-step=22\.ckpt.*{what}.*ckpt_path='auto' falls back"
-        ) as error:
+        with pytest.raises(tw.CheckpointError, match=rf"epoch=1-step=22\.ckpt.*{what}.*ckpt_path='auto'") as error:
             getattr(trainer, call)(module, make_loader(), ckpt_path="last")
         assert str(error.value).count("epoch=1-step=22.ckpt:") <= 1
         assert_equal(weights(module), before)
@@ -202,9 +200,6 @@ class Predicts(Classifier):
         return self.net(batch[0])
 
 
-# -- the run folder ------------------------------------------------------------------------------------------------------
-
-
 def logged(folder: Path, epochs: int, ckpt_path: Any = None, logger: Any = None, **settings: Any) -> tw.Trainer:
     trainer = tw.Trainer(
         max_epochs=epochs,
@@ -307,9 +302,6 @@ def test_event_files_have_each_number_once(tmp_path: Path) -> None:
         broken = run(tmp_path / "part", Breaks())
         assert [step for step, _ in broken["val_loss"]] == [10, 21]
     assert run(tmp_path / "part") == whole
-
-
-# -- several ranks -------------------------------------------------------------------------------------------------------
 
 
 def two_ranks(folder: Path) -> dict[str, Any]:

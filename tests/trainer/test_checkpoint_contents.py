@@ -376,9 +376,6 @@ def test_a_checkpoint_of_any_moment_is_gone_on_from(tmp_path: Path, interval: in
         assert_equal(resumed, tensors)
 
 
-# -- replaced checkpoints ------------------------------------------------------------------------------------------------
-
-
 def train(folder: Path, epochs: int, ckpt_path: Path | None = None, **saving: Any) -> dict[str, torch.Tensor]:
     """Run a script that ends with a save and a test."""
     torch.manual_seed(4)

@@ -75,9 +75,6 @@ def every_step(folder: Path, every: int = 1) -> tw.ModelCheckpoint:
     return tw.ModelCheckpoint(folder, "{step}", save_top_k=-1, auto_insert_metric_name=False, every_n_train_steps=every)
 
 
-# -- the weights of a score ----------------------------------------------------------------------------------------------
-
-
 def is_true(callback: tw.ModelCheckpoint, kind: type[Falling] = Falling) -> None:
     """All kept checkpoints reach their scores again, and their names contain the step of the weights."""
     assert callback.best_k_models
@@ -88,17 +85,14 @@ def is_true(callback: tw.ModelCheckpoint, kind: type[Falling] = Falling) -> None
         assert Path(path).name.startswith(f"step={-int(module.weight.item())}-val_loss={float(score)}"), path
 
 
-@pytest.mark.parametrize(
-    ("every", "settings"),
-    [
-        ({}, {"val_check_interval": 4, "accumulate_grad_batches": 3}),
-        ({}, {"val_check_interval": 0.3, "accumulate_grad_batches": 4}),
-        ({}, {"val_check_interval": 5, "accumulate_grad_batches": 2, "check_val_every_n_epoch": None}),
-        ({"every_n_train_steps": 4}, {}),
-        ({"every_n_train_steps": 3}, {"val_check_interval": 5}),
-        ({"every_n_train_steps": 2}, {"max_steps": 17, "val_check_interval": 4}),
-    ],
-)
+@pytest.mark.parametrize(("every", "settings"), [
+    ({}, {"val_check_interval": 4, "accumulate_grad_batches": 3}),
+    ({}, {"val_check_interval": 0.3, "accumulate_grad_batches": 4}),
+    ({}, {"val_check_interval": 5, "accumulate_grad_batches": 2, "check_val_every_n_epoch": None}),
+    ({"every_n_train_steps": 4}, {}),
+    ({"every_n_train_steps": 3}, {"val_check_interval": 5}),
+    ({"every_n_train_steps": 2}, {"max_steps": 17, "val_check_interval": 4}),
+])  # fmt: skip
 def test_a_checkpoint_holds_the_weights_that_got_its_score(tmp_path: Path, every: Any, settings: Any) -> None:
     callback = tw.ModelCheckpoint(tmp_path, "{step}-{val_loss}", monitor="val_loss", save_top_k=3, **every)
     if every:
@@ -142,14 +136,11 @@ class Ends(tw.ModelCheckpoint):
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize(
-    ("hook", "settings"),
-    [
-        ("on_train_epoch_end", {}),
-        ("on_train_epoch_end", {"max_steps": 10}),
-        ("on_validation_end", {"val_check_interval": 2}),
-    ],
-)
+@pytest.mark.parametrize(("hook", "settings"), [
+    ("on_train_epoch_end", {}),
+    ("on_train_epoch_end", {"max_steps": 10}),
+    ("on_validation_end", {"val_check_interval": 2}),
+])  # fmt: skip
 def test_a_resume_makes_the_missing_save_of_another_callback(
     tmp_path: Path, hook: str, settings: dict[str, Any], weights_only: bool
 ) -> None:
@@ -176,9 +167,6 @@ def test_a_resume_makes_the_missing_save_of_another_callback(
         with pytest.raises(Killed):
             run(tmp_path / str(call), call)
         assert run(tmp_path / str(call)) == whole, call
-
-
-# -- an epoch's end, and a run's -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", [4, DataLoader(Stream(4))])
@@ -235,14 +223,8 @@ def test_a_run_killed_at_its_end_is_completed(tmp_path: Path, settings: dict[str
         files = sorted(path.name for path in folder.glob("**/*.ckpt"))
         rows = (folder / "logs" / "version_0" / "metrics.csv").read_bytes()
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        return (
-            metrics,
-            trainer.current_epoch,
-            trainer.global_step,
-            best.best_model_path.removeprefix(str(folder)),
-            files,
-            rows,
-        )
+        best_path = best.best_model_path.removeprefix(str(folder))
+        return metrics, trainer.current_epoch, trainer.global_step, best_path, files, rows
 
     whole = run(tmp_path / "whole")
     assert whole[2] == settings.get("max_steps", settings.get("min_steps", 8 if stop == 8 else 6))
@@ -257,22 +239,19 @@ def test_a_run_killed_at_its_end_is_completed(tmp_path: Path, settings: dict[str
 
 
 def test_a_save_at_an_epochs_end_includes_the_decision_of_early_stopping(tmp_path: Path) -> None:
-    class Saves(tw.Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            trainer.save_checkpoint(tmp_path / str(trainer.current_epoch))
+    saves = tw.LambdaCallback(
+        on_train_epoch_end=lambda trainer, *_: trainer.save_checkpoint(tmp_path / str(trainer.current_epoch))
+    )
 
     class Rising(Falling):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", float(self.trainer.current_epoch))
 
-    whole = fit(Rising(), Saves(), tw.EarlyStopping("val_loss", patience=2), max_epochs=9)
+    whole = fit(Rising(), saves, tw.EarlyStopping("val_loss", patience=2), max_epochs=9)
     assert whole.current_epoch == 3
     for epoch in range(3):
         resumed = fit(Rising(), tw.EarlyStopping("val_loss", patience=2), path=tmp_path / str(epoch), max_epochs=9)
         assert resumed.current_epoch == 3, epoch
-
-
-# -- validations that are due --------------------------------------------------------------------------------------------
 
 
 class Steps(Falling):
@@ -309,9 +288,6 @@ def test_a_due_validation_runs_after_a_resume(tmp_path: Path, kind: type[Falling
         trainer = fit(resumed, data=8, path=tmp_path / f"end-epoch={epoch}.ckpt", **interval)
         assert torch.equal(resumed.weight, whole.weight)
         assert trainer.global_step == 8 if kind is Steps else trainer.global_step > 8
-
-
-# -- random numbers of hooks ---------------------------------------------------------------------------------------------
 
 
 class Draws(Falling):
@@ -353,14 +329,8 @@ def test_hooks_draw_the_same_numbers_in_a_resumed_run(tmp_path: Path, settings: 
     def run(*callbacks: tw.Callback, path: Any = None) -> list[float]:
         torch.manual_seed(3)
         module = Draws()
-        options = {
-            **QUIET,
-            "enable_checkpointing": bool(callbacks),
-            "max_epochs": 3,
-            "val_check_interval": 2,
-            **settings,
-        }
-        tw.Trainer(callbacks=list(callbacks), **options).fit(module, ckpt_path=path)
+        options = {**QUIET, "enable_checkpointing": bool(callbacks), "max_epochs": 3, "val_check_interval": 2}
+        tw.Trainer(callbacks=list(callbacks), **{**options, **settings}).fit(module, ckpt_path=path)
         return module.drawn[settings.get("num_sanity_val_steps", 2) > 0 and path is None :]
 
     ends = tw.ModelCheckpoint(
@@ -411,9 +381,6 @@ def test_max_steps_within_an_epoch_leaves_the_rng_of_a_longer_run(tmp_path: Path
     assert after_rest == after
 
 
-# -- rows of loggers -----------------------------------------------------------------------------------------------------
-
-
 def test_rows_of_an_interrupted_validation_are_written_once(tmp_path: Path) -> None:
     class Signals(tw.Callback):
         def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -432,9 +399,6 @@ def test_rows_of_an_interrupted_validation_are_written_once(tmp_path: Path) -> N
     assert run(tmp_path / "part") == whole
 
 
-# -- windows -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_resumed_run_can_have_windows_of_another_length(tmp_path: Path) -> None:
     """Saved after batch 6 of 10: the rest is a window of four, whose steps are whole ones."""
     fit(Falling(), every_step(tmp_path), data=10, max_epochs=1, accumulate_grad_batches=2)
@@ -445,9 +409,6 @@ def test_a_resumed_run_can_have_windows_of_another_length(tmp_path: Path) -> Non
     module = Falling()
     fit(module, data=10, max_epochs=1, accumulate_grad_batches=3, path=tmp_path / "3" / "4.ckpt")  # and again, after 9
     assert module.weight.item() == pytest.approx(-5)
-
-
-# -- a training step that trains nothing ---------------------------------------------------------------------------------
 
 
 def test_a_training_step_without_a_loss_is_explained() -> None:
@@ -624,12 +585,8 @@ def test_a_reloaded_stream_resumes_within_its_epoch(tmp_path: Path) -> None:
 
     def run(path: Any = None) -> list[Any]:
         module = Making()
-        settings = {
-            **QUIET,
-            "enable_checkpointing": True,
-            "limit_train_batches": 3,
-            "reload_dataloaders_every_n_epochs": 2,
-        }
+        settings = {**QUIET, "enable_checkpointing": True}
+        settings |= {"limit_train_batches": 3, "reload_dataloaders_every_n_epochs": 2}
         trainer = tw.Trainer(max_epochs=4, callbacks=[every_step(tmp_path)] if path is None else [], **settings)
         trainer.fit(module, ckpt_path=path)
         return module.seen

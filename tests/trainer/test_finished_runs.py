@@ -39,18 +39,15 @@ def run(saving: tw.ModelCheckpoint, *callbacks: tw.Callback, **settings: Any) ->
     return module
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"every_n_train_steps": 1000},
-        {"every_n_train_steps": 7, "async_save": True},
-        {"every_n_epochs": 2},
-        {"monitor": "score"},
-        {"save_weights_only": True},
-        {"train_time_interval": "01:00:00:00"},
-    ],
-)
+@pytest.mark.parametrize("kwargs", [
+    {},
+    {"every_n_train_steps": 1000},
+    {"every_n_train_steps": 7, "async_save": True},
+    {"every_n_epochs": 2},
+    {"monitor": "score"},
+    {"save_weights_only": True},
+    {"train_time_interval": "01:00:00:00"},
+])  # fmt: skip
 def test_a_finished_run_has_its_end_saved(tmp_path: Path, kwargs: dict[str, Any]) -> None:
     first = run(tw.ModelCheckpoint(tmp_path, **kwargs))
     assert first.batches == 33
@@ -64,17 +61,12 @@ def test_a_finished_run_has_its_end_saved(tmp_path: Path, kwargs: dict[str, Any]
     assert longer.batches == 11
 
 
-@pytest.mark.parametrize(
-    ("settings", "more"),
-    [
-        ({"patience": 1}, {"patience": 3}),
-        ({"divergence_threshold": 0.5}, {"divergence_threshold": 9.0}),
-        ({"stopping_threshold": -0.5, "mode": "max"}, {"mode": "max"}),
-    ],
-)
-def test_a_run_that_was_ended_early_stays_ended(
-    tmp_path: Path, settings: dict[str, Any], more: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("settings", "more"), [
+    ({"patience": 1}, {"patience": 3}),
+    ({"divergence_threshold": 0.5}, {"divergence_threshold": 9.0}),
+    ({"stopping_threshold": -0.5, "mode": "max"}, {"mode": "max"}),
+])  # fmt: skip
+def test_a_run_that_was_ended_early_stays_ended(tmp_path: Path, settings: Any, more: Any, capsys: Any) -> None:
     def of(options: dict[str, Any]) -> Scored:
         return run(tw.ModelCheckpoint(tmp_path), tw.EarlyStopping("score", **options), max_epochs=9)
 
@@ -168,9 +160,7 @@ class Halving(Scored):
 
 
 @pytest.mark.parametrize("options", [{}, {"save_last": True}, {"async_save": True}, {"monitor": "train_score"}])
-def test_hooks_of_an_epochs_end_run_once_however_often_the_command_runs(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_hooks_of_an_epochs_end_run_once_however_often_the_command_runs(tmp_path: Path, options: Any) -> None:
     class Logged(Halving):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("train_score", float(batch_idx))

@@ -49,26 +49,20 @@ def run(module: tw.Module | None = None, loader: Any = None, val: Any = None, **
     return module, fit(module, loader, val, **settings)
 
 
-# -- when it validates ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "validations"),
-    [
-        ({}, [(0, 11), (1, 22)]),
-        ({"val_check_interval": 1.0}, [(0, 11), (1, 22)]),
-        ({"val_check_interval": 0.5}, [(0, 5), (0, 10), (1, 16), (1, 21)]),
-        ({"val_check_interval": 4}, [(0, 4), (0, 8), (1, 15), (1, 19)]),
-        ({"val_check_interval": 11}, [(0, 11), (1, 22)]),
-        ({"val_check_interval": 0.01}, [(index // 11, index + 1) for index in range(22)]),
-        ({"val_check_interval": 4, "check_val_every_n_epoch": 2}, [(1, 15), (1, 19)]),
-        ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [(0, 4), (0, 8), (1, 12), (1, 16), (1, 20)]),
-        ({"val_check_interval": 15, "check_val_every_n_epoch": None}, [(1, 15)]),
-        ({"check_val_every_n_epoch": 3, "max_epochs": 7}, [(2, 33), (5, 66)]),
-        ({"limit_train_batches": 6, "val_check_interval": 0.5}, [(0, 3), (0, 6), (1, 9), (1, 12)]),
-        ({"limit_val_batches": 0}, []),
-    ],
-)
+@pytest.mark.parametrize(("settings", "validations"), [
+    ({}, [(0, 11), (1, 22)]),
+    ({"val_check_interval": 1.0}, [(0, 11), (1, 22)]),
+    ({"val_check_interval": 0.5}, [(0, 5), (0, 10), (1, 16), (1, 21)]),
+    ({"val_check_interval": 4}, [(0, 4), (0, 8), (1, 15), (1, 19)]),
+    ({"val_check_interval": 11}, [(0, 11), (1, 22)]),
+    ({"val_check_interval": 0.01}, [(index // 11, index + 1) for index in range(22)]),
+    ({"val_check_interval": 4, "check_val_every_n_epoch": 2}, [(1, 15), (1, 19)]),
+    ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [(0, 4), (0, 8), (1, 12), (1, 16), (1, 20)]),
+    ({"val_check_interval": 15, "check_val_every_n_epoch": None}, [(1, 15)]),
+    ({"check_val_every_n_epoch": 3, "max_epochs": 7}, [(2, 33), (5, 66)]),
+    ({"limit_train_batches": 6, "val_check_interval": 0.5}, [(0, 3), (0, 6), (1, 9), (1, 12)]),
+    ({"limit_val_batches": 0}, []),
+])  # fmt: skip
 def test_when_it_validates(settings: dict[str, Any], validations: list[tuple[int, int]]) -> None:
     module, _ = run(val=make_loader(4), **{"max_epochs": 2, **settings})
     assert module.validations == validations
@@ -127,9 +121,6 @@ def test_the_sanity_check_leaves_no_trace(steps: int | None, batches: int) -> No
     assert module.validations == [(0, 1)]
 
 
-# -- limits --------------------------------------------------------------------------------------------------------------
-
-
 def test_overfit_batches_replaces_other_limits() -> None:
     trainer = tw.Trainer(max_epochs=1, limit_train_batches=3, limit_val_batches=1.0, overfit_batches=2, **QUIET)
     trainer.fit(Classifier(), make_loader(), make_loader())
@@ -177,29 +168,26 @@ class Stop(tw.Callback):
         trainer.should_stop = True
 
 
-@pytest.mark.parametrize(
-    ("settings", "steps", "epochs"),
-    [
-        ({"max_steps": 15}, 15, 2),
-        ({"max_steps": 11}, 11, 1),
-        ({"max_steps": 0}, 0, 0),
-        ({"max_epochs": 0}, 0, 0),
-        ({"max_epochs": None, "max_steps": 15}, 15, 2),
-        ({"max_epochs": 1, "max_steps": 100}, 11, 1),
-        ({"max_epochs": -1, "max_steps": 25}, 25, 3),
-        ({"max_steps": 4, "accumulate_grad_batches": 4}, 4, 2),
-        ({"callbacks": Stop()}, 1, 1),
-        ({"callbacks": Stop(), "min_steps": 14}, 14, 2),
-        ({"callbacks": Stop(), "min_epochs": 2}, 22, 2),
-        ({"callbacks": Stop(), "min_epochs": 1, "min_steps": 14}, 14, 2),
-        ({"callbacks": Stop(), "min_steps": 14, "accumulate_grad_batches": 3}, 14, 4),
-        ({"max_epochs": 2, "limit_train_batches": 0.5}, 10, 2),
-        ({"max_epochs": 2, "limit_train_batches": 1.0}, 22, 2),
-        ({"max_epochs": 2, "limit_train_batches": 1}, 2, 2),
-        ({"max_epochs": 2, "limit_train_batches": 99}, 22, 2),
-        ({"max_epochs": 2, "accumulate_grad_batches": 4}, 6, 2),
-    ],
-)
+@pytest.mark.parametrize(("settings", "steps", "epochs"), [
+    ({"max_steps": 15}, 15, 2),
+    ({"max_steps": 11}, 11, 1),
+    ({"max_steps": 0}, 0, 0),
+    ({"max_epochs": 0}, 0, 0),
+    ({"max_epochs": None, "max_steps": 15}, 15, 2),
+    ({"max_epochs": 1, "max_steps": 100}, 11, 1),
+    ({"max_epochs": -1, "max_steps": 25}, 25, 3),
+    ({"max_steps": 4, "accumulate_grad_batches": 4}, 4, 2),
+    ({"callbacks": Stop()}, 1, 1),
+    ({"callbacks": Stop(), "min_steps": 14}, 14, 2),
+    ({"callbacks": Stop(), "min_epochs": 2}, 22, 2),
+    ({"callbacks": Stop(), "min_epochs": 1, "min_steps": 14}, 14, 2),
+    ({"callbacks": Stop(), "min_steps": 14, "accumulate_grad_batches": 3}, 14, 4),
+    ({"max_epochs": 2, "limit_train_batches": 0.5}, 10, 2),
+    ({"max_epochs": 2, "limit_train_batches": 1.0}, 22, 2),
+    ({"max_epochs": 2, "limit_train_batches": 1}, 2, 2),
+    ({"max_epochs": 2, "limit_train_batches": 99}, 22, 2),
+    ({"max_epochs": 2, "accumulate_grad_batches": 4}, 6, 2),
+])  # fmt: skip
 def test_where_training_ends(settings: dict[str, Any], steps: int, epochs: int) -> None:
     _, trainer = run(**{"max_epochs": 9, **settings})
     assert (trainer.global_step, trainer.current_epoch) == (steps, epochs)
@@ -239,9 +227,6 @@ def test_minus_one_from_a_hook_of_the_module_ends_the_epoch() -> None:
     assert (trainer.global_step, trainer.current_epoch) == (2, 2)
     assert module.validations == [(0, 3), (1, 6)]
     assert all(parameter.grad is None for parameter in module.parameters())
-
-
-# -- loaders -------------------------------------------------------------------------------------------------------------
 
 
 class Unmeasured(IterableDataset[Any]):
@@ -321,18 +306,12 @@ def test_a_batch_that_is_none_is_skipped_and_counted() -> None:
         skip_none(2)
 
 
-# -- steps ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("step", ["training_step", "validation_step"])
 def test_a_step_cannot_take_its_batches_from_an_iterator(step: str) -> None:
     module = Classifier()
     setattr(module, step, lambda dataloader_iter: None)
     with pytest.raises(TypeError, match=rf"{step}\(dataloader_iter\) cannot take .* pass a larger batch_size"):
         tw.Trainer(max_epochs=1, **QUIET).fit(module, make_loader(10), make_loader(10))
-
-
-# -- settings around the loop --------------------------------------------------------------------------------------------
 
 
 def test_deterministic_enables_the_algorithms_of_torch() -> None:
@@ -366,9 +345,6 @@ def test_the_steps_to_come_are_known_when_optimizers_are_made() -> None:
     assert planned(DataLoader(Unmeasured(), batch_size=4)) == math.inf
     with pytest.raises(RuntimeError, match="which no fit has loaded yet"):
         tw.Trainer(**QUIET).estimated_stepping_batches
-
-
-# -- kinds of loaders, compiling and errors ---------------------------------------------------------------------
 
 
 class Stream(Unmeasured):
@@ -440,25 +416,14 @@ class Nothing:
         return iter(())
 
 
-@pytest.mark.parametrize(
-    ("module", "loader", "error", "match"),
-    [
-        (
-            Classifier(),
-            DataLoader(make_data(), batch_sampler=ModestSampler([[0], [1]])),
-            RuntimeError,
-            "more batches than its length, 1",
-        ),
-        (Classifier(), iter([]), RuntimeError, "yields no batches: an iterator can be read only once"),
-        (Classifier(), Nothing(), RuntimeError, "yielded no batches"),
-        (
-            Classifier(),
-            DataLoader(make_data(), batch_sampler=LyingSampler([[0], [1]])),
-            RuntimeError,
-            "yielded 2 batches, but its length is 20",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("module", "loader", "error", "match"), [
+    (Classifier(), DataLoader(make_data(), batch_sampler=ModestSampler([[0], [1]])), RuntimeError,
+     "more batches than its length, 1"),
+    (Classifier(), iter([]), RuntimeError, "yields no batches: an iterator can be read only once"),
+    (Classifier(), Nothing(), RuntimeError, "yielded no batches"),
+    (Classifier(), DataLoader(make_data(), batch_sampler=LyingSampler([[0], [1]])), RuntimeError,
+     "yielded 2 batches, but its length is 20"),
+])  # fmt: skip
 def test_fit_rejects_a_loader_that_lies_about_its_length_or_is_empty(
     module: Any, loader: Any, error: type[Exception], match: str
 ) -> None:

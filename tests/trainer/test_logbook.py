@@ -335,9 +335,6 @@ def test_a_table_has_a_column_per_loader() -> None:
     ]
 
 
-# -- counters ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_state_is_restored_from_plain_data() -> None:
     epoch = OpenEpoch({"loss": 1.0}, {"values": []}, [{"rows": 3}], {"Timer": {"time": 2.0}})
     for state in (

@@ -78,9 +78,6 @@ def test_numbers_of_other_kinds_are_logged() -> None:
         tw.Trainer(**QUIET).validate(Opaque(), [object()])
 
 
-# -- metric objects ------------------------------------------------------------------------------------------------------
-
-
 class Judged(Classifier):
     def __init__(self, metric: Any) -> None:
         super().__init__()
@@ -132,9 +129,6 @@ def test_a_metric_object_of_two_stages_is_rejected(logs: str, sanity: int, batch
     with pytest.raises(ValueError, match=r"Metric 'mean' is updated in training and in validation.*self\.train_mean"):
         trainer.fit(Shares(logs), make_loader(), make_loader())
     assert trainer.global_step == batches
-
-
-# -- metrics of several ranks --------------------------------------------------------------------------------------------
 
 
 def collected(numbers: list[float], module: nn.Module) -> MetricCollector:

@@ -53,24 +53,18 @@ def sgd(parameters: Any) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-# -- schedulers ----------------------------------------------------------------------------------------------------------
-
-
 def halving(optimizer: Any) -> StepLR:
     return StepLR(optimizer, 1, gamma=0.5)
 
 
-@pytest.mark.parametrize(
-    ("config", "steps"),
-    [
-        ({"interval": "epoch"}, 2),
-        ({"interval": "epoch", "frequency": 2}, 1),
-        ({"interval": "step"}, 8),  # 11 batches in windows of 3
-        ({"interval": "step", "frequency": 3}, 2),
-        ({"interval": "validation"}, 4),
-        ({"interval": "validation", "frequency": 2}, 2),
-    ],
-)
+@pytest.mark.parametrize(("config", "steps"), [
+    ({"interval": "epoch"}, 2),
+    ({"interval": "epoch", "frequency": 2}, 1),
+    ({"interval": "step"}, 8),  # 11 batches in windows of 3
+    ({"interval": "step", "frequency": 3}, 2),
+    ({"interval": "validation"}, 4),
+    ({"interval": "validation", "frequency": 2}, 2),
+])  # fmt: skip
 def test_schedulers_follow_their_intervals(config: dict[str, Any], steps: int) -> None:
     def own(module: Plain) -> Any:
         optimizer = module.sgd()
@@ -102,9 +96,7 @@ def test_a_plateau_follows_its_monitor() -> None:
 def test_a_plateau_whose_monitor_was_not_logged() -> None:
     with pytest.raises(ValueError, match=r"ReduceLROnPlateau follows 'val_loss', which was not logged; there are loss"):
         fit(Plain(plateau))
-    with pytest.warns(
-        UserWarning, match=r"ReduceLROnPlateau follows 'val_loss', which was not logged; the scheduler does not step"
-    ):
+    with pytest.warns(UserWarning, match=r"ReduceLROnPlateau follows 'val_loss', which was not logged; the scheduler"):
         trainer = fit(Plain(lambda module: plateau(module, strict=False)))
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
     assert trainer.global_step == 11
@@ -125,9 +117,6 @@ def test_a_plateau_that_steps_before_the_first_validation_fails() -> None:
     with pytest.raises(ValueError, match=advice):
         run(limit_val_batches=0)
     run()
-
-
-# -- an overridden optimizer_step ----------------------------------------------------------------------------------------
 
 
 class Stepping(Plain):
@@ -178,9 +167,6 @@ def test_an_optimizer_step_that_does_nothing_is_not_counted(precision: str) -> N
     assert trainer.global_step == trainer.lr_scheduler_configs[0].scheduler.last_epoch == 5
     if precision == "32-true":
         assert_equal(weights(module), weights(by_hand(sgd, lambda net, index: bool(index % 2))))
-
-
-# -- closures ------------------------------------------------------------------------------------------------------------
 
 
 class Counting(Plain):
@@ -268,9 +254,6 @@ def test_recomputing_optimizers_are_rejected_under_accumulation(settings: dict[s
         fit(Asking(), **settings)
 
 
-# -- gradients -----------------------------------------------------------------------------------------------------------
-
-
 def clipping(kind: str, limit: float) -> Callable[[Any, int], None]:
     def clip(net: nn.Module, index: int) -> None:
         if kind == "norm":
@@ -306,9 +289,6 @@ def test_a_training_step_that_returns_none_is_skipped(accumulate: int) -> None:
     assert trainer.global_step == trainer.lr_scheduler_configs[0].scheduler.last_epoch == steps
     if accumulate == 1:
         assert_equal(weights(module), weights(by_hand(sgd, lambda net, index: index not in (3, 4, 5, 7))))
-
-
-# -- manual optimization -------------------------------------------------------------------------------------------------
 
 
 class TwoHalves(Plain):

@@ -31,9 +31,6 @@ def saving(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"callbacks": [checkpoint], "enable_checkpointing": True}
 
 
-# -- windows and outputs -------------------------------------------------------------------------------------------------
-
-
 class Samples(IterableDataset[Any]):
     """A stream of unknown length, whose order is drawn from torch's generator."""
 
@@ -95,11 +92,8 @@ def test_on_train_batch_end_gets_detached_outputs() -> None:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             given.append(outputs)
 
-    class Watch(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            given.append(outputs)
-
-    fit(Returns(), callbacks=[Watch()])
+    watch = tw.LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: given.append(outputs))
+    fit(Returns(), callbacks=[watch])
     for first, second in (given[:2], given[6:]):
         assert first.keys() == second.keys() == {"loss"}
         assert first["loss"].grad_fn is None
@@ -140,9 +134,6 @@ def test_index_zero_is_passed_to_hooks_of_one_loader(stage: str) -> None:
     if stage == "predict":
         call(Module(), [make_loader(4, 4), make_loader(4, 4)])
         assert given == [*[0] * 8, *[1] * 4]
-
-
-# -- saves and resumed runs ----------------------------------------------------------------------------------------------
 
 
 class Averaged(Classifier):
@@ -307,9 +298,6 @@ def test_a_module_that_builds_its_layers_late_comes_back(tmp_path: Path) -> None
     assert_equal(weights(Late.load_from_checkpoint(str(tmp_path / "a.ckpt"))), weights(trainer.model))
 
 
-# -- from run to run -----------------------------------------------------------------------------------------------------
-
-
 class Named(tw.Callback):
     def __init__(self, name: str) -> None:
         self.name = name
@@ -361,9 +349,6 @@ def test_a_run_within_a_run_is_refused(call: str) -> None:
     assert_equal(weights(module), weights(expected))
 
 
-# -- the end of a run ----------------------------------------------------------------------------------------------------
-
-
 class Ending(tw.Callback):
     """Fails in given hooks, and records its calls."""
 
@@ -402,9 +387,7 @@ class Closing(CSVLogger):
 
 
 @pytest.mark.parametrize("where", ["setup", "training_step", "teardown"])
-def test_the_first_error_comes_out_and_the_rest_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
-) -> None:
+def test_the_first_error_comes_out_and_the_rest_is_done(tmp_path: Path, capsys: Any, where: str) -> None:
     calls: list[str] = []
 
     class Broken(Classifier):
@@ -450,16 +433,11 @@ def test_the_first_error_comes_out_and_the_rest_is_done(
     assert (trainer.run.running_call, trainer.training) == (None, False)
 
 
-# -- limits --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("scheduling", "settings", "steps"),
     [({0: 4}, {}, 9), ({0: 1, 1: 2, 2: 8}, {}, 11 + 6 + 2), ({1: 3}, {}, 11 + 4 + 4), ({0: 4}, {"max_steps": 5}, 5)],
 )
-def test_estimated_steps_include_scheduled_windows(
-    scheduling: dict[int, int], settings: dict[str, Any], steps: int
-) -> None:
+def test_estimated_steps_include_scheduled_windows(scheduling: dict[int, int], settings: Any, steps: int) -> None:
     class Planned(Classifier):
         def configure_optimizers(self) -> Any:
             self.planned = self.trainer.estimated_stepping_batches
@@ -529,11 +507,8 @@ def test_a_toggled_optimizer_is_untoggled_after_an_error() -> None:
 
 
 def test_rows_that_are_logged_in_teardown_are_written(tmp_path: Path) -> None:
-    class Last(tw.Callback):
-        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-            trainer.logger.log_metrics({"final": 0.25}, step=99)
-
-    trainer = fit(Classifier(), callbacks=[Last()], logger=CSVLogger(tmp_path))
+    last = tw.LambdaCallback(teardown=lambda trainer, *_: trainer.logger.log_metrics({"final": 0.25}, step=99))
+    trainer = fit(Classifier(), callbacks=[last], logger=CSVLogger(tmp_path))
     rows = Path(str(trainer.log_dir), "metrics.csv").read_text().splitlines()
     assert "final" in rows[0].split(",")
     assert rows[-1].split(",")[0] == "99"
@@ -541,9 +516,11 @@ def test_rows_that_are_logged_in_teardown_are_written(tmp_path: Path) -> None:
 
 
 def test_the_module_may_log_after_a_save_with_its_hook(tmp_path: Path) -> None:
-    class Saves(tw.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
+    saves = tw.LambdaCallback(
+        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: trainer.save_checkpoint(
+            tmp_path / f"{batch_idx}.ckpt"
+        )
+    )
 
     class Logs(Classifier):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -552,7 +529,7 @@ def test_the_module_may_log_after_a_save_with_its_hook(tmp_path: Path) -> None:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.log("end", float(batch_idx), on_epoch=True)
 
-    trainer = fit(Logs(), callbacks=[Saves()])
+    trainer = fit(Logs(), callbacks=[saves])
     assert float(trainer.callback_metrics["end_epoch"]) == 1.5
     assert len(list(tmp_path.iterdir())) == 4
 

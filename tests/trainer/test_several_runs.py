@@ -93,9 +93,7 @@ def test_evaluations_do_not_change_a_fit(tmp_path: Path) -> None:
     assert best["val_loss"] == pytest.approx(float(checkpoint.best_model_score), rel=1e-6)
 
 
-def test_without_a_module_the_latest_one_is_taken_at_its_best(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_module_the_latest_one_is_taken_at_its_best(tmp_path: Path, capsys: Any) -> None:
     class Worse(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val_loss", float(self.current_epoch))
@@ -107,13 +105,9 @@ def test_without_a_module_the_latest_one_is_taken_at_its_best(
             return make_loader(8)
 
     sums: list[float] = []
-
-    class Watch(tw.Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            sums.append(module.net[0].weight.sum().item())
-
+    watch = tw.LambdaCallback(on_train_epoch_end=lambda trainer, module: sums.append(module.net[0].weight.sum().item()))
     checkpoint = tw.ModelCheckpoint(tmp_path, monitor="val_loss")
-    trainer = tw.Trainer(max_epochs=3, callbacks=[checkpoint, Watch()], **{**QUIET, "enable_checkpointing": True})
+    trainer = tw.Trainer(max_epochs=3, callbacks=[checkpoint, watch], **{**QUIET, "enable_checkpointing": True})
     trainer.fit(Worse(), make_loader(), make_loader(4))
     (found,) = trainer.test()
     assert found["sum"] == pytest.approx(sums[0])

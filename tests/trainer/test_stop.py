@@ -284,13 +284,9 @@ def test_the_first_saving_callback_writes_the_stop(tmp_path: Path) -> None:
 
 def test_a_fit_in_another_thread_installs_no_handlers(tmp_path: Path) -> None:
     before, during = signal.getsignal(signal.SIGTERM), []
-
-    class Look(tw.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            during.append(signal.getsignal(signal.SIGTERM))
-
+    look = tw.LambdaCallback(on_train_batch_end=lambda *_: during.append(signal.getsignal(signal.SIGTERM)))
     done: list[Any] = []
-    thread = threading.Thread(target=lambda: done.append(fit(tmp_path, Look(), max_epochs=1)))
+    thread = threading.Thread(target=lambda: done.append(fit(tmp_path, look, max_epochs=1)))
     thread.start()
     thread.join()
     assert done

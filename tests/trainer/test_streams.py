@@ -168,9 +168,7 @@ class SavesAll(tw.Callback):
             self.save(trainer)
 
 
-def train(
-    data: Any, options: dict[str, Any], callbacks: Any = (), ckpt_path: str | None = None, **settings: Any
-) -> Takes:
+def train(data: Any, options: Any, callbacks: Any = (), ckpt_path: str | None = None, **settings: Any) -> Takes:
     tw.seed_everything(5 if ckpt_path is None else 6, verbose=False)
     module = Takes()
     loader = DataLoader(data, batch_size=2, **options)

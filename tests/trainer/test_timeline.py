@@ -79,9 +79,7 @@ def line_of(capsys: pytest.CaptureFixture[str]) -> str:
     return next((line for line in capsys.readouterr().out.splitlines() if line.startswith("trained for")), "")
 
 
-def test_phases_add_up_and_contain_no_phase_within_them(
-    clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_phases_add_up_and_contain_no_phase_within_them(clock: Clock, tmp_path: Path, capsys: Any) -> None:
     settings = {**SHOWN, "max_epochs": 2, "default_root_dir": tmp_path, "num_sanity_val_steps": 1}
     trainer = tw.Trainer(**settings)
     loaders = DataLoader(Read(lambda: clock.spend(0.5)), batch_size=2), make_loader(4)
@@ -99,27 +97,19 @@ def test_phases_add_up_and_contain_no_phase_within_them(
 
 
 def test_a_validation_within_an_epoch_is_no_step(clock: Clock, tmp_path: Path) -> None:
-    settings = {
-        **QUIET,
-        "max_epochs": 1,
-        "default_root_dir": tmp_path,
-        "val_check_interval": 2,
-        "num_sanity_val_steps": 0,
-    }
+    settings = {**QUIET, "max_epochs": 1, "default_root_dir": tmp_path}
+    settings |= {"val_check_interval": 2, "num_sanity_val_steps": 0}
     trainer = tw.Trainer(**settings)
     trainer.fit(Timed(clock), DataLoader(Read(int), batch_size=2), make_loader(4))
     seconds = {"data": 0.0, "step": 16.0, "validation": 12.0, "checkpoints": 4.0, "other": 1.0}
     assert trainer.state.timeline.seconds == seconds
 
 
-@pytest.mark.parametrize(
-    ("seconds", "cores", "options", "advice"),
-    [
-        (0.2, 4, {}, ""),
-        (1.0, 1, {}, "num_workers=0, and this process has 1 core(s): prepare the data before training."),
-        (1.0, 4, {}, "num_workers=0, and this process has 4 cores. Pass num_workers=2 to it."),
-    ],
-)
+@pytest.mark.parametrize(("seconds", "cores", "options", "advice"), [
+    (0.2, 4, {}, ""),
+    (1.0, 1, {}, "num_workers=0, and this process has 1 core(s): prepare the data before training."),
+    (1.0, 4, {}, "num_workers=0, and this process has 4 cores. Pass num_workers=2 to it."),
+])  # fmt: skip
 def test_advice_fits_the_loader(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, cores: int,
     options: dict[str, Any], advice: str,
@@ -189,8 +179,6 @@ def test_line_is_printed_with_the_summary_of_the_model_only(capsys: pytest.Captu
 
 @pytest.mark.host
 def test_detect_syncs_says_that_a_cpu_has_nothing_to_detect() -> None:
-    with pytest.warns(
-        UserWarning, match="detect_syncs=True finds nothing on cpu.* Run it on a GPU, or omit it"
-    ) as said:
+    with pytest.warns(UserWarning, match="detect_syncs=True finds nothing on cpu.* Run it on a GPU, or omit") as said:
         tw.Trainer(**QUIET, max_epochs=2, detect_syncs=True).fit(Classifier(), make_loader())
     assert len(said) == 1

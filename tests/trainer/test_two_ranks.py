@@ -151,14 +151,12 @@ def refusals() -> list[str]:
 def one_validation_batch() -> list[float]:
     """Two validations and two tests of one batch. Rank 1 has no batch, and takes part in all of them."""
     seen: list[float] = []
-
-    class Watch(tw.Callback):
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            seen.append(float(trainer.callback_metrics.get("accuracy", -1.0)))
-
+    watch = tw.LambdaCallback(
+        on_validation_end=lambda trainer, *_: seen.append(float(trainer.callback_metrics.get("accuracy", -1.0)))
+    )
     torch.manual_seed(1)
     module = Measured()
-    trainer = tw.Trainer(max_epochs=2, callbacks=[Watch()], **QUIET)
+    trainer = tw.Trainer(max_epochs=2, callbacks=[watch], **QUIET)
     trainer.fit(module, make_loader(SAMPLES, 4), make_loader(3, 4))
     seen += [trainer.test(module, make_loader(3, 4))[0]["accuracy"] for _ in range(2)]
     return seen

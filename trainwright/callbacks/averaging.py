@@ -192,9 +192,8 @@ class AveragedPieces:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        apart, training = (
-            set(checkpoint.tensors(name)) if name in checkpoint.sections else set() for name in (AVERAGE, TRAINING)
-        )
+        stored_in = {name: set(checkpoint.tensors(name)) for name in (AVERAGE, TRAINING) if name in checkpoint.sections}
+        apart, training = stored_in.get(AVERAGE, set()), stored_in.get(TRAINING, set())
         in_model = training - apart if is_model else set()
         self.join(strategy, module)
         pieces = strategy.model_pieces(module)

@@ -203,14 +203,10 @@ def moved(state: Mapping[str, Any], folder: str) -> dict[str, Any]:
         moved_to = f"{folder}/{path.rpartition('/')[2]}"
         return moved_to if _was_saved_as(moved_to, path) else path
 
-    return {
-        **{name: here(value) for name, value in state.items()},
-        **{
-            name: {here(path): value for path, value in state.get(name, {}).items()}
-            for name in ("best_k_models", "steps")
-        },
-        "replaced": [here(path) for path in state.get("replaced", [])],
-    }
+    paths = {name: here(value) for name, value in state.items()}
+    for name in ("best_k_models", "steps"):
+        paths[name] = {here(path): value for path, value in state.get(name, {}).items()}
+    return {**paths, "replaced": [here(path) for path in state.get("replaced", [])]}
 
 
 def _was_saved_as(path: str, before: str) -> bool:

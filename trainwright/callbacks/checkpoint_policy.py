@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -134,12 +134,10 @@ def name_values(trainer: TrainerProtocol, monitor: str | None, template: str, is
     every field that is missing.
     """
     metrics = trainer.metrics
-    values: dict[str, Any] = {
-        name: math.nan
-        if monitor is not None and metrics.is_outdated(name)
-        else metrics.monitored(name, "ModelCheckpoint")
-        for name in trainer.callback_metrics
-    }
+    values: dict[str, Any] = {}
+    for name in trainer.callback_metrics:
+        is_outdated = monitor is not None and metrics.is_outdated(name)
+        values[name] = math.nan if is_outdated else metrics.monitored(name, "ModelCheckpoint")
     values.update(epoch=trainer.current_epoch, step=trainer.global_step)
     if is_left or (monitor is not None and monitor not in values):
         values = {**{name: math.nan for name, _ in re.findall(FIELD, template)}, **values}
@@ -217,14 +215,8 @@ class Ranking:
         scores = {path: score for path, score in kept["scores"].items() if path not in save.dropped}
         if save.is_best:
             scores[save.path] = 0.0 if save.score is None else save.score
-        return Kept(
-            scores=scores,
-            last=save.path,
-            written_to=save.written_to,
-            replaced=old,
-            current_score=save.score,
-            link=save.link,
-        )
+        latest = {"last": save.path, "written_to": save.written_to, "current_score": save.score, "link": save.link}
+        return cast(Kept, {"scores": scores, "replaced": old, **latest})
 
 
 class MonitoredScore:

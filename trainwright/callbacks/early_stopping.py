@@ -111,15 +111,9 @@ class EarlyStopping(Callback):
         return f"{type(self).__qualname__}(monitor={self.monitor}, mode={self.mode})"
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "wait_count": self.wait_count,
-            "stopped_epoch": self.stopped_epoch,
-            "best_score": float(self.best_score),
-            "patience": self.patience,
-            "stopping_reason": self.stopping_reason.value,
-            "stopping_reason_message": self.stopping_reason_message,
-            "limits": self._limits,
-        }
+        names = ("wait_count", "stopped_epoch", "patience", "stopping_reason_message")
+        values = {"best_score": float(self.best_score), "stopping_reason": self.stopping_reason.value}
+        return {**{name: getattr(self, name) for name in names}, **values, "limits": self._limits}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait_count, self.stopped_epoch = int(state["wait_count"]), int(state["stopped_epoch"])

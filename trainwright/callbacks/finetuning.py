@@ -84,12 +84,10 @@ class BaseFinetuning(Callback):
     def flatten_modules(modules: Modules) -> list[nn.Module]:
         """Return the modules that hold parameters or have no children, each once, of a module or nested iterables."""
         if isinstance(modules, nn.Module):
-            found = [
-                each for each in modules.modules() if not list(each.children()) or list(each.parameters(recurse=False))
-            ]
+            leaves = [m for m in modules.modules() if not list(m.children()) or list(m.parameters(recurse=False))]
         else:
-            found = [leaf for each in modules for leaf in BaseFinetuning.flatten_modules(each)]
-        return list(dict.fromkeys(found))
+            leaves = [leaf for each in modules for leaf in BaseFinetuning.flatten_modules(each)]
+        return list(dict.fromkeys(leaves))
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:

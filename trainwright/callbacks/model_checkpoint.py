@@ -200,21 +200,12 @@ class ModelCheckpoint(Checkpoint):
 
     def state_dict(self) -> dict[str, Any]:
         kept, is_monitored = self._kept, self.best_model_score is not None
-        return {
-            "best_k_models": dict(kept["scores"]),
-            "best_model_path": self.best_model_path,
-            "best_model_score": kept["scores"][self.best_model_path] if is_monitored else None,
-            "last_model_path": kept["last"],
-            "place": kept["written_to"],
-            "is_put_off": self._is_deferred or self._is_due,
-            "awaits_score": self._awaits_score,
-            "replaced": kept["replaced"],
-            "is_validated": self._is_validated,
-            "saved_at": list(self._saved_position),
-            "steps": dict(self._steps),
-            "current_score": kept["current_score"],
-            "link": kept["link"],
-        }
+        best = kept["scores"][self.best_model_path] if is_monitored else None
+        saves: dict[str, Any] = {name: kept[name] for name in ("replaced", "current_score", "link")}
+        saves |= {"best_k_models": dict(kept["scores"]), "last_model_path": kept["last"], "place": kept["written_to"]}
+        flags = {"is_put_off": self._is_deferred or self._is_due, "awaits_score": self._awaits_score}
+        steps = {"saved_at": list(self._saved_position), "steps": dict(self._steps), "is_validated": self._is_validated}
+        return {**saves, **flags, **steps, "best_model_path": self.best_model_path, "best_model_score": best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the kept checkpoints, as far as they exist in this run's folder, and with a dirpath also the best in others."""

@@ -90,25 +90,22 @@ class LayerSummary:
         self.header = ["Name", "Type", "Parameters", "Mode", *(["In", "Out"] if sizes else [])]
         modes = ["train" if child.training else "eval" for child in children.values()]
         columns = zip(self.layer_names, self.layer_types, self.param_nums, modes, strict=True)
-        self.rows = [
-            [name, kind, f"{count:,}", mode, *(sizes.get(name, ("", "")) if sizes else ())]
-            for name, kind, count, mode in columns
-        ]
+        self.rows = [[name, kind, f"{count:,}", mode] for name, kind, count, mode in columns]
+        for row in self.rows if sizes else ():
+            row += sizes.get(row[0], ("", ""))
         size = sum(_numel(each) * each.element_size() for each in parameters if not is_lazy(each))
         counts = f"{self.total_parameters:,} parameters, {self.trainable_parameters:,} of them trained"
         self.totals = [f"{counts}, {size / 2**20:.3f} MiB"]
         """The lines below the table."""
         if any(map(is_lazy, parameters)):
             self.totals.append("(without the parameters of lazy children, which have no shape yet)")
-        self.totals += [note] if note else []
+        self.totals += filter(None, [note])
 
     def __str__(self) -> str:
         rows = [self.header, *self.rows] if self.rows else []
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            "  ".join(
-                f"{cell:{align}{width}}" for cell, align, width in zip(row, ALIGNED, widths, strict=False)
-            ).rstrip()
+            "  ".join(f"{cell:{align}{size}}" for cell, align, size in zip(row, ALIGNED, sizes, strict=False)).rstrip()
             for row in rows
         ]
         return "\n".join([*lines, *self.totals])

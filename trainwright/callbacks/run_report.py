@@ -47,7 +47,7 @@ MOST_BYTES = 64 << 20
 MOST_METRICS = 100
 """The most metrics whose curves are drawn."""
 NAMES_OF_PHASES = {"data": "waits for data", "step": "training steps"}
-LONGEST_SECONDS = 3.0
+MOST_SECONDS = 3.0
 """The longest time for an answer of git: the difference of a large tree on a slow disk takes minutes."""
 
 
@@ -88,12 +88,8 @@ class RunReport(Callback):
     def on_run_end(self, trainer: AnyTrainer, module: Module, result: RunResult, error: BaseException | None) -> None:
         loggers = [logger for logger in trainer.loggers if isinstance(logger, FolderLogger) and logger.log_dir]
         has_failed_first = error is not None and not is_secondary_failure(error)
-        if (
-            not self._is_fitting
-            or not loggers
-            or trainer.fast_dev_run
-            or not (trainer.is_global_zero or has_failed_first)
-        ):
+        may_write = trainer.is_global_zero or has_failed_first
+        if not self._is_fitting or not loggers or trainer.fast_dev_run or not may_write:
             return
         logger = next((logger for logger in loggers if isinstance(logger, CSVLogger)), loggers[0])
         path = f"{logger.log_dir}/{REPORT_NAME}"
@@ -310,7 +306,7 @@ def describe_work_tree(folder: Path) -> list[tuple[str, str]]:
         return []
     difference = _ask_git(folder, "diff", "--no-ext-diff", "--no-textconv", "--shortstat", "HEAD", "--")
     if difference is None:
-        difference = f"unknown: git did not answer within {LONGEST_SECONDS:g} seconds"
+        difference = f"unknown: git did not answer within {MOST_SECONDS:g} seconds"
     branch = _ask_git(folder, "branch", "--show-current") or ""
     return [("git commit", commit), ("branch", branch), ("files that differ from it", difference or "none")]
 
@@ -320,9 +316,7 @@ def _ask_git(folder: Path, *arguments: str) -> str | None:
     # These options run nothing from the repository's settings, and take no lock that a user's git would wait for.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LONGEST_SECONDS, check=True
-        )
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=MOST_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode("utf-8", "replace").strip()

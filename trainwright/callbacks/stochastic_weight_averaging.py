@@ -158,11 +158,8 @@ class StochasticWeightAveraging(Averaging):
                 f"{trainer.current_epoch}; pass a smaller swa_epoch_start, or train longer.",
                 stacklevel=2,
             )
-        layers = {
-            clean_name(name): layer
-            for name, layer in module.named_modules()
-            if isinstance(layer, _BatchNorm) and layer.num_batches_tracked is not None and layer.training
-        }
+        norms = ((clean_name(name), each) for name, each in module.named_modules() if isinstance(each, _BatchNorm))
+        layers = {name: norm for name, norm in norms if norm.num_batches_tracked is not None and norm.training}
         names_by_tensor = names_of(module)
         names = {names_by_tensor[each] for layer in layers.values() for each in _statistics(layer)}
         if self._show(trainer, module, names) and layers:

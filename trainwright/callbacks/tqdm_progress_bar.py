@@ -104,18 +104,9 @@ class TQDMProgressBar(LiveProgressBar):
         return sys.stderr is not None and (sys.stderr.isatty() or _in_notebook())
 
     def _make_bar(self, title: str, total: int | None, count: int, *, leave: bool, below: int) -> TQDMBar:
-        self._options = {
-            "desc": title,
-            "total": total,
-            "initial": count,
-            "leave": leave,
-            "position": 2 * self.process_position + below,
-            "dynamic_ncols": True,
-            "mininterval": 0.0,  # the callback decides when an update is due
-            "miniters": 1,
-            "unit": "it",
-            "bar_format": self.BAR_FORMAT,
-        }
+        place = {"leave": leave, "position": 2 * self.process_position + below, "dynamic_ncols": True}
+        look = {"unit": "it", "bar_format": self.BAR_FORMAT, "mininterval": 0.0, "miniters": 1}  # updates come when due
+        self._options = {"desc": title, "total": total, "initial": count, **place, **look}
         maker, attribute = LOOPS[self._stage]
         bar: std.tqdm[Any] = getattr(self, maker)()
         setattr(self, attribute, bar)

@@ -186,11 +186,9 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
-        starts = {
-            "update_starting_at_step": update_starting_at_step or 0,
-            "update_starting_at_epoch": update_starting_at_epoch or 0,
-        }
-        check_integers(0, update_every_n_steps=update_every_n_steps, **starts)
+        check_integers(0, update_every_n_steps=update_every_n_steps)
+        check_integers(0, update_starting_at_step=update_starting_at_step or 0)
+        check_integers(0, update_starting_at_epoch=update_starting_at_epoch or 0)
 
     def _fold(self) -> Fold:
         fold: Fold = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]

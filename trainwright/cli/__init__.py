@@ -24,15 +24,7 @@ from trainwright.cli.command_line import TrainwrightCLI as LightningCLI
 from trainwright.cli.saved_config import SaveConfigCallback, stored_config
 
 __all__ = [
-    "ArgsType",
-    "LRSchedulerCallable",
-    "LightningArgumentParser",
-    "LightningCLI",
-    "OptimizerCallable",
-    "ReduceLROnPlateau",
-    "SaveConfigCallback",
-    "TrainwrightArgumentParser",
-    "TrainwrightCLI",
-    "instantiate_class",
+    "ArgsType", "LRSchedulerCallable", "LightningArgumentParser", "LightningCLI", "OptimizerCallable",
+    "ReduceLROnPlateau", "SaveConfigCallback", "TrainwrightArgumentParser", "TrainwrightCLI", "instantiate_class",
     "stored_config",
-]
+]  # fmt: skip

@@ -129,12 +129,8 @@ class TrainwrightCLI:
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the subcommands, which are methods of the Trainer, and their arguments that the program hides."""
-        return {
-            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
-            "validate": {"model", "dataloaders", "datamodule"},
-            "test": {"model", "dataloaders", "datamodule"},
-            "predict": {"model", "dataloaders", "datamodule"},
-        }
+        evaluated = {name: {"model", "dataloaders", "datamodule"} for name in ("validate", "test", "predict")}
+        return {"fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"}, **evaluated}
 
     @staticmethod
     def configure_optimizers(module: Module, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
@@ -142,10 +138,8 @@ class TrainwrightCLI:
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, ReduceLROnPlateau):
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor},
-            }
+            config = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": config}
         return [optimizer], [lr_scheduler]
 
     def parse_arguments(self, parser: TrainwrightArgumentParser, args: ArgsType) -> Namespace:
@@ -219,12 +213,8 @@ class TrainwrightCLI:
         return parser
 
     def _add_arguments(self, parser: TrainwrightArgumentParser) -> None:
-        parser.add_argument(
-            "--seed_everything",
-            type=bool | int,
-            default=self.seed_everything_default,
-            help="The seed of the run; true for a random one, false for none.",
-        )
+        seed, about = self.seed_everything_default, "The seed of the run; true for a random one, false for none."
+        parser.add_argument("--seed_everything", type=bool | int, default=seed, help=about)
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         defaults = {f"trainer.{key}": value for key, value in self.trainer_defaults.items() if key != "callbacks"}
         parser.set_defaults(defaults)
@@ -272,16 +262,13 @@ class TrainwrightCLI:
 
     def _left_open(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the Trainer's arguments without defaults, which variables and the launcher may still set."""
-        defaults = {
-            name: parameter.default
-            for kind in (Trainer, self.trainer_class)
-            for name, parameter in inspect.signature(kind).parameters.items()
-        }
-        return {
-            name: value
-            for name, value in arguments.items()
-            if name not in defaults or type(value) is not type(defaults[name]) or value != defaults[name]
-        }
+        signatures = [inspect.signature(kind).parameters for kind in (Trainer, self.trainer_class)]
+        defaults = {name: parameter.default for parameters in signatures for name, parameter in parameters.items()}
+
+        def is_default(name: str, value: Any) -> bool:
+            return name in defaults and type(value) is type(defaults[name]) and value == defaults[name]
+
+        return {name: value for name, value in arguments.items() if not is_default(name, value)}
 
     def _with_stored_config(self, parser: TrainwrightArgumentParser, words: list[str]) -> list[str]:
         """Return the arguments, after the checkpoint's config if they name a checkpoint and no config."""

@@ -38,14 +38,14 @@ class ShardedCombination(StatefulLoader):
         self.combination = loader.mode
         self.uneven: dict[int, list[int]] = {}
         self._pads = mode == "padded" and world_size > 1
-        for name, leaf in zip(loader.names, loader.flattened, strict=True):
-            if is_read_once(leaf) and self.combination == "max_size_cycle":
+        cycles = self.combination == "max_size_cycle"
+        for name, leaf in zip(loader.names, loader.flattened, strict=True) if cycles else ():
+            if is_read_once(leaf):
                 raise TypeError(
                     f"the collection's {name or 'loader'} is {a_type_of(leaf)}, which can be read only once, but "
                     "max_size_cycle restarts shorter loaders; pass a list, a DataLoader, or an object whose __iter__ starts "
                     "from the beginning, or choose another mode."
                 )
-        cycles = self.combination == "max_size_cycle"
         self.parts = [
             ShardedLoader(leaf, rank=rank, world_size=world_size, mode=mode, cycles=cycles, **options)
             for leaf in loader.flattened
@@ -66,8 +66,8 @@ class ShardedCombination(StatefulLoader):
                 "loaders that are evaluated one after the other end on some ranks before others. Shard every loader "
                 "separately."
             )
-        lengths = [part.shard.source_length if part.exact_length is not None else None for part in self.parts]
-        if cycles and 0 in lengths and any(lengths):
+        lengths = [part.shard.source_length for part in self.parts if part.exact_length is not None]
+        if cycles and {0} < set(lengths):
             raise ValueError(
                 "a loader of this collection is empty, so max_size_cycle cannot restart it. Give it data, remove it, or "
                 "choose mode='max_size'."
@@ -286,9 +286,7 @@ class ShardedCombination(StatefulLoader):
         return self.exact_length is not None or all(part.ends_together for part in self.parts)
 
 
-def shard(
-    loader: Any, *, rank: int, world_size: int, mode: Mode, **options: bool
-) -> ShardedLoader | ShardedCombination:
+def shard(loader: Any, *, rank: int, world_size: int, mode: Mode, **options: Any) -> ShardedLoader | ShardedCombination:
     """Return this rank's shard of a loader or of a collection of loaders. The options are those of ShardedLoader."""
     if is_collection(loader):
         loader = CombinedLoader(loader, "max_size_cycle")

@@ -107,12 +107,10 @@ def holds_loader(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(holds_loader(item) for item in islice(value, LOOKED_AT))
 
 
-def is_read_once(loader: Any) -> bool:
+def is_read_once(item: Any) -> bool:
     """Return whether a loader is an iterator that cannot start again."""
     # An iterator with a length, except torch's, is a loader whose __iter__ resets it and returns it, like NVIDIA DALI's.
-    return isinstance(loader, Iterator) and (
-        not isinstance(loader, Sized) or type(loader).__module__.startswith("torch.")
-    )
+    return isinstance(item, Iterator) and (not isinstance(item, Sized) or type(item).__module__.startswith("torch."))
 
 
 def leaves(collection: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -30,12 +30,8 @@ def device_state() -> dict[str, Any] | None:
         return None
     module: Any = torch.get_device_module(device)
     others = [each for each in range(hardware.count(device.type)) if each != device.index]
-    return {
-        "type": device.type,
-        "index": device.index,
-        "state": module.get_rng_state(),
-        "others": {str(each): module.get_rng_state(each) for each in others},
-    }
+    states = {str(each): module.get_rng_state(each) for each in others}
+    return {"type": device.type, "index": device.index, "state": module.get_rng_state(), "others": states}
 
 
 def set_device_state(state: Mapping[str, Any] | None) -> None:

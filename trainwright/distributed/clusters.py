@@ -63,10 +63,8 @@ def read_slurm(variables: Variables) -> Task | None:
         return None
     hosts_name = _first_name(variables, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"), "srun")
     hosts = expand_hosts(variables[hosts_name])
-    rank, local_rank, node_rank = (
-        read_number(variables, _first_name(variables, (name,), "srun"), "srun")
-        for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-    )
+    names = [_first_name(variables, (f"SLURM_{name}",), "srun") for name in ("PROCID", "LOCALID", "NODEID")]
+    rank, local_rank, node_rank = (read_number(variables, name, "srun") for name in names)
     tasks = _tasks_per_node(variables, world_size, len(hosts))
     is_consistent = rank < world_size and node_rank < len(hosts) == len(tasks) and sum(tasks) == world_size
     if not is_consistent or local_rank >= tasks[node_rank]:

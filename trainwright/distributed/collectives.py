@@ -95,10 +95,8 @@ def gather_uneven(tensor: Tensor) -> list[Tensor]:
         tensor = torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
     pieces = all_gather(tensor)
     # The copy frees the padding.
-    return [
-        piece if len(piece) == shape[0] else piece[: shape[0]].clone()
-        for piece, shape in zip(pieces, shapes, strict=True)
-    ]
+    pairs = zip(pieces, shapes, strict=True)
+    return [piece if len(piece) == shape[0] else piece[: shape[0]].clone() for piece, shape in pairs]
 
 
 def shapes_of(tensor: Tensor, call: str) -> list[tuple[int, ...]]:
@@ -129,9 +127,7 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     if op not in _REDUCE_OPS:
         raise ValueError(f"op={op!r} is unknown; choose from {', '.join(_REDUCE_OPS)}.")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise TypeError(
-            f"op='mean' got a {tensor.dtype} tensor; floating-point numbers are accepted. Use .double() first."
-        )
+        raise TypeError(f"op='mean' got a {tensor.dtype} tensor; pass floating-point numbers. Use .double() first.")
     result = tensor.detach().clone()
     if world_size() > 1:
         result = _to_group(result)

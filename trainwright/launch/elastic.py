@@ -274,14 +274,9 @@ class NodeLauncher(RendezvousHandler):
 
     def _describe(self) -> dict[str, Any]:
         """Return this launcher as the others see it."""
-        return {
-            "host": socket.gethostname(),
-            "num_processes": self._job.num_processes,
-            "node_rank": self._nodes.rank,
-            "job": self._job.name,
-            "time": time.time(),
-            "terms": [str(self._nodes), f"max_restarts={self._job.max_restarts}"],
-        }
+        node = {"host": socket.gethostname(), "num_processes": self._job.num_processes, "node_rank": self._nodes.rank}
+        terms = [str(self._nodes), f"max_restarts={self._job.max_restarts}"]
+        return {**node, "job": self._job.name, "time": time.time(), "terms": terms}
 
     def _arrive(self) -> None:
         """Ask the main node to admit this one."""

@@ -24,21 +24,10 @@ LOGGERS: dict[str, tuple[type[Logger], str]] = {
 """The classes of the names in a raw loop's log_with=, and the packages that they need."""
 
 __all__ = [
-    "CSVLogger",
-    "DummyLogger",
-    "Logger",
-    "MLFlowLogger",
-    "SilentLogger",
-    "TensorBoardLogger",
-    "WandbLogger",
-    "logger_states",
-    "match_states",
-    "rank_zero_experiment",
-    "refuse_branch",
-    "resume_loggers",
-    "start_loggers",
+    "CSVLogger", "DummyLogger", "Logger", "MLFlowLogger", "SilentLogger", "TensorBoardLogger", "WandbLogger",
+    "logger_states", "match_states", "rank_zero_experiment", "refuse_branch", "resume_loggers", "start_loggers",
     "withdraw_loggers",
-]
+]  # fmt: skip
 
 
 def logger_class(name: str) -> type[Logger]:

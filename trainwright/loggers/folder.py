@@ -305,9 +305,7 @@ class FolderLogger(Logger):
         """
         self.flush()
         if self._is_writer and self._folder is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.plot() was called before anything was logged. Call it after a row."
-            )
+            raise RuntimeError(f"{type(self).__name__}.plot() was called before anything was logged. Call it later.")
         target = absolute(path) if path is not None else f"{self.log_dir or self.root_dir}/{CURVES_NAME}"
         if self._is_writer and self._folder is not None:
             write_file(target, self.history().draw(target, metrics))
@@ -361,9 +359,7 @@ class FolderLogger(Logger):
         raise NotImplementedError
 
 
-def start_loggers(
-    loggers: Sequence[Logger], agreed: Callable[[str], str], *, is_writer: bool, call: str = LOOP
-) -> None:
+def start_loggers(loggers: Sequence[Logger], agreed: Callable[..., str], *, is_writer: bool, call: str = LOOP) -> None:
     """Start the loggers of a trainer. Collective.
 
     Loggers of different kinds with the same save_dir and name share a folder. The runs' records contain `call`, such as "fit".
@@ -379,13 +375,11 @@ def start_loggers(
         logger.save_dir = agreed(logger.save_dir)  # before folders are compared: working directories may differ by rank
         logger._adopt(agreed)
         taken = {other._folder for other in started if other.kind == logger.kind}
-        others = [
-            other._folder for other in started if other.root_dir == logger.root_dir and other._folder not in taken
-        ]
+        free = [other._folder for other in started if other.root_dir == logger.root_dir and other._folder not in taken]
         if logger._is_resumed and logger._version is not None:
-            others = [folder for folder in others if folder == logger.folder_of(logger._version)]
-        joins = others and (logger._version is None or logger._is_resumed)
-        logger._start(agreed, is_writer, others[0] if joins else None)
+            free = [folder for folder in free if folder == logger.folder_of(logger._version)]
+        joins = free and (logger._version is None or logger._is_resumed)
+        logger._start(agreed, is_writer, free[0] if joins else None)
         if logger._folder is not None and logger._folder in taken:
             raise ValueError(
                 f"logger= contains two {type(logger).__name__} that write to {logger._folder}. Remove one of them, or pass "

@@ -150,17 +150,15 @@ class MLFlowLogger(RemoteLogger):
         from mlflow.entities import Metric
 
         while rows:
-            metrics: list[Metric] = []
+            values: list[Metric] = []
             count = 0
             for row in rows:
-                metrics += [
-                    Metric(_allowed(name), float(value), row.time, row.step) for name, value in row.values.items()
-                ]
+                values += [Metric(_allowed(name), float(x), row.time, row.step) for name, x in row.values.items()]
                 count += 1
-                if len(metrics) >= METRICS_AT_ONCE:
+                if len(values) >= METRICS_AT_ONCE:
                     break
-            for start in range(0, len(metrics), METRICS_AT_ONCE):
-                self._log("metrics", metrics[start : start + METRICS_AT_ONCE])
+            for start in range(0, len(values), METRICS_AT_ONCE):
+                self._log("metrics", values[start : start + METRICS_AT_ONCE])
             for _ in range(count):
                 rows.popleft()
 
@@ -236,9 +234,8 @@ class MLFlowLogger(RemoteLogger):
         """Upload a checkpoint, or another folder or file, as an artifact of the run."""
         if self._begin():
             target = name or f"model/checkpoints/{os.path.basename(os.fspath(path).rstrip('/'))}"
-            (self._client.log_artifacts if os.path.isdir(path) else self._client.log_artifact)(
-                self._id, os.fspath(path), target
-            )
+            upload = self._client.log_artifacts if os.path.isdir(path) else self._client.log_artifact
+            upload(self._id, os.fspath(path), target)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_client": None}

@@ -201,11 +201,8 @@ def _events_of(
             except Exception:  # protobuf's DecodeError
                 problems.append(f"{path} is damaged after {at - 16 - length:,} bytes, and the rest was skipped.")
                 return
-            values = {
-                value.tag: value.simple_value
-                for value in event.summary.value
-                if value.WhichOneof("value") == "simple_value"
-            }
+            numbers = (value for value in event.summary.value if value.WhichOneof("value") == "simple_value")
+            values = {value.tag: value.simple_value for value in numbers}
             yield event.step, values, event.session_log.status == SessionLog.START
 
 
@@ -218,9 +215,7 @@ def find_runs(root: str) -> list[str]:
     paths = (path[len(inside) :].strip("/") for path in _runs(filesystem, inside))
     runs = (f"{root.rstrip('/')}/{path}" if path else root for path in paths)
     # version_10 comes after version_9.
-    return sorted(
-        runs, key=lambda run: [(part.isdigit(), len(part) * part.isdigit(), part) for part in re.split(r"(\d+)", run)]
-    )
+    return sorted(runs, key=lambda run: [(x.isdigit(), len(x) * x.isdigit(), x) for x in re.split(r"(\d+)", run)])
 
 
 def _runs(filesystem: Any, inside: str, depth: int = 0, is_within: bool = False) -> Iterator[str]:

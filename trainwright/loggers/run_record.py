@@ -95,9 +95,8 @@ class RunRecord:
 
     def checkpoint_folders(self, folder: str) -> tuple[str, ...]:
         """Return the folders of its checkpoints, if the run is in `folder` now."""
-        return tuple(
-            place if absolute(place) == place else f"{folder}/{place}".removesuffix("/.") for place in self.checkpoints
-        )
+        places = ((place, f"{folder}/{place}".removesuffix("/.")) for place in self.checkpoints)
+        return tuple(place if absolute(place) == place else inside for place, inside in places)
 
     def to_bytes(self) -> bytes:
         return f"{json.dumps(asdict(self), indent=2)}\n".encode()
@@ -159,15 +158,9 @@ class RunRecorder:
             return None  # a test after a training does not change its result
         self._before = data
         pid, now = os.getpid(), _now()
+        host, place, start = socket.gethostname(), machine(), process_start_time(pid)
         record = RunRecord(
-            call,
-            RUNNING,
-            began=now,
-            folder=folder,
-            host=socket.gethostname(),
-            machine=machine(),
-            pid=pid,
-            process_start=process_start_time(pid),
+            call, RUNNING, began=now, folder=folder, host=host, machine=place, pid=pid, process_start=start
         )
         if earlier is not None and continues and (was_training or not is_training):
             kept = {name: getattr(earlier, name) for name in ("began", "step", "epoch", "checkpoints")}
@@ -188,13 +181,8 @@ class RunRecorder:
         self._may_withdraw = self._record is not None and status != "success"
         if self._record is None:
             return None
-        self._record = replace(
-            self._record,
-            status=status,
-            ended=_now(),
-            step=self._record.step if step is None else step,
-            epoch=self._record.epoch if epoch is None else epoch,
-        )
+        step, epoch = self._record.step if step is None else step, self._record.epoch if epoch is None else epoch
+        self._record = replace(self._record, status=status, ended=_now(), step=step, epoch=epoch)
         work, self._record = self._writing(), None
         return work
 

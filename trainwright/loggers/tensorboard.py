@@ -324,21 +324,19 @@ def _as_images(images: Any) -> tuple[Any, str]:
     def as_array(image: Any) -> Any:
         return numpy.array(image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else image)
 
-    array = (
-        numpy.stack([as_array(image) for image in images]) if isinstance(images, (list, tuple)) else as_array(images)
-    )
-    if array.ndim == 2 or (array.ndim == 3 and isinstance(images, (list, tuple))):
-        array = array[..., None]
-    if array.ndim == 3:
-        array = array[None]
-    layouts = [layout for layout in ("NCHW", "NHWC") if array.ndim == 4 and array.shape[layout.index("C")] in (1, 3)]
+    data = numpy.stack([as_array(image) for image in images]) if isinstance(images, (list, tuple)) else as_array(images)
+    if data.ndim == 2 or (data.ndim == 3 and isinstance(images, (list, tuple))):
+        data = data[..., None]
+    if data.ndim == 3:
+        data = data[None]
+    layouts = [layout for layout in ("NCHW", "NHWC") if data.ndim == 4 and data.shape[layout.index("C")] in (1, 3)]
     if not layouts:
         raise ValueError(
-            f"log_images got an array of shape {tuple(array.shape)}; expected one image or a batch of images, with 1 or 3 "
+            f"log_images got an array of shape {tuple(data.shape)}; expected one image or a batch of images, with 1 or 3 "
             "channels first or last."
         )
     first = images[0] if isinstance(images, (list, tuple)) else images
-    return array, layouts[0 if isinstance(first, torch.Tensor) else -1]  # if both fit: channels first for tensors
+    return data, layouts[0 if isinstance(first, torch.Tensor) else -1]  # if both fit: channels first for tensors
 
 
 class _StandIn(nn.Module):

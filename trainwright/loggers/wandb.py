@@ -138,14 +138,8 @@ class WandbLogger(RemoteLogger):
     def _begun(self, run_id: str | None) -> Any:
         wandb = _client()
         os.makedirs(self.save_dir, exist_ok=True)
-        options: dict[str, Any] = {
-            "name": self._name,
-            "project": self._group,
-            "dir": self.save_dir,
-            "id": run_id,
-            "resume": "allow",
-            "mode": "offline" if self._offline else None,
-        }
+        options: dict[str, Any] = {"name": self._name, "project": self._group, "dir": self.save_dir, "id": run_id}
+        options |= {"resume": "allow", "mode": "offline" if self._offline else None}
         if getattr(wandb.setup(), "most_recent_active_run", wandb.run) is not None:
             options["reinit"] = "create_new"  # otherwise init returns that run; wandb.log works only without it
         options |= self._options

@@ -6,17 +6,6 @@ from trainwright.plots.page import document
 from trainwright.plots.report import Section, sections_of
 
 __all__ = [
-    "AXES",
-    "Bar",
-    "LoggedRun",
-    "LoggedSeries",
-    "Panel",
-    "Section",
-    "bars_of",
-    "check_page",
-    "document",
-    "draw",
-    "names_of_runs",
-    "panels_of",
-    "sections_of",
-]
+    "AXES", "Bar", "LoggedRun", "LoggedSeries", "Panel", "Section", "bars_of", "check_page", "document", "draw",
+    "names_of_runs", "panels_of", "sections_of",
+]  # fmt: skip

@@ -196,9 +196,7 @@ def line_of(curve: Curve, x_range: tuple[float, float], columns: int) -> list[tu
     x, y = curve.x, curve.y
     if len(x) <= POINTS_A_COLUMN * columns:
         ends = np.flatnonzero(np.isnan(y))
-        parts = [
-            (xs[~np.isnan(ys)], ys[~np.isnan(ys)]) for xs, ys in zip(np.split(x, ends), np.split(y, ends), strict=True)
-        ]
+        parts = [(x[~np.isnan(y)], y[~np.isnan(y)]) for x, y in zip(np.split(x, ends), np.split(y, ends), strict=True)]
         return [part for part in parts if len(part[0])]
     low, high = x_range
     column = np.clip(((x - low) / (high - low) * columns).astype(int), 0, columns - 1)

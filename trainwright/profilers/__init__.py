@@ -36,11 +36,6 @@ def resolve_profiler(profiler: str | Profiler | None) -> Profiler:
 
 
 __all__ = [
-    "PROFILERS",
-    "AdvancedProfiler",
-    "PassThroughProfiler",
-    "Profiler",
-    "PyTorchProfiler",
-    "SimpleProfiler",
+    "PROFILERS", "AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler",
     "resolve_profiler",
-]
+]  # fmt: skip

@@ -20,14 +20,8 @@ from trainwright.profilers.base import Profiler
 STEP_ACTIONS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 """The action per stage that is a batch: its start advances the schedule."""
 
-SORT_KEYS = (
-    "count",
-    *(
-        key.format(device)
-        for device in ("cpu", cuda.NAME, "xpu", "device")
-        for key in ("{}_time", "{}_time_total", "{}_memory_usage", "self_{}_time_total", "self_{}_memory_usage")
-    ),
-)
+_FORMS = ("{}_time", "{}_time_total", "{}_memory_usage", "self_{}_time_total", "self_{}_memory_usage")
+SORT_KEYS = ("count", *(form.format(device) for device in ("cpu", cuda.NAME, "xpu", "device") for form in _FORMS))
 """The keys that torch can sort the table by."""
 
 
@@ -212,10 +206,8 @@ def _name_forward(module: nn.Module, name: str) -> list[Any]:
         if ranges and not torch.compiler.is_compiling():
             ranges.pop().__exit__(None, None, None)
 
-    return [
-        module.register_forward_pre_hook(enter, prepend=True),
-        module.register_forward_hook(leave, always_call=True),
-    ]
+    before = module.register_forward_pre_hook(enter, prepend=True)
+    return [before, module.register_forward_hook(leave, always_call=True)]
 
 
 def _check_names(where: str, given: dict[str, Any], function: Callable[..., Any], taken: tuple[str, ...]) -> None:

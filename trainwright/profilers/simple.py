@@ -101,17 +101,10 @@ class SimpleProfiler(Profiler):
         ordered = sorted(self.durations.items(), key=lambda item: -item[1].seconds)
         rows = [["Action", "Mean (s)", "Calls", "Total (s)", "%", "Own (s)"]]
         rows += [["Total", "-", str(sum(duration.calls for _, duration in ordered)), f"{whole:.4g}", "100.00", "-"]]
-        rows += [
-            [
-                action,
-                f"{duration.seconds / duration.calls:.4g}",
-                str(duration.calls),
-                f"{duration.seconds:.4g}",
-                f"{100 * duration.seconds / whole:.2f}",
-                f"{duration.own_seconds:.4g}",
-            ]
-            for action, duration in ordered
-        ]
+        for action, duration in ordered:
+            seconds, calls = duration.seconds, duration.calls
+            times = (f"{seconds:.4g}", f"{100 * seconds / whole:.2f}", f"{duration.own_seconds:.4g}")
+            rows.append([action, f"{seconds / calls:.4g}", str(calls), *times])
         columns = range(6) if self.extended else (0, 1, 3)
         return f"Profile of {self.stage or 'this run'}\n" + _table([[row[at] for at in columns] for row in rows])
 

@@ -136,12 +136,8 @@ class Accelerator(Collectives):
         **unknown: Any,
     ) -> None:
         refuse_unknown("Accelerator", unknown, [*inspect.signature(Accelerator).parameters][:-1], REPLACED)
-        check_flags(
-            cpu=cpu,
-            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-            fused_optimizers=fused_optimizers,
-            scale_schedulers=scale_schedulers,
-        )
+        check_flags(cpu=cpu, step_scheduler_with_optimizer=step_scheduler_with_optimizer)
+        check_flags(fused_optimizers=fused_optimizers, scale_schedulers=scale_schedulers)
         # Every setting is checked before the Engine is made, which may start the job's processes.
         project, loggers = chosen_project(project_dir, project_config), chosen_loggers(log_with)
         settings = LoopSettings(
@@ -312,9 +308,7 @@ class Accelerator(Collectives):
             ValueError: no single prepared optimizer steps the parameters, or norm_type is not 2.
         """
         if norm_type != 2:
-            raise ValueError(
-                f"norm_type={norm_type!r} is not accepted: strategies that shard gradients add up squares."
-            )
+            raise ValueError(f"norm_type={norm_type!r} is not accepted: strategies that shard gradients add squares.")
         return self._clip(parameters, max_norm, None)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -69,9 +69,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
     def moved_buffer(module: nn.Module, name: str, given: Tensor | None) -> Tensor | None:
         return None if given is None else given.to(device)
 
-    hooks: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
-        (register_module_parameter_registration_hook, moved_parameter)
-    ]
+    hooks: list[tuple[Any, Any]] = [(register_module_parameter_registration_hook, moved_parameter)]
     with ExitStack() as stack:
         if include_buffers:
             hooks.append((register_module_buffer_registration_hook, moved_buffer))

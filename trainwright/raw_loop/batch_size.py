@@ -53,11 +53,8 @@ def find_executable_batch_size(
     512
     """
     if function is None:
-        return functools.partial(
-            find_executable_batch_size,
-            starting_batch_size=starting_batch_size,
-            reduce_batch_size_fn=reduce_batch_size_fn,
-        )
+        options: Any = {"starting_batch_size": starting_batch_size, "reduce_batch_size_fn": reduce_batch_size_fn}
+        return functools.partial(find_executable_batch_size, **options)
     size = _checked(starting_batch_size, "starting_batch_size")
     name = getattr(function, "__name__", type(function).__name__)
 

@@ -58,11 +58,9 @@ def notebook_launcher(
     >>> tw.notebook_launcher(train, (0.1,), num_processes=2)
     (2, 0.1)
     """
-    refuse_unknown(
-        "notebook_launcher",
-        {name: value for name, value in others.items() if name not in REFUSED},
-        ["function", "args", "num_processes", "mixed_precision", "use_port", *REFUSED],
-    )
+    unknown = {name: value for name, value in others.items() if name not in REFUSED}
+    names = ["function", "args", "num_processes", "mixed_precision", "use_port", *REFUSED]
+    refuse_unknown("notebook_launcher", unknown, names)
     for name, value in others.items():
         accepted, reason = REFUSED[name]
         if value not in accepted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,12 +101,8 @@ class LoopSettings:
         self.chosen_precision = self._precision(find(GradScalerKwargs))
         timeout = (find(InitProcessGroupKwargs) or InitProcessGroupKwargs()).timeout
         self.timeout_seconds = None if timeout is None else timeout.total_seconds()
-        self.compiler: str | None = overridden(
-            "Accelerator",
-            "dynamo_backend",
-            _compiler(self.dynamo_backend),
-            is_like=lambda given, value: (given is None) == (value is None),
-        )
+        backend, is_like = _compiler(self.dynamo_backend), lambda given, value: (given is None) == (value is None)
+        self.compiler: str | None = overridden("Accelerator", "dynamo_backend", backend, is_like=is_like)
         """The backend that compiles prepared models, or None if they run eagerly."""
 
     @property
@@ -128,11 +124,10 @@ class LoopSettings:
         """Return the plugin that the arguments mean, its `num_steps` filled in."""
         plugin = _of_kind(self.gradient_accumulation_plugin, GradientAccumulationPlugin, "gradient_accumulation_plugin")
         deepspeed = _of_kind(self.deepspeed_plugin, DeepSpeedPlugin, "deepspeed_plugin")
+        # 1 is the default, so it contradicts no plugin.
+        steps = None if self.gradient_accumulation_steps == 1 else self.gradient_accumulation_steps
         lengths = {
-            # 1 is the default, so it contradicts no plugin.
-            "gradient_accumulation_steps": None
-            if self.gradient_accumulation_steps == 1
-            else self.gradient_accumulation_steps,
+            "gradient_accumulation_steps": steps,
             "gradient_accumulation_plugin.num_steps": plugin and plugin.num_steps,
             "deepspeed_plugin.gradient_accumulation_steps": deepspeed and deepspeed.gradient_accumulation_steps,
         }
@@ -143,9 +138,8 @@ class LoopSettings:
         length = next(iter(given.values()), 1)
         if plugin is None:
             return GradientAccumulationPlugin(length)
-        return GradientAccumulationPlugin(
-            length, plugin.adjust_scheduler, plugin.sync_with_dataloader, plugin.sync_each_batch
-        )
+        chosen: GradientAccumulationPlugin = replace(plugin, num_steps=length)
+        return chosen
 
     def _strategy(self, ddp: DistributedDataParallelKwargs | None) -> str | Strategy:
         fsdp = _of_kind(self.fsdp_plugin, FullyShardedDataParallelPlugin, "fsdp_plugin")
@@ -173,9 +167,8 @@ def _compiler(given: Any) -> str | None:
     name = str(getattr(given, "value", given)).lower()
     if given is None or name == "no":
         return None
-    known = torch.compiler.list_backends(
-        exclude_tags=()
-    )  # by default torch omits backends for debugging, such as "eager"
+    # By default torch omits backends for debugging, such as "eager".
+    known = torch.compiler.list_backends(exclude_tags=())
     if name not in known:
         raise ValueError(
             f"dynamo_backend={given!r} is unknown. Choose from no, {', '.join(known)}.{did_you_mean(name, known)}"

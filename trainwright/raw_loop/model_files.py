@@ -115,9 +115,7 @@ def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int
     files.sync_directory(folder)
 
 
-def _write_shards(
-    files: Files, paths: list[str], shards: list[dict[str, Tensor]], tied: Mapping[str, str]
-) -> list[str]:
+def _write_shards(files: Files, paths: list[str], shards: list[dict[str, Tensor]], tied: dict[str, str]) -> list[str]:
     """Write all shards or none, and return their paths: temporary ones if files can be renamed."""
     written: list[str] = []
     try:

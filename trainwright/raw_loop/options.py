@@ -86,16 +86,11 @@ def profiled(options: ProfileKwargs) -> Iterator[profile]:
 
     # torch's schedule has no defaults for these three.
     phases = {"wait": 0, "warmup": 0, "active": 1, **(options.schedule_option or {})}
-    with profile(
-        activities=None if options.activities is None else [ACTIVITIES[each] for each in options.activities],
-        schedule=None if options.schedule_option is None else schedule(**phases),
-        on_trace_ready=take,
-        record_shapes=options.record_shapes,
-        profile_memory=options.profile_memory,
-        with_stack=options.with_stack,
-        with_flops=options.with_flops,
-        with_modules=options.with_modules,
-    ) as recorder:
+    activities = None if options.activities is None else [ACTIVITIES[each] for each in options.activities]
+    plan = None if options.schedule_option is None else schedule(**phases)
+    names = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+    shown = {name: getattr(options, name) for name in names}
+    with profile(activities=activities, schedule=plan, on_trace_ready=take, **shown) as recorder:
         yield recorder
 
 
@@ -168,35 +163,22 @@ class DistributedDataParallelKwargs(NamedArguments):
     comm_state_option: Any = None
 
     def __post_init__(self) -> None:
-        for name, needed, reason in (
-            ("dim", 0, "a batch is not split between devices"),
-            (
-                "broadcast_buffers",
-                True,
-                "every training step starts with rank 0's buffers, so that the ranks train one model",
-            ),
-        ):
+        buffers = "every training step starts with rank 0's buffers, so that the ranks train one model"
+        split = "a batch is not split between devices"
+        for name, needed, reason in (("dim", 0, split), ("broadcast_buffers", True, buffers)):
             if (value := getattr(self, name)) != needed:
                 raise ValueError(f"DistributedDataParallelKwargs({name}={value!r}) is not accepted: {reason}. Omit it.")
 
     def strategy(self, chosen: str | Strategy) -> str | Strategy:
         """Return the strategy "ddp" with these settings, if that or "auto" was chosen, or else the chosen one."""
-        names = ("auto", REPLICATING)
-        if chosen not in names:
+        if chosen not in ("auto", REPLICATING):
             return chosen  # as scripts pass these options whatever the strategy is
         # Members of Accelerate's enum have the same values.
         hook = getattr(self.comm_hook, "value", self.comm_hook)
-        return make_strategy(
-            REPLICATING,
-            {
-                "find_unused_parameters": self.find_unused_parameters,
-                "static_graph": self.static_graph,
-                "gradient_as_bucket_view": self.gradient_as_bucket_view,
-                "bucket_cap_mb": self.bucket_cap_mb,
-                "comm_hook": None if hook in (None, "no") else hook,
-                "comm_state": self.comm_state_option,
-            },
-        )
+        same = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb")
+        options = {name: getattr(self, name) for name in same}
+        options |= {"comm_hook": None if hook in (None, "no") else hook, "comm_state": self.comm_state_option}
+        return make_strategy(REPLICATING, options)
 
 
 @dataclass

@@ -181,15 +181,9 @@ class DeepSpeedPlugin(NamedArguments):
 
     def strategy(self) -> Strategy:
         """Return the strategy of these settings."""
-        return make_strategy(
-            "deepspeed",
-            {
-                "stage": self.zero_stage,
-                "offload_optimizer": self.offload_optimizer_device == "cpu",
-                "offload_parameters": self.offload_param_device == "cpu",
-                "config": self.hf_ds_config,
-            },
-        )
+        options = {"stage": self.zero_stage, "config": self.hf_ds_config}
+        options |= {"offload_optimizer": self.offload_optimizer_device == "cpu"}
+        return make_strategy("deepspeed", {**options, "offload_parameters": self.offload_param_device == "cpu"})
 
 
 def check_length(length: Any, name: str) -> None:

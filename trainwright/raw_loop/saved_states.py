@@ -208,9 +208,7 @@ class SavedStates:
 
         if self._objects:
             call = "the states of registered objects"
-            self._engine.ranks.run_on_all(
-                collect, call, subject="save_state could not read a registered object's state"
-            )
+            self._engine.ranks.run_on_all(collect, call, subject="save_state cannot read a registered object's state")
         return states
 
     def _check_objects(self, saved: list[dict[str, Any]], path: str) -> None:

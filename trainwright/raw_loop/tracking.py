@@ -63,11 +63,9 @@ class Tracker:
                 numbers |= to_numbers({key: value})
             except TypeError:
                 others[key] = value
-        writable = {
-            key: each for key, each in others.items() if isinstance(each, getattr(self.logger, "loggable", str))
-        }
-        is_written = bool(writable) and outlived(self.logger, "log_texts", writable, step)
-        left_out = others.keys() - (writable.keys() if is_written else set()) - self._left_out
+        texts = {key: each for key, each in others.items() if isinstance(each, getattr(self.logger, "loggable", str))}
+        is_written = bool(texts) and outlived(self.logger, "log_texts", texts, step)
+        left_out = others.keys() - (texts.keys() if is_written else set()) - self._left_out
         if left_out:
             self._left_out |= left_out
             shown = ", ".join(f"{key!r} ({a_type_of(others[key])})" for key in sorted(left_out))
@@ -132,12 +130,11 @@ class Trackers:
             raise RuntimeError("init_trackers was called before. Call end_training() first to begin another run.")
         values = to_dict(config) if config is not None else {}
         options = self._options("init_kwargs", init_kwargs)
-        made = [
-            Tracker(name, each)
-            if isinstance(each, Logger)
-            else Tracker(name, each.of_project(project_name, self._folder, **options.get(name, {})))
-            for name, each in self._chosen
-        ]
+        made = []
+        for name, each in self._chosen:
+            chosen = options.get(name, {})
+            logger = each if isinstance(each, Logger) else each.of_project(project_name, self._folder, **chosen)
+            made.append(Tracker(name, logger))
         for tracker in made:
             if isinstance(tracker.logger, FolderLogger) and self._folder is not None:
                 tracker.logger.use_root(self._folder)

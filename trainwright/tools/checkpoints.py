@@ -90,17 +90,12 @@ def _show(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(about if tensors is None else {**about, "tensors": tensors}, indent=2))
         return 0
-    lines = [
-        printable(options.path),
-        f"  step {about['step']}, epoch {about['epoch']}",
-        f"  {_origin(about)}; format {about['format_version']}",
-    ]
+    lines = [printable(options.path), f"  step {about['step']}, epoch {about['epoch']}"]
+    lines.append(f"  {_origin(about)}; format {about['format_version']}")
     for name, size in about["sections"].items():
-        shared = f" ({size['shared']} of them another's second name)" if size["shared"] else ""
+        tied = f" ({size['shared']} of them another's second name)" if size["shared"] else ""
         kind = "parameters and buffers" if name == "model" else "elements"
-        lines.append(
-            f"  {name}: {size['tensors']} tensors{shared}, {size['elements']:,} {kind}, {_bytes(size['bytes'])}"
-        )
+        lines.append(f"  {name}: {size['tensors']} tensors{tied}, {size['elements']:,} {kind}, {_bytes(size['bytes'])}")
         for tensor, entry in (tensors or {}).get(name, {}).items():
             lines.append(f"    {printable(tensor)}  {tuple(entry['shape'])}  {entry['dtype']}")
     total = _bytes(sum(about["files"].values()))
@@ -158,14 +153,9 @@ def _export_name(text: str) -> str:
 
 
 def _export(options: argparse.Namespace) -> int:
-    done = export_safetensors(
-        options.path,
-        options.out,
-        section=options.section,
-        strip_prefix=options.strip_prefix,
-        prefix=options.prefix,
-        dtype=EXPORT_DTYPES[options.dtype] if options.dtype else None,
-    )
+    dtype = EXPORT_DTYPES[options.dtype] if options.dtype else None
+    names = {"section": options.section, "strip_prefix": options.strip_prefix, "prefix": options.prefix}
+    done = export_safetensors(options.path, options.out, dtype=dtype, **names)
     print(f"{printable(options.out)}: {len(done.names)} tensors, {_bytes(os.path.getsize(options.out))}")
     for name, other in done.shared.items():
         print(f"  {printable(name)} is the same tensor as {printable(other)}, and stored under that name")
@@ -199,10 +189,7 @@ def summary(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     state = checkpoint.run_state()
     about = {key: value for key, value in checkpoint.header.items() if key not in ("step", "epoch", "world_size")}
     return {
-        "path": checkpoint.path,
-        "step": checkpoint.step,
-        "epoch": checkpoint.epoch,
-        "world_size": checkpoint.world_size,
+        **{name: getattr(checkpoint, name) for name in ("path", "step", "epoch", "world_size")},
         **about,
         "trainwright_version": state.get("trainwright_version"),
         "format_version": FORMAT_VERSION,
@@ -217,12 +204,9 @@ def summary(checkpoint: StoredCheckpoint) -> dict[str, Any]:
 def _size_of(table: Mapping[str, TensorEntry]) -> dict[str, int]:
     """Return the size of a section. Tied tensors count once."""
     distinct = {(entry.pieces or name): entry for name, entry in table.items()}
-    return {
-        "tensors": len(table),
-        "shared": len(table) - len(distinct),
-        "elements": sum(entry.numel for entry in distinct.values()),
-        "bytes": sum(entry.numel * entry.dtype.itemsize for entry in distinct.values()),
-    }
+    size = sum(entry.numel * entry.dtype.itemsize for entry in distinct.values())
+    count = sum(entry.numel for entry in distinct.values())
+    return {"tensors": len(table), "shared": len(table) - len(distinct), "elements": count, "bytes": size}
 
 
 def _tensors_of(checkpoint: StoredCheckpoint) -> dict[str, dict[str, Any]]:

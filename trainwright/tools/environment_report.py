@@ -28,10 +28,8 @@ OF_JOBS = (
 
 def env_command(arguments: Sequence[str], check_names: NameCheck) -> int:
     """Run `trainwright env` and return its exit code."""
-    parser = Parser(
-        prog="trainwright env",
-        description="Prints the facts that a bug report needs. Values that may be secret are hidden.",
-    )
+    about = "Prints the facts that a bug report needs. Values that may be secret are hidden."
+    parser = Parser(prog="trainwright env", description=about)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     facts = report(check_names)

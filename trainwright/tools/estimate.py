@@ -70,17 +70,15 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
         print(json.dumps({**facts, "rows": [_as_data(row, memory) for row in rows]}, indent=2))
         return 0
     width = terminal_width(sys.stdout)
-    remarks = [
-        f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes per device, without activations."
-    ]
+    lines = [f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes per device, without activations."]
     if is_assumed:
-        remarks.append(
+        lines.append(
             f"{options.optimizer} could not be tried on these sizes. Its state is counted like Adam's, 8 bytes a parameter."
         )
     if options.params and FULLY_SHARDED in strategies:
-        remarks.append(f"{FULLY_SHARDED} also gathers one block at a time, whose size --params does not show.")
-    remarks.append(f"With {size_text(memory)} per device; `fits` means that a fifth of it is free for activations.")
-    print("\n".join([*(fill(remark, width) for remark in remarks), *_table(rows, memory, width)]))
+        lines.append(f"{FULLY_SHARDED} also gathers one block at a time, whose size --params does not show.")
+    lines.append(f"With {size_text(memory)} per device; `fits` means that a fifth of it is free for activations.")
+    print("\n".join([*(fill(line, width) for line in lines), *_table(rows, memory, width)]))
     if options.precision is None:
         more = "--precision all also shows 16-true and bf16-true, which keep the parameters themselves in 16 bits."
         print(f"\n{fill(more, width)}")
@@ -96,21 +94,14 @@ def _parser() -> Parser:
         "work under `if __name__ == '__main__':`.",
     )
     add = parser.add_argument
-    add(
-        "target",
-        nargs="?",
-        metavar="SCRIPT_OR_MODULE[:CLASS]",
-        help="the class of the model, or a function that returns it",
-    )
+    model = "the class of the model, or a function that returns it"
+    add("target", nargs="?", metavar="SCRIPT_OR_MODULE[:CLASS]", help=model)
     add("--params", metavar="N", help="a number of parameters instead, such as 7e9 or 7B")
     add("--args", metavar="JSON", help="the arguments of the class, such as '{\"width\": 512}'")
     add("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (default: AdamW)")
     add("--devices", metavar="N,N", default="1,2,4,8", help="numbers of devices (default: 1,2,4,8)")
-    add(
-        "--precision",
-        metavar="NAME,NAME",
-        help=f"of {', '.join(NAMES)}, or all of 16 and 32 bits (default: {', '.join(USUAL_PRECISIONS)})",
-    )
+    precisions = f"of {', '.join(NAMES)}, or all of 16 and 32 bits (default: {', '.join(USUAL_PRECISIONS)})"
+    add("--precision", metavar="NAME,NAME", help=precisions)
     add("--strategies", metavar="NAME,NAME", help=f"of {', '.join(LISTED_STRATEGIES)} (default: all)")
     add("--memory", metavar="SIZE", help="memory per device, such as 80GiB (default: the memory of this machine)")
     add("--json", action="store_true", help="print JSON")
@@ -177,22 +168,13 @@ def _verdict(held: DeviceBytes, memory: int) -> str:
 
 
 def _as_data(row: EstimateRow, memory: int) -> dict[str, Any]:
-    return {
-        "precision": row.precision,
-        "strategy": row.strategy,
-        "devices": row.num_devices,
-        **row.held._asdict(),
-        "total": row.held.total,
-        "verdict": _verdict(row.held, memory),
-    }
+    about = {"precision": row.precision, "strategy": row.strategy, "devices": row.num_devices}
+    return {**about, **row.held._asdict(), "total": row.held.total, "verdict": _verdict(row.held, memory)}
 
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:
-    known = {
-        key: value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
+    base, types = torch.optim.Optimizer, {k: v for k, v in vars(torch.optim).items() if isinstance(v, type)}
+    known = {key: value for key, value in types.items() if issubclass(value, base) and value is not base}
     if name not in known:
         raise ValueError(f"--optimizer {name}: choose from {', '.join(known)}.{did_you_mean(name, known)}")
     return known[name]

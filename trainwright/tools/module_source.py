@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -77,14 +78,11 @@ def _made(origin: str, name: str, arguments: str | None) -> tuple[nn.Module, str
 
 def _on_meta(module: nn.Module) -> nn.Module:
     """Return a copy on the meta device. `to` would copy a tensor twice if two layers share it."""
-    tensors: dict[int, Any] = {
-        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        for parameter in module.parameters()
-        if not is_lazy(parameter)
-    }
-    tensors |= {
-        id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers() if not is_lazy(buffer)
-    }
+    tensors: dict[int, Any] = {}
+    for tensor in (each for each in chain(module.parameters(), module.buffers()) if not is_lazy(each)):
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        tensors[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(module, tensors)
 
 
@@ -144,9 +142,7 @@ def _options(arguments: str | None) -> dict[str, Any]:
     try:
         options = json.loads(arguments or "{}")
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"--args {arguments} is not JSON ({error}). Pass an object such as '{{\"width\": 512}}'."
-        ) from error
+        raise ValueError(f"--args {arguments} is not JSON ({error}). Pass one such as '{{\"width\": 512}}'.") from error
     if not isinstance(options, dict):
         raise ValueError(f"--args {arguments} is not an object. Pass one such as '{{\"width\": 512}}'.")
     return options

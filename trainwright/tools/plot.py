@@ -28,11 +28,8 @@ def plot_command(arguments: Sequence[str], _: Any) -> int:
     )
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="the folder of a run, such as trainwright_logs/version_0")
-    add(
-        "--out",
-        metavar="FILE",
-        help=f"the page, which ends in .html; default: {CURVES_NAME} in the run, or here for several",
-    )
+    page = f"the page, which ends in .html; default: {CURVES_NAME} in the run, or here for several"
+    add("--out", metavar="FILE", help=page)
     add("--metrics", action="append", metavar="A,B", help="the metrics to draw; default: all")
     add("--x", choices=AXES, default="step", help="the x axis; default: step")
     options = parser.parse_args(arguments)

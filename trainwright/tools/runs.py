@@ -88,10 +88,9 @@ class ListedRun:
         modes = {**self.monitors, **self.modes}
         mode = modes.get(metric) or direction_of(metric) or "max"
         # The logger may add a prefix to the name in the callback.
-        names = [
-            name for name in self.history.series if name == metric or (metric in modes and name.endswith(f"-{metric}"))
-        ]
-        series = self.history.series[metric if metric in names else names[0]] if names else None
+        prefixed = [name for name in self.history.series if metric in modes and name.endswith(f"-{metric}")]
+        names = [metric] if metric in self.history.series else prefixed
+        series = self.history.series[names[0]] if names else None
         if series is not None and (finite := np.flatnonzero(np.isfinite(series.values))).size:
             values = series.values[finite]
             at = finite[values.argmin() if mode == "min" else values.argmax()]
@@ -116,11 +115,8 @@ def runs_command(arguments: Sequence[str], _: Any) -> int:
         "of the metric that a ModelCheckpoint monitors, and the newest checkpoint.",
     )
     parser.add_argument("directory", metavar="DIR", help="the folder, such as trainwright_logs")
-    parser.add_argument(
-        "--sort",
-        metavar="METRIC",
-        help="list the runs with the best values of this metric first; METRIC:min or METRIC:max sets the direction",
-    )
+    sorts = "list the runs with the best values of this metric first; METRIC:min or METRIC:max sets the direction"
+    parser.add_argument("--sort", metavar="METRIC", help=sorts)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     sort = None
@@ -301,10 +297,7 @@ def _as_data(run: ListedRun, sort: str | None) -> dict[str, Any]:
         "folder": run.folder,
         "state": run.state.word,
         "remark": run.state.remark or None,
-        "call": record.call if record is not None else None,
-        "began": record.began if record is not None else None,
-        "resumed": record.resumed if record is not None else None,
-        "ended": record.ended if record is not None else None,
+        **{name: getattr(record, name, None) for name in ("call", "began", "resumed", "ended")},
         "age_seconds": None if run.written_at is None else round(max(0.0, time.time() - run.written_at), 1),
         "epoch": run.epoch,
         "step": run.step,
@@ -332,23 +325,17 @@ def _table(runs: Sequence[ListedRun], directory: str, sort: str | None, width: i
 def _cells(run: ListedRun, directory: str, sort: str | None, detail: int) -> list[str]:
     """Return the row of a run. Detail 3 shows all, 2 no steps of best values, 1 one value, 0 no remarks."""
     remark = f" ({run.state.remark})" if run.state.remark and detail else ""
-    best = [
-        f"{name} {value.value:.5g}"
-        + (f" at step {value.step}" if value.step is not None and detail == MOST_DETAIL else "")
-        for name, value in _shown_best(run, sort).items()
-    ]
+    best = []
+    for name, value in _shown_best(run, sort).items():
+        at = f" at step {value.step}" if value.step is not None and detail == MOST_DETAIL else ""
+        best.append(f"{name} {value.value:.5g}{at}")
     best = best if detail > 1 or len(best) < 2 else [best[0], "..."]
     path = run.checkpoint.path if run.checkpoint is not None else NO_VALUE
     root = absolute(directory).rstrip("/")
     path = posixpath.relpath(path, root) if path.startswith(f"{root}/") else path
-    cells = (
-        run.name,
-        f"{run.state.word}{remark}",
-        *(NO_VALUE if number is None else str(number) for number in (run.epoch, run.step)),
-        ", ".join(best) or NO_VALUE,
-        path,
-        NO_VALUE if run.written_at is None else _age(time.time() - run.written_at),
-    )
+    age = NO_VALUE if run.written_at is None else _age(time.time() - run.written_at)
+    position = (NO_VALUE if number is None else str(number) for number in (run.epoch, run.step))
+    cells = (run.name, f"{run.state.word}{remark}", *position, ", ".join(best) or NO_VALUE, path, age)
     return [printable(cell) for cell in cells]
 
 

@@ -55,9 +55,8 @@ def trials_command(arguments: Sequence[str], _: Any) -> int:
         "weights of one process that trains on the same batches.",
     )
     parser.add_argument("--cpu", action="store_true", help="compute on the CPU even if there is a GPU")
-    parser.add_argument(
-        "--strategies", metavar="NAME,NAME", help=f"of {', '.join(LISTED_STRATEGIES)} (default: all), or others"
-    )
+    names = f"of {', '.join(LISTED_STRATEGIES)} (default: all), or others"
+    parser.add_argument("--strategies", metavar="NAME,NAME", help=names)
     parser.add_argument("--timeout", metavar="SECONDS", default="120", help="the longest training (default: 120)")
     parser.add_argument("--config-file", metavar="PATH", help="set the variables of this config, as launch does")
     options = parser.parse_args(arguments)
@@ -173,9 +172,8 @@ def train() -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--alone", action="store_true", help="this process is the whole job")
     options = parser.parse_args()
-    loop = Accelerator(
-        strategy=options.strategy, cpu=options.cpu, devices=1 if options.alone else "auto", precision="32-true"
-    )
+    devices = 1 if options.alone else "auto"
+    loop = Accelerator(strategy=options.strategy, cpu=options.cpu, devices=devices, precision="32-true")
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
     inputs = torch.randn(SAMPLES, WIDTH)

@@ -111,9 +111,8 @@ def step_plateau_schedulers(run: TrainingRun, is_last: bool) -> None:
     does not count.
     """
     is_timed = run.plan.validation_clock is not None  # such a validation is due on no batch that is known here
-    if run.state.has_made_step and not run.state.postpone_schedulers(
-        not is_timed and validation_is_due(run, at_end=is_last)
-    ):
+    is_due = not is_timed and validation_is_due(run, at_end=is_last)
+    if run.state.has_made_step and not run.state.postpone_schedulers(is_due):
         step_schedulers(run, "step", run.state.step, plateau=True)
 
 

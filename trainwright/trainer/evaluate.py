@@ -306,9 +306,8 @@ def sanity_check(evaluation: Evaluation) -> None:
             run.hooks.call("on_sanity_check_end")
             return
         most = int(steps) if isfinite(steps) else None
-        evaluation.run.stages.sanity_check.note(
-            None, [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders]
-        )
+        limits = [evaluation.limit_of(loader, most) for _, loader in evaluation.loaders]
+        evaluation.run.stages.sanity_check.note(None, limits)
         try:
             evaluate(evaluation, Phase.SANITY_CHECK, most=most)
             warn_of_misspelled_monitors(run.trainer.callbacks, run.trainer.callback_metrics)

@@ -1,16 +1,16 @@
 """Fit: the training loop, top to bottom.
 
-    fit:         for each epoch: fit_epoch
+    fit:         for each epoch: fit_epoch.
     fit_epoch:   for each batch of this rank's shard, in the order of (seed, epoch):
-                     train_batch; log every n steps
-                     validate, if an interval within the epoch has passed and no window is open
-                 log the last step, if no row was due yet; step the epoch-wise schedulers; validate, if due
-                 reduce the epoch's metrics over the ranks; save a checkpoint (callbacks)
-    train_batch: zero_grad         at a window's start; after training_step if a hook or the module takes part in it
+                     train_batch; log every n steps.
+                     validate, if an interval within the epoch has passed and no window is open.
+                 log the last step, if no row was due yet; step the epoch-wise schedulers; validate, if due.
+                 reduce the epoch's metrics over the ranks; save a checkpoint (callbacks).
+    train_batch: zero_grad         at a window's start; after training_step if a hook or the module takes part in it.
                  training_step
-                 backward          the loss divided by the window's own length
-                 clip, step        at a window's end
-                 step the step-wise schedulers, unless the step was skipped
+                 backward          the loss divided by the window's own length.
+                 clip, step        at a window's end.
+                 step the step-wise schedulers, unless the step was skipped.
 
 A window is the batches of one optimizer step (`accumulate_grad_batches`); the last one of an epoch may be shorter. Under
 manual optimization training_step does all of train_batch itself. resume.py has the steps before the loop, hooks.py the order

@@ -1,35 +1,35 @@
 """Hooks: the timeline of a run, and the HookTable, which finds at the start of a call who is called at each point.
 
     always   configure_callbacks > on_tune (a fit that resumes nothing) > prepare_data > setup (the datamodule's first)
-             > configure_model > (a checkpoint is opened: on_load_checkpoint > load_state_dict of callbacks and datamodule)
+             > configure_model > (a checkpoint is opened: on_load_checkpoint > load_state_dict of callbacks and datamodule).
     fit      configure_optimizers > on_fit_start > configure_lr_scheduler
-             > (weights, optimizers and counters are taken from the checkpoint: load_sharded_state_dict)
+             > (weights, optimizers and counters are taken from the checkpoint: load_sharded_state_dict).
                sanity check, unless the run resumes: on_sanity_check_start > val_dataloader > validation as below
-                 > on_sanity_check_end
-               train_dataloader > on_resume_start (a resumed run) > on_train_start > on_resume_end (a resumed run)
+                 > on_sanity_check_end.
+               train_dataloader > on_resume_start (a resumed run) > on_train_start > on_resume_end (a resumed run).
                every epoch: on_train_epoch_start > configure_lr_scheduler
-                 every batch: on_before_batch_transfer > transfer_batch_to_device > on_after_batch_transfer
+                 every batch: on_before_batch_transfer > transfer_batch_to_device > on_after_batch_transfer.
                    on_train_batch_start
                    training_step
                    at a window's start: on_before_zero_grad > optimizer_zero_grad
                    on_before_backward > backward > on_after_backward
                    at a window's end: on_before_optimizer_step > configure_gradient_clipping > optimizer_step
-                     > lr_scheduler_step of the step-wise schedulers
-                   on_train_batch_end > on_save_point > validation, where due within the epoch
+                     > lr_scheduler_step of the step-wise schedulers.
+                   on_train_batch_end > on_save_point > validation, where due within the epoch.
                  lr_scheduler_step of the epoch-wise schedulers > validation, where due
                  the metrics are reduced > on_train_epoch_end > its logged values are reduced > lr_scheduler_step of
-                 monitoring schedulers > on_train_epoch_end of callbacks with a negative priority > on_save_point
+                 monitoring schedulers > on_train_epoch_end of callbacks with a negative priority > on_save_point.
                  instead, if the run stops within the epoch: on_train_epoch_stop > on_save_point
-                 > on_train_epoch_end, by priority as above
-               on_before_train_end (unless a signal stops the run) > on_train_end > on_fit_end > teardown
+                 > on_train_epoch_end, by priority as above.
+               on_before_train_end (unless a signal stops the run) > on_train_end > on_fit_end > teardown.
     validation, test, predict
              (validation in fit: on_validation_model_zero_grad) > on_*_model_eval > on_*_start > on_*_epoch_start
-               every batch: the three of the transfer > on_*_batch_start > *_step > on_*_batch_end
+               every batch: the three of the transfer > on_*_batch_start > *_step > on_*_batch_end.
              the metrics are reduced > on_*_epoch_end > its logged values are reduced
-             > on_*_end > on_save_point (validation) > on_*_model_train
-    a checkpoint is written: state_dict > has_requested_stop (if should_stop is set) > sharded_state_dict > on_save_checkpoint
-    an exception ends the run: on_exception > teardown
-    the loggers are closed, except after predict: on_run_end
+             > on_*_end > on_save_point (validation) > on_*_model_train.
+    a checkpoint is written: state_dict > has_requested_stop (if should_stop is set) > sharded_state_dict > on_save_checkpoint.
+    an exception ends the run: on_exception > teardown.
+    the loggers are closed, except after predict: on_run_end.
 
 Callbacks are called before the module, the highest `priority` first, and callbacks of equal priority in list order. With a
 negative priority (EarlyStopping and progress bars, then checkpoints) they come after the module in on_train_batch_end,
@@ -61,11 +61,8 @@ from trainwright.trainer.logbook import Logbook
 EPOCH_ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 Hooks = tuple[Callable[..., Any], ...]
 MODULE_HOOKS = tuple(name for name in vars(ModuleHooks) if not name.startswith("_"))
-EARLIER_HOOKS = {
-    "training_epoch_end": "on_train_epoch_end",
-    "validation_epoch_end": "on_validation_epoch_end",
-    "test_epoch_end": "on_test_epoch_end",
-}
+EARLIER_HOOKS = {f"{stage}_epoch_end": f"on_{stage}_epoch_end" for stage in ("validation", "test")}
+EARLIER_HOOKS["training_epoch_end"] = "on_train_epoch_end"
 """Hooks of earlier trainers without which results would be missing, and their replacements."""
 RENAMED_HOOKS = {
     "configure_sharded_model": "configure_model",
@@ -101,10 +98,8 @@ class HookTable:
             calls[name] = first + self._of_module(name) + last + save_point
         # The reduction of the epoch's metrics comes between these two.
         name = "on_train_epoch_end"
-        calls[name], self._late_epoch_end = (
-            self._of_callbacks(name, early) + self._of_module(name),
-            self._of_callbacks(name, late),
-        )
+        calls[name] = self._of_callbacks(name, early) + self._of_module(name)
+        self._late_epoch_end = self._of_callbacks(name, late)
         self._calls = calls
         readers = [callback for callback in ordered if callback.reads_outputs]
         self.outputs_are_read = bool(
@@ -116,15 +111,12 @@ class HookTable:
 
     def _of_callbacks(self, name: str, callbacks: Iterable[Callback]) -> Hooks:
         """Return this hook of the callbacks that override it."""
-        return tuple(
-            self._timed(
-                name,
-                partial(getattr(callback, name), self._trainer, self._module),
-                f"[callback] {type(callback).__name__}",
-            )
-            for callback in callbacks
-            if is_overridden(name, callback, Callback)
-        )
+
+        def bound(callback: Callback) -> Any:
+            hook = partial(getattr(callback, name), self._trainer, self._module)
+            return self._timed(name, hook, f"[callback] {type(callback).__name__}")
+
+        return tuple(bound(callback) for callback in callbacks if is_overridden(name, callback, Callback))
 
     def _of_module(self, name: str) -> Hooks:
         """Return this hook of the module, if it overrides it."""

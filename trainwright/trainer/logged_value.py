@@ -90,17 +90,10 @@ class LoggedValue:
         suffix = f"/dataloader_idx_{loader[0]}" if loader is not None and settings.add_dataloader_idx else ""
         is_forked = self.on_step and self.on_epoch
         self.step_name = f"{name}_step{suffix}" if is_forked else f"{name}{suffix}"
-        self.key = Key(
-            hook,
-            base_name=f"{name}{suffix}",
-            epoch_name=f"{name}_epoch{suffix}" if is_forked else f"{name}{suffix}",
-            loader=-1 if loader is None else loader[0],
-            reduce_fx=self.reduce_fx,
-            prog_bar=bool(settings.prog_bar),
-            logger=settings.logger is None or bool(settings.logger),
-            attribute="",
-            rank_zero_only=bool(settings.rank_zero_only),
-        )
+        names = (f"{name}{suffix}", f"{name}_epoch{suffix}" if is_forked else f"{name}{suffix}")
+        is_logged, index = settings.logger is None or bool(settings.logger), -1 if loader is None else loader[0]
+        is_shown, is_of_first = bool(settings.prog_bar), bool(settings.rank_zero_only)
+        self.key = Key(hook, *names, index, self.reduce_fx, is_shown, is_logged, "", is_of_first)
         """The description that all ranks share."""
         self.last: Tensor | float | None = None
         """The latest value. None before the first."""

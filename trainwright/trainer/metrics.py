@@ -188,10 +188,8 @@ class MetricCollector:
         `only` restricts the Metric objects to these paths. NOTE: waits for the device.
         """
         in_use = self.in_use()
-        return {
-            "values": _states_of(list(self.values.values())),
-            "metrics": states_of_metrics(self._module, in_use if only is None else in_use.keys() & set(only)),
-        }
+        metrics = states_of_metrics(self._module, in_use if only is None else in_use.keys() & set(only))
+        return {"values": _states_of(list(self.values.values())), "metrics": metrics}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Replace this epoch's logged values by a checkpoint's. `device` is the device of this rank."""
@@ -348,7 +346,5 @@ def _in_words(batch: Any) -> str:
 def _states_of(logged_values: list[LoggedValue]) -> list[dict[str, Any]]:
     numbers_of = [logged.numbers() for logged in logged_values]
     rest = iter(read_all([number for numbers in numbers_of for number in numbers]))  # one transfer for all
-    return [
-        logged.state_dict(list(islice(rest, len(numbers))))
-        for logged, numbers in zip(logged_values, numbers_of, strict=True)
-    ]
+    pairs = zip(logged_values, numbers_of, strict=True)
+    return [logged.state_dict(list(islice(rest, len(numbers)))) for logged, numbers in pairs]

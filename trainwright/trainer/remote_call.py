@@ -47,16 +47,9 @@ def call_remotely(
         RunStopped: a signal has stopped the run there. Nothing has changed here.
         LaunchError: the job could not be started.
     """
-    handed = {
-        "model": run.module,
-        **options,
-        "datamodule": run.datamodule,
-        "callbacks": trainer.callbacks,
-        "loggers": trainer.loggers,
-        "profiler": trainer.profiler,
-        "Trainer": {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS},
-        "others": others,
-    }
+    handed = {"model": run.module, **options, "datamodule": run.datamodule, "others": others}
+    handed |= {name: getattr(trainer, name) for name in ("callbacks", "loggers", "profiler")}
+    handed["Trainer"] = {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS}
     with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as name:
         folder, num_workers = Path(name), run.engine.num_workers
         changed = call_in_workers(function, handed, num_workers, asked=f"trainer.{run.call}", folder=folder)

@@ -268,9 +268,7 @@ class Position:
 
     def plain(self) -> dict[str, Any]:
         """Return everything except the phase, as plain data for a Trainer in another process."""
-        plain = {
-            entry.name: copy.deepcopy(getattr(self, entry.name)) for entry in fields(self) if entry.name != "progress"
-        }
+        plain = {one.name: copy.deepcopy(getattr(self, one.name)) for one in fields(self) if one.name != "progress"}
         return {**plain, "open_epoch": None if self.open_epoch is None else asdict(self.open_epoch)}
 
     @classmethod

@@ -15,12 +15,7 @@ from trainwright.errors import a_type_of
 from trainwright.module import Module, is_overridden
 from trainwright.profilers import Profiler
 
-HOOKS = {
-    "train": "train_dataloader",
-    "validation": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
+HOOKS = {"validation": "val_dataloader", **{stage: f"{stage}_dataloader" for stage in ("train", "test", "predict")}}
 
 
 @dataclass(frozen=True)

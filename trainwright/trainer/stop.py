@@ -1,10 +1,10 @@
 """Stop: whether a fit stops here, and how it ends after a signal (SIGTERM, SIGUSR1, Ctrl-C).
 
-    a rank is signalled       SignalWatch records it and calls Stop, whose sync points notify all ranks
-    in training               Stop.is_due ends the loop of every rank at one optimizer step, once they know the signal
-    in a validation           Stop.after_loader: all ranks leave it, and the run is saved as it was before
-    the loop has ended        Stop.finish > ModelCheckpoint.save_stop > Trainer.save_checkpoint > saving.py (the contents)
-    after fit's cleanup       rank 0 prints it and has SLURM requeue the job on SIGUSR1, and all ranks raise RunStopped
+    a rank is signalled       SignalWatch records it and calls Stop, whose sync points notify all ranks.
+    in training               Stop.is_due ends the loop of every rank at one optimizer step, once they know the signal.
+    in a validation           Stop.after_loader: all ranks leave it, and the run is saved as it was before.
+    the loop has ended        Stop.finish > ModelCheckpoint.save_stop > Trainer.save_checkpoint > saving.py (the contents).
+    after fit's cleanup       rank 0 prints it and has SLURM requeue the job on SIGUSR1, and all ranks raise RunStopped.
 
 A signal changes nothing for a run that is ending anyway, by max_steps or by should_stop.
 """

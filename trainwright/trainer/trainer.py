@@ -354,12 +354,9 @@ class Trainer(Status):
         """
         if return_predictions not in (None, True, False, "own"):
             raise ValueError(f"return_predictions={return_predictions!r} is not accepted. Pass True, False or 'own'.")
-        given = (model, dataloaders, ckpt_path, datamodule, verify)
-        wanted, own_only = return_predictions is not False, return_predictions == "own"
-        run = partial(predict, return_predictions=wanted, own_only=own_only)
-        predictions: list[Any] | None = self._evaluate(
-            "predict", "predict", given, run, return_predictions=return_predictions
-        )
+        given, wanted = (model, dataloaders, ckpt_path, datamodule, verify), return_predictions
+        run = partial(predict, return_predictions=wanted is not False, own_only=wanted == "own")
+        predictions: list[Any] | None = self._evaluate("predict", "predict", given, run, return_predictions=wanted)
         return predictions
 
     def save_checkpoint(
@@ -447,16 +444,9 @@ class Trainer(Status):
         parts, callbacks = self._parts(self.run.root), self.checkpoint_callbacks
         saving = [type(each).__name__ for each in callbacks]
         refuse_unlike_arguments({**parts.settings.shared, "callbacks that save": saving}, "Trainer", self.engine.ranks)
-        search = CheckpointSearch(
-            self.engine,
-            callbacks,
-            self.loggers,
-            self.run.root,
-            request.call,
-            request.verify,
-            is_trial=request.call == "fit" and bool(self.fast_dev_run),
-            say=self.print,
-        )
+        is_trial = request.call == "fit" and bool(self.fast_dev_run)
+        places = (callbacks, self.loggers, self.run.root)
+        search = CheckpointSearch(self.engine, *places, request.call, request.verify, is_trial=is_trial, say=self.print)
         return parts, search.choose(request.ckpt_path)
 
     def _measure(self, call: str, stage: str, given: tuple[Any, ...], verbose: bool) -> list[dict[str, float]]:

@@ -84,9 +84,7 @@ class Tuner:
         return bool(self._trainer.fast_dev_run)
 
 
-def _data_of(
-    call: str, method: str, train: Any, val: Any, others: Any, datamodule: DataModule | None
-) -> dict[str, Any]:
-    if method != "fit" or others is not None:
+def _data_of(call: str, method: str, train: Any, val: Any, other: Any, datamodule: DataModule | None) -> dict[str, Any]:
+    if method != "fit" or other is not None:
         raise ValueError(f"{call} searches only 'fit'. Omit method= and dataloaders=, and pass train_dataloaders=.")
     return {"train_dataloaders": train, "val_dataloaders": val, "datamodule": datamodule}

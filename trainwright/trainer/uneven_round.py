@@ -34,11 +34,8 @@ class UnevenRound:
         self._collector, self._module, self._is_dummy = collector, module, is_dummy
         collector.begin_uneven_round(silent=is_dummy)
         self._undo: list[Undo] = []
-        self._after: list[Undo] = [
-            take_nothing_in(child)
-            for child in (module.modules() if is_dummy else ())
-            if is_metric(child) and child.dist_sync_on_step
-        ]
+        metrics = (child for child in (module.modules() if is_dummy else ()) if is_metric(child))
+        self._after: list[Undo] = [take_nothing_in(metric) for metric in metrics if metric.dist_sync_on_step]
         self.renew()
 
     def put_back(self) -> None:

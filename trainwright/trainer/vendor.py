@@ -111,10 +111,8 @@ def restore_metrics(module: nn.Module, states: dict[str, Any]) -> None:
 
 def restore_of(metric: Metric) -> Undo:
     """Return a function that restores the present state of a Metric."""
-    states = {
-        name: value.detach().clone() if isinstance(value, Tensor) else [*value]
-        for name, value in metric.metric_state.items()
-    }
+    stored = metric.metric_state.items()
+    states = {name: value.detach().clone() if isinstance(value, Tensor) else [*value] for name, value in stored}
     updates = metric.update_count
 
     def restore() -> None:

@@ -86,9 +86,7 @@ def test_a_script_that_is_too_short_is_named_at_once(fake: Path, capsys: pytest.
     assert "compare rungs; pass a higher --steps." in said
 
 
-def test_unwritable_files_do_not_hide_the_table(
-    fake: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_files_do_not_hide_the_table(fake: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table is printed all the same."""
 
     def fill_the_disk(*_: object) -> None:
@@ -110,9 +108,7 @@ def test_unwritable_files_do_not_hide_the_table(
 
 
 @pytest.mark.parametrize(("flags", "kind"), [([], "cpu"), (["--no-cpu"], "auto")])
-def test_the_config_says_cpu(
-    flags: list[str], kind: str, fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_config_says_cpu(flags: list[str], kind: str, fake: Path, monkeypatch: Any, capsys: Any) -> None:
     (fake / "config.yaml").write_text("cpu: true\n")
     seen = []
 
@@ -129,18 +125,12 @@ def test_the_config_says_cpu(
     assert Path("ladder/json_tool-1/unchanged/arguments").read_text() == "-m json.tool --indent\n"
 
 
-@pytest.mark.parametrize(
-    ("program", "code", "said"),
-    [
-        ("exit 0", 1, "the script made neither a Trainer nor an Accelerator of trainwright"),
-        (
-            "echo KeyError: 1; exit 1",
-            1,
-            "The ladder ends at its first rung, the unchanged script: exit code 1: KeyError: 1.",
-        ),
-        (f"{FAKE}", 2, "--metric test_ac: the script has no such metric; it has test_loss, test_acc. Did you mean"),
-    ],
-)
+@pytest.mark.parametrize(("program", "code", "said"), [
+    ("exit 0", 1, "the script made neither a Trainer nor an Accelerator of trainwright"),
+    ("echo KeyError: 1; exit 1", 1,
+     "The ladder ends at its first rung, the unchanged script: exit code 1: KeyError: 1."),
+    (f"{FAKE}", 2, "--metric test_ac: the script has no such metric; it has test_loss, test_acc. Did you mean"),
+])  # fmt: skip
 def test_a_first_rung_that_nothing_can_be_compared_with(
     program: str, code: int, said: str, fake: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,28 +139,20 @@ def test_a_first_rung_that_nothing_can_be_compared_with(
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "no script was given. Pass one, or -m and a module, after the options."),
-        (["none.py"], "file 'none.py' does not exist. Pass the path of a script"),
-        (["--rungs", "fdsp", "train.py"], "--rungs fdsp: choose from unchanged, "),
-        (["--rungs", "unchanged,fdsp", "train.py"], "Did you mean 'fsdp'?"),
-        (
-            ["--cpu", "--devices", "none", "train.py"],
-            "--devices none: expected an integer of at least 1, -1 for all, or auto.",
-        ),
-        (["--steps", "0", "train.py"], "--steps 0: expected an integer of at least 1."),
-        (["--lower", "--higher", "train.py"], "--higher and --lower exclude each other. Pass one."),
-        (["--out", "full", "train.py"], "--out full exists already; pass a new folder"),
-        (
-            ["--out", "train.py/results", "train.py"],
-            "the folder train.py/results cannot be made (",
-        ),
-        (["--bogus", "train.py"], "'--bogus' is not an option of trainwright ladder. Put options"),
-        (["--step", "3", "train.py"], "'--step' is not an option of trainwright ladder. Did you mean '--steps'?"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    ([], "no script was given. Pass one, or -m and a module, after the options."),
+    (["none.py"], "file 'none.py' does not exist. Pass the path of a script"),
+    (["--rungs", "fdsp", "train.py"], "--rungs fdsp: choose from unchanged, "),
+    (["--rungs", "unchanged,fdsp", "train.py"], "Did you mean 'fsdp'?"),
+    (["--cpu", "--devices", "none", "train.py"],
+     "--devices none: expected an integer of at least 1, -1 for all, or auto."),
+    (["--steps", "0", "train.py"], "--steps 0: expected an integer of at least 1."),
+    (["--lower", "--higher", "train.py"], "--higher and --lower exclude each other. Pass one."),
+    (["--out", "full", "train.py"], "--out full exists already; pass a new folder"),
+    (["--out", "train.py/results", "train.py"], "the folder train.py/results cannot be made ("),
+    (["--bogus", "train.py"], "'--bogus' is not an option of trainwright ladder. Put options"),
+    (["--step", "3", "train.py"], "'--step' is not an option of trainwright ladder. Did you mean '--steps'?"),
+])  # fmt: skip
 def test_the_ladder_rejects_wrong_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").touch()
     Path("full").mkdir()
@@ -182,17 +164,12 @@ def test_the_ladder_rejects_wrong_options(arguments: list[str], said: str, capsy
     assert not Path("ladder").exists()
 
 
-@pytest.mark.parametrize(
-    ("line", "hint"),
-    [
-        ("import lightning as L", "; it imports lightning: import trainwright instead, most names are the same."),
-        ("    from accelerate import Accelerator", "; it imports accelerate: import trainwright instead"),
-        ("import torch  # import lightning", "can be changed."),
-    ],
-)
-def test_a_script_of_another_framework_is_named(
-    line: str, hint: str, fake: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("line", "hint"), [
+    ("import lightning as L", "; it imports lightning: import trainwright instead, most names are the same."),
+    ("    from accelerate import Accelerator", "; it imports accelerate: import trainwright instead"),
+    ("import torch  # import lightning", "can be changed."),
+])  # fmt: skip
+def test_a_script_of_another_framework_is_named(line: str, hint: str, fake: Path, capsys: Any) -> None:
     (fake / "interpreter").write_text("#!/bin/sh\n")
     Path("train.py").write_text(f"import os\n{line}\n")
     assert ladder_command(["--cpu", "--rungs", "bf16-mixed", "train.py"], None) == 1

@@ -166,9 +166,7 @@ def test_a_loop_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert not record.is_cut
 
 
-def test_a_loop_is_ended_after_its_steps(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_is_ended_after_its_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     set_rung(monkeypatch, tmp_path / "rung", steps=6)
     with pytest.raises(SystemExit) as caught:
         Loop(tmp_path).run(make_loader(40))

@@ -51,9 +51,7 @@ def test_a_foreign_file_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         tw.Trainer(**QUIET)
 
 
-def test_settings_of_the_engine_are_replaced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_of_the_engine_are_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     file = set_rung(monkeypatch, tmp_path, devices=3, strategy="ddp", precision="bf16-mixed", accelerator="cpu")
     assert list(engine_arguments().values()) == [3, 1, "cpu", "ddp", "bf16-mixed"]
     said = capsys.readouterr().err.splitlines()
@@ -63,17 +61,14 @@ def test_settings_of_the_engine_are_replaced(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("given", "name", "stays"),
-    [
-        (DDPStrategy(find_unused_parameters=True), "ddp", True),
-        ("ddp_find_unused_parameters_true", "ddp", True),
-        ("ddp", "ddp_find_unused_parameters_true", False),
-        ("deepspeed", "deepspeed_stage_2", False),
-        ("auto", "ddp", False),
-        (DDPStrategy(), "fsdp", False),
-    ],
-)
+@pytest.mark.parametrize(("given", "name", "stays"), [
+    (DDPStrategy(find_unused_parameters=True), "ddp", True),
+    ("ddp_find_unused_parameters_true", "ddp", True),
+    ("ddp", "ddp_find_unused_parameters_true", False),
+    ("deepspeed", "deepspeed_stage_2", False),
+    ("auto", "ddp", False),
+    (DDPStrategy(), "fsdp", False),
+])  # fmt: skip
 def test_a_strategy_with_options_of_its_own_stays(
     given: Any, name: str, stays: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

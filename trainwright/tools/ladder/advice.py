@@ -76,11 +76,8 @@ def _notes_on_metric(comparison: Comparison) -> Iterator[str]:
             f"The name {metric.name} does not say whether lower or higher is better: pass --lower or --higher. Until then "
             "only speed is compared."
         )
-    shared = [
-        result.rung.name
-        for result in comparison.finished
-        if (result.rung.devices or 1) > 1 and comparison.is_worse(result)
-    ]
+    worse = (result.rung for result in comparison.finished if comparison.is_worse(result))
+    shared = [rung.name for rung in worse if (rung.devices or 1) > 1]
     if shared:
         yield (
             f"{_named(shared)} made fewer steps on larger batches, since every device keeps the script's batch size. This may "
@@ -99,7 +96,7 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
         return
     took, before = comparison.seconds_to_end(chosen), comparison.seconds_to_end(first)
     to_end = f"to the end of the training ({seconds_text(took)} instead of {seconds_text(before)})"
-    when = "once it is warmed up" if took is None or before is None else to_end
+    when = "once it is warmed up" if None in (took, before) else to_end
     gain = comparison.gain(chosen, first)
     yield f"Choose {chosen.rung.name}, {gain:.2f} times as fast as the unchanged script {when}{_about(comparison, chosen)}."
     record = chosen.record
@@ -111,8 +108,7 @@ def choice_lines(comparison: Comparison, command: Sequence[str]) -> Iterator[str
         yield f"    trainwright launch {on_cpu}--devices {devices} {shlex.join(command)}"
     if took is None:
         yield from _late_gain(comparison, chosen)
-    replaced = [f"{name}={was}" for name, was in comparison.replaced(chosen).items() if was != "None"]
-    if replaced:
+    if replaced := [f"{name}={was}" for name, was in comparison.replaced(chosen).items() if was != "None"]:
         yield f"The script had {', '.join(replaced)}."
 
 

@@ -134,11 +134,9 @@ def _other_framework(script: str) -> str:
 def _why_empty(record: RungRecord | None, script: str) -> str:
     """Return why a successful run has no figures, or ""."""
     if record is None:
-        reason = (
-            "the script made neither a Trainer nor an Accelerator of trainwright, so no setting of it can be changed"
-        )
+        why = "the script made neither a Trainer nor an Accelerator of trainwright, so no setting of it can be changed"
         other = _other_framework(script)
-        return f"{reason}; it imports {other}: import trainwright instead, most names are the same" if other else reason
+        return f"{why}; it imports {other}: import trainwright instead, most names are the same" if other else why
     if not record.points:
         is_loop = record.owner == "Accelerator"
         unseen = ", or the script ended by os._exit, which leaves no time to record a loop" if is_loop else ""

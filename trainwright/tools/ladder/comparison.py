@@ -84,9 +84,7 @@ class Comparison:
     @property
     def counts_samples(self) -> bool:
         """Whether the number of samples is known in all batches. Otherwise batches are counted."""
-        return all(
-            record.samples_per_second is not None or record.batches_per_second is None for record in self.records
-        )
+        return all(run.samples_per_second is not None or run.batches_per_second is None for run in self.records)
 
     @property
     def common_steps(self) -> int | None:

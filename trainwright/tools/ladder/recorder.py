@@ -41,10 +41,8 @@ class RungRecorder(Callback):
                     "a Trainer fits within the fit of another, whose speed the ladder cannot measure. Run the script without "
                     "the ladder, or leave the callback out that trains."
                 )
-            strategy = trainer.strategy
-            self._recording.begin(
-                "Trainer", strategy.device, strategy.name, strategy.precision.name, strategy.world_size
-            )
+            strategy, size = trainer.strategy, trainer.world_size
+            self._recording.begin("Trainer", strategy.device, strategy.name, strategy.precision.name, size)
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._steps = trainer.global_step

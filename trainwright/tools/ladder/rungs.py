@@ -55,24 +55,16 @@ def settings_of(name: str, results: Mapping[str, Attempt], num_devices: int) -> 
     if name == UNCHANGED:
         return {}
     comparison = Comparison(list(results.values()), None)
-    helps = COMPILE in results and comparison.is_faster(
-        results[COMPILE], results[results[COMPILE].rung.precision or UNCHANGED]
-    )
+    compiled = results.get(COMPILE)
+    helps = compiled and comparison.is_faster(compiled, results[compiled.rung.precision or UNCHANGED])
     if name in NAMES:
         return {"precision": name, "compile": True if helps else None}
-    fast = [
-        precision
-        for precision, result in results.items()
-        if precision in NAMES and comparison.is_faster(result, results[COMPILE if result.rung.compile else UNCHANGED])
-    ]
+    precisions = ((name, result, COMPILE if result.rung.compile else UNCHANGED) for name, result in results.items())
+    fast = [name for name, result, base in precisions if name in NAMES and comparison.is_faster(result, results[base])]
     precision = max(fast, key=lambda name: comparison.gain(results[name], results[UNCHANGED]), default=None)
     if name == COMPILE:
         return {"precision": precision, "compile": True}
     # False under a strategy that cannot compile, since the script may compile.
     compiles = None if resolve_strategy(name, num_devices).capabilities.takes_compile else False
-    return {
-        "precision": precision,
-        "compile": True if helps and compiles is None else compiles,
-        "devices": num_devices,
-        "strategy": name,
-    }
+    compiles = True if helps and compiles is None else compiles
+    return {"precision": precision, "compile": compiles, "devices": num_devices, "strategy": name}
