@@ -24,8 +24,8 @@ class PadCollate:
     Args:
         padding_value: the padding of all other keys, or a dict of it by key (by position in a tuple), by default 0.
         multiple_of: round the length up to a multiple of this number, for values whose lengths differ in the batch and values
-            as long as `input_ids`, or else as the sample's first row of integers. None means 8 if torch sees a CUDA device, whose matrix products
-            are then faster, and otherwise 1.
+            as long as `input_ids`, or else as the sample's first row of integers. None means 8 if torch sees a CUDA device,
+            whose matrix products are then faster, and otherwise 1.
 
     Raises:
         TypeError: `padding_value` is not a number or a dict of numbers, or `multiple_of` is not an integer.

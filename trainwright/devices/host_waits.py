@@ -46,7 +46,7 @@ class HostWaits:
 
     def stop(self) -> None:
         """Stop counting, and print the lines, the most frequent first."""
-        self._filters.__exit__()
+        self._filters.__exit__(None, None, None)
         self._backend.set_sync_debug_mode("default")
         lines = [f"  {place}: {count:,} times" for place, count in self.counts.most_common()]
         head = f"detect_syncs: the host waited for the device at {len(lines)} line(s) outside of trainwright"

@@ -71,8 +71,9 @@ class Compiled:
         self._counts[key] += len(causes)
         if causes and self._counts[key] > MOST_RECOMPILES:
             rank_zero_warn(
-                f"compile= has compiled {type(module).__name__} again {self._counts[key]} times, which takes seconds to minutes. "
-                f"The latest cause: {causes[-1]}. Pad to fewer shapes, pass drop_last=True to the loader, or omit compile=.",
+                f"compile= has compiled {type(module).__name__} again {self._counts[key]} times, which takes seconds to "
+                f"minutes. The latest cause: {causes[-1]}. Pad to fewer shapes, pass drop_last=True to the loader, or omit "
+                "compile=.",
                 stacklevel=3,
             )
 

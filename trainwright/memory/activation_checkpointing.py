@@ -93,7 +93,7 @@ class ActivationCheckpointing:
             block.forward = partial(_recomputed, block, block.forward, self.selective, offloads)
 
         # A decoder of transformers would append the keys and values of a recomputation to its cache again.
-        configs = {getattr(part, "config", None) for part in module.modules() if hasattr(part, "config")}
+        configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
         cached = [config for config in configs if getattr(config, "use_cache", None) is True]
         for config in cached:
             config.use_cache = False
