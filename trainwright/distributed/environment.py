@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 from trainwright.distributed.clusters import (
@@ -129,6 +130,7 @@ def prepare_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+@cache
 def keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors for the next step, unless the environment configures its allocator.
 

@@ -92,11 +92,7 @@ class ActivationCheckpointing:
         for block in blocks:
             block.forward = partial(_recomputed, block, block.forward, self.selective, offloads)
 
-        # A decoder of transformers would append the keys and values of a recomputation to its cache again.
-        configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
-        cached = [config for config in configs if getattr(config, "use_cache", None) is True]
-        for config in cached:
-            config.use_cache = False
+        cached = _switch_caches_off(module)
 
         def undo() -> None:
             for config in cached:
@@ -108,6 +104,15 @@ class ActivationCheckpointing:
                     block.forward = forward
 
         return undo
+
+
+def _switch_caches_off(module: nn.Module) -> list[Any]:
+    """Switch off the caches of transformers' decoders, to which a recomputation would append again; return their configs."""
+    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
+    cached = [config for config in configs if getattr(config, "use_cache", None) is True]
+    for config in cached:
+        config.use_cache = False
+    return cached
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
