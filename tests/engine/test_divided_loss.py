@@ -127,3 +127,14 @@ def test_wrong_units_of_accumulation_are_rejected() -> None:
     model = accelerator.prepare(Sums())
     with pytest.raises(ValueError, match="pass accumulate_by='tokens' to the Accelerator"):
         accelerator.backward(model.weight.sum(), num_tokens=3)
+
+
+def test_a_number_of_tokens_without_its_setting_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="'num_tokens', which has no effect: the loss is trained as it is"):
+        tw.Trainer(max_epochs=1, **QUIET).fit(Sums(), DataLoader(torch.ones(2, 1)))
+
+
+def test_a_window_without_tokens_has_no_gradient() -> None:
+    module = Sums(0)
+    tw.Trainer(accumulate_by="tokens", max_epochs=1, **QUIET).fit(module, DataLoader(torch.ones(2, 1)))
+    assert module.gradients == [0.0, 0.0]

@@ -101,7 +101,12 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         """Return a document's tokens and labels."""
         document = self.dataset[index]
         tokens = torch.as_tensor(document["input_ids"] if isinstance(document, Mapping) else document)
-        return tokens, torch.as_tensor(document.get("labels", tokens)) if isinstance(document, Mapping) else tokens
+        labels = torch.as_tensor(document.get("labels", tokens)) if isinstance(document, Mapping) else tokens
+        if len(labels) != len(tokens):
+            raise ValueError(
+                f"document {index} has {len(tokens)} tokens and {len(labels)} labels; expected one for each."
+            )
+        return tokens, labels
 
 
 def best_fit_decreasing(sizes: Sequence[int], length: int) -> list[list[int]]:
@@ -174,7 +179,9 @@ def check_packing(
     """
     documents = batch["document_ids"]
     if int(documents.max()) < 2:
-        raise ValueError("no row of the batch has several documents. Pass a batch with shorter documents.")
+        raise ValueError(
+            "no row of the batch has several documents. Pass other rows, such as the last ones of the dataset."
+        )
     packed = model_fn(dict(batch))
     limit = tolerance * float(packed.abs().max())
     for row, numbers in enumerate(documents):

@@ -67,7 +67,8 @@ class TokenMean:
             return 1.0
         self._corrected.add(id(optimizer))
         if self._factor is None:
-            self._factor = self._engine.world_size * self._unit / (self._sum(self._count) or 1.0)
+            total = self._sum(self._count)
+            self._factor = self._engine.world_size * self._unit / total if total else 0.0
         return self._factor
 
     def _sum(self, count: int | Tensor) -> float:

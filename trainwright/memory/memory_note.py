@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trainwright.memory.activation_checkpointing import repeated_blocks
 from trainwright.memory.memory_estimate import estimate_memory, size_text
 from trainwright.strategies.divided_optimizers import unwrap_optimizer
 
@@ -37,7 +38,7 @@ def memory_note(engine: Engine, module: nn.Module, batch_size: int, accumulate: 
     if peak_of is not None and (peak := peak_of(device)):
         rest = size_text(max(0, peak - sum(stored.values())))
         text += f" The peak was {size_text(peak)}: activations, batches and workspace used up to {rest}."
-    remedies = _remedies(engine, module, batch_size, accumulate, recomputes)
+    remedies = [*_for_activations(engine, module, batch_size, accumulate, recomputes), *_for_state(engine, module)]
     return "\n  - ".join([f"{text}\nWays to use less memory (sizes exclude activations):", *remedies])
 
 
@@ -48,16 +49,21 @@ def _local_bytes(tensors: Iterable[Any]) -> int:
     return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
-def _remedies(engine: Engine, module: nn.Module, batch_size: int, accumulate: int, recomputes: bool) -> Iterator[str]:
-    """Yield the arguments that need less memory: first of activations, then of everything else."""
-    precision = engine.precision.name
+def _for_activations(
+    engine: Engine, module: nn.Module, batch_size: int, accumulate: int, recomputes: bool
+) -> Iterator[str]:
+    """Yield the arguments that save activations."""
     if batch_size > 1:
         smaller = f"batch_size={batch_size // 2} instead of {batch_size} in the loader"
         yield f"{smaller}, with accumulate_grad_batches={2 * accumulate}: half of the activations"
-    if not recomputes:
+    if not recomputes and repeated_blocks(module):
         yield "activation_checkpointing=True: the backward computes most activations again instead of storing them"
-    if precision == "32-true":
+    if engine.precision.name == "32-true":
         yield 'precision="bf16-mixed": half of most activations'
+
+
+def _for_state(engine: Engine, module: nn.Module) -> Iterator[str]:
+    """Yield the arguments that save parameters, gradients and the optimizer's state."""
     if any(
         is_lazy(parameter) or not parameter.numel() for parameter in module.parameters()
     ):  # an engine took its values
@@ -67,11 +73,13 @@ def _remedies(engine: Engine, module: nn.Module, batch_size: int, accumulate: in
     before = {**estimate_memory(module, optimizers, 1).parts, **sharded.parts}.get(engine.strategy.name)
     if before is None:
         return
-    if precision in ("32-true", "bf16-mixed", "16-mixed"):
+    if engine.precision.name in ("32-true", "bf16-mixed", "16-mixed"):
         yield f'precision="bf16-true": from {size_text(before.total)} to {size_text(before.total // 2)}'
-    if before.optimizer > before.parameters:  # two moments
+    if any(type(optimizer).__name__ in ("Adam", "AdamW") for optimizer in engine.optimizers):
         sizes = f"from {size_text(before.optimizer)} to about {size_text(before.optimizer // 4)}"
         yield f"an 8-bit optimizer, such as torchao.optim.AdamW8bit: its state {sizes}"
-    on = f"devices={sharded.num_devices}, " if engine.world_size == 1 else ""
+    is_host = engine.device.type == "cpu"  # where the processes of a machine share its memory
+    on = f"{'num_nodes' if is_host else 'devices'}={sharded.num_devices}, " if engine.world_size == 1 else ""
+    place = "machine" if is_host else "device"
     for size, name in sorted((size, name) for name, size in sharded.per_device.items() if size < before.total)[:2]:
-        yield f'{on}strategy="{name}": from {size_text(before.total)} to {size_text(size)} on each device'
+        yield f'{on}strategy="{name}": from {size_text(before.total)} to {size_text(size)} on each {place}'

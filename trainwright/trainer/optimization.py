@@ -26,12 +26,17 @@ def run_training_step(run: TrainingRun, batch: Batch) -> Any:
     return run.engine.run(run.module, "training_step", *batch.arguments)
 
 
-def read_loss(outputs: Any, world_size: int) -> Tensor | None:
+def read_loss(outputs: Any, world_size: int, by_tokens: bool = False) -> Tensor | None:
     """Return the loss in training_step's outputs, or None to skip the batch."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
         loss: Tensor = outputs["loss"]
+        if "num_tokens" in outputs and not by_tokens:
+            rank_zero_warn(
+                "training_step returned 'num_tokens', which has no effect: the loss is trained as it is. Pass "
+                "accumulate_by='tokens' to the Trainer, or return the number under another key."
+            )
         return loss
     if outputs is None and world_size == 1:
         return None
@@ -69,7 +74,12 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
 
     After a dummy batch, restore the state that it has changed.
     """
-    plan, loss = run.plan, outputs if type(outputs) is Tensor else read_loss(outputs, run.engine.world_size)
+    plan, loss = (
+        run.plan,
+        outputs
+        if type(outputs) is Tensor
+        else read_loss(outputs, run.engine.world_size, run.window.tokens is not None),
+    )
     if loss is not None and run.optimizer is not None:
         if loss.numel() != 1:
             raise RuntimeError(

@@ -303,7 +303,15 @@ class Run:
     def _explain_memory(self, error: BaseException) -> None:
         """Add the use of memory, and the arguments that need less, to an out-of-memory error."""
         assert self.module is not None
-        size = getattr(parts_of(self.stages.train_dataloader)[0], "batch_size", None) or 1
+        if self.state.progress.is_evaluating:
+            error.add_note("It happened in a validation: pass a smaller batch_size to the validation loader.")
+            return
+        loader = parts_of(self.stages.train_dataloader)[0]
+        size = (
+            getattr(loader, "batch_size", None)
+            or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+            or 1
+        )
         recomputes = bool(self.settings.activation_checkpointing)
         error.add_note(memory_note(self.engine, self.module, size, self.trained.accumulate_grad_batches, recomputes))
 

@@ -22,6 +22,7 @@ REPLACED = {
     "checkpoint_callback": "pass enable_checkpointing=, and a ModelCheckpoint in callbacks=",
     "progress_bar_refresh_rate": "pass TQDMProgressBar(refresh_rate=...) in callbacks=, or enable_progress_bar=False",
     "epochs": "pass max_epochs=",
+    "gradient_checkpointing": "pass activation_checkpointing=True",
     "steps": "pass max_steps=",
 }
 """Arguments of earlier trainers, and what replaces them."""
@@ -128,10 +129,14 @@ class Settings:
                 *first, last = map(repr, allowed)
                 yield f"{name}={value!r}: expected {', '.join(first)} or {last}"
         options: object = self.compile
-        if not isinstance(options, (bool, dict)):
-            yield f"compile={options!r}: expected True, False or a dict of torch.compile's options and 'whole'"
+        if not isinstance(options, (bool, dict)) or (
+            isinstance(options, dict) and type(options.get("whole", True)) is not bool
+        ):
+            yield f"compile={options!r}: expected True, False or a dict of torch.compile's options and 'whole' (a bool)"
         try:
-            ActivationCheckpointing.read(self.activation_checkpointing)
+            checkpointing = ActivationCheckpointing.read(self.activation_checkpointing)
+            if self.compile and checkpointing is not None and checkpointing.offload:
+                yield "compile= cannot trace the 'offload' of activation_checkpointing; omit one of them"
         except ValueError as error:
             yield str(error).rstrip(".")
 
@@ -164,9 +169,6 @@ class Settings:
             yield f"min_steps={self.min_steps} is above max_steps={self.max_steps}"
         if self.memory_snapshot is not None and self.fast_dev_run:
             yield f"fast_dev_run writes no file, but memory_snapshot={self.memory_snapshot!r} asks for one. Omit one"
-        checkpointing = ActivationCheckpointing.read(self.activation_checkpointing)
-        if self.compile and checkpointing is not None and checkpointing.offload:
-            yield "compile= cannot trace the 'offload' of activation_checkpointing. Omit one of them"
         if self.barebones:
             names = (
                 "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_report",

@@ -138,12 +138,14 @@ class Timeline:
         waited = self.seconds["data"]
         if waited <= ADVISED_SHARE * total or not self._loaders:
             return ""
+        if waited - self._first_waits <= ADVISED_SHARE * total and not self._workers:  # the first call of code is slow
+            return ""
         loader = next(loader for loader in self._loaders if loader.num_workers == self._workers)
         now = f" The loader has num_workers={loader.num_workers}"
         if self._first_waits > waited / 2 and loader.num_workers and not loader.persistent_workers:
             return f"{now}, which each epoch starts again. Pass persistent_workers=True to it."
-        if self._can_overlap:
-            more = min(self._cores - 1, max(2, 2 * loader.num_workers))
+        if loader.num_workers < self._cores > 1:
+            more = min(self._cores, max(2, 2 * loader.num_workers))
             return f"{now}, and this process has {self._cores} cores. Pass num_workers={more} to it."
         factor = f", or raise prefetch_factor above {loader.prefetch_factor}" if loader.num_workers else ""
         return f"{now}, and this process has {self._cores} core(s): prepare the data before training{factor}."
