@@ -47,8 +47,10 @@ def test_note_shows_stored_bytes_and_arguments_that_need_less() -> None:
     bytes_of = 4 * (8 * WIDTH + WIDTH + 3 * WIDTH)
     assert lines[0] == (
         f"Out of memory on rank 0 (cpu), which stored: parameters {bytes_of / 1024:.1f} KiB, gradients 0 bytes, optimizer "
-        f"state {(2 * bytes_of + 12) / 1024:.1f} KiB, buffers 64 bytes."
+        f"state {(2 * bytes_of + 12) / 1024:.1f} KiB, buffers 64 bytes. The largest tensors in the failed call: "
+        + lines[0].split("failed call: ")[1]
     )
+    assert re.search(r"call: 4 bytes \[\] loss in training_step \(test_memory_note.py:\d+\)", lines[0])
     text = "\n".join(lines[2:])
     assert "batch_size=2 instead of 4 in the loader, with accumulate_grad_batches=2" in text
     assert "activation_checkpointing" not in text  # there are no repeated blocks

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +19,16 @@ if TYPE_CHECKING:
     from trainwright.engine.engine import Engine
 
 
-def memory_note(engine: Engine, module: nn.Module, batch_size: int, accumulate: int, recomputes: bool = False) -> str:
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def memory_note(
+    engine: Engine, module: nn.Module, error: BaseException, batch_size: int, accumulate: int, recomputes: bool
+) -> str:
     """Return the memory that this rank stores and the arguments that need less, as text. It allocates no tensor.
 
     Args:
+        error: the out-of-memory error. The tensors of its calls are listed.
         batch_size: the batch size of the training loader, 1 if unknown.
         accumulate: batches of an optimizer step.
         recomputes: whether the run recomputes activations already.
@@ -38,8 +46,24 @@ def memory_note(engine: Engine, module: nn.Module, batch_size: int, accumulate: 
     if peak_of is not None and (peak := peak_of(device)):
         rest = size_text(max(0, peak - sum(stored.values())))
         text += f" The peak was {size_text(peak)}: activations, batches and workspace used up to {rest}."
+    if largest := _largest_activations(error, module):
+        text += f" The largest tensors in the failed call: {'; '.join(largest)}."
     remedies = [*_for_activations(engine, module, batch_size, accumulate, recomputes), *_for_state(engine, module)]
     return "\n  - ".join([f"{text}\nWays to use less memory (sizes exclude activations):", *remedies])
+
+
+def _largest_activations(error: BaseException, module: nn.Module) -> list[str]:
+    """Return the three largest tensors of the calls that failed, apart from parameters and buffers, as text."""
+    seen = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    tensors: list[tuple[int, str]] = []
+    for frame, line in walk_tb(error.__traceback__):
+        code = frame.f_code
+        for name, value in () if code.co_filename.startswith(_PACKAGE) else frame.f_locals.items():
+            if isinstance(value, torch.Tensor) and id(value) not in seen:
+                seen.add(id(value))
+                place = f"{name} in {code.co_name} ({Path(code.co_filename).name}:{line})"
+                tensors.append((value.nbytes, f"{size_text(value.nbytes)} {list(value.shape)} {place}"))
+    return [text for _, text in sorted(tensors, reverse=True)[:3]]
 
 
 def _local_bytes(tensors: Iterable[Any]) -> int:

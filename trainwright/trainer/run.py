@@ -312,8 +312,8 @@ class Run:
             or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
             or 1
         )
-        recomputes = bool(self.settings.activation_checkpointing)
-        error.add_note(memory_note(self.engine, self.module, size, self.trained.accumulate_grad_batches, recomputes))
+        recomputes, accumulate = bool(self.settings.activation_checkpointing), self.trained.accumulate_grad_batches
+        error.add_note(memory_note(self.engine, self.module, error, size, accumulate, recomputes))
 
     def _position(self) -> tuple[tuple[int, ...], str]:
         """Return how far the run is, in counts that are the same on every rank, and in words. Another thread calls it."""
