@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import ON_DEVICE, adamw
-from small import DEVICE, Classifier, assert_close, make_loader, weights
+from small import Classifier, assert_close, make_loader, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -192,13 +192,15 @@ def test_a_snapshot_of_the_memory_is_written(cuda: torch.device, tmp_path: Path,
 
 
 def test_offload_keeps_the_inputs_of_blocks_on_the_host() -> None:
-    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))).to(DEVICE)
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))).to(device)
     checkpointing = ActivationCheckpointing.read({"offload": True})
     assert checkpointing is not None
-    checkpointing.install(blocks, DEVICE.type)
+    checkpointing.install(blocks, device.type)
     inputs: list[Any] = []
     blocks[1].register_forward_pre_hook(lambda _, arguments: inputs.append(weakref.ref(arguments[0])))
-    loss = blocks(torch.ones(2, 8, device=DEVICE)).sum()
+    loss = blocks(torch.ones(2, 8, device=device)).sum()
     gc.collect()
     assert inputs[0]() is None
     loss.backward()

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import trainwright as tw
 from trainwright.checkpoint import contents
-from trainwright.data import seeding, transfer, workers
+from trainwright.data import seeding, transfer
 from trainwright.engine.engine import Engine
-from trainwright.trainer import sources
+from trainwright.trainer import sources, timeline
 
 if not hasattr(torch, "sim"):
     pytest.skip("the simulated device is not loaded; run make test-device", allow_module_level=True)
@@ -32,7 +32,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The timing of waits for data asks whether the stream is idle, and a host that knows this has waited for its copies.
-    monkeypatch.setattr(workers, "TIMED_BATCHES", 0)
+    monkeypatch.setattr(timeline, "SHORT_SECONDS", float("inf"))
     sim.synchronize()
     sim.clear_violations()
     yield

@@ -313,7 +313,7 @@ def test_reads_are_refused() -> None:
         torch.ones(3).to("sim")
     torch.ones(3).to("sim", non_blocking=True)
     sim.set_sync_debug_mode("warn")
-    with pytest.warns(UserWarning, match="the host waits"):
+    with pytest.warns(UserWarning, match="called a synchronizing sim operation"):
         there[0].item()
     sim.set_sync_debug_mode("default")
     sim.synchronize()

@@ -201,7 +201,8 @@ def test_detect_syncs_names_the_lines_that_wait(device: torch.device, capsys: py
     lines = [line for line in capsys.readouterr().out.splitlines() if "detect_syncs" in line or line.startswith("  /")]
     assert lines[:2] == [f"detect_syncs: the host waits for the device at {place}" for place in (compare, item)]
     assert re.match(
-        r"detect_syncs: the host waited for the device at 2 line\(s\) of your code; trainwright waited", lines[2]
+        r"detect_syncs: the host waited for the device at 2 line\(s\) outside of trainwright; trainwright waited",
+        lines[2],
     )
     assert lines[3:] == [f"  {compare}: 20 times", f"  {item}: 10 times"]
     assert module.get_sync_debug_mode() == 0

@@ -97,6 +97,9 @@ def supervise(job: Job) -> int:
     gc.freeze()
     line = f"trainwright: {outcome.reason}; the job was ended.\n" if outcome.reason else ""
     print(line + outcome.rest, end="", file=sys.stderr, flush=True)
+    if job.nodes.count > 1:  # elastic's thread may wait for the store, and would abort at the interpreter's end
+        sys.stdout.flush()
+        os._exit(outcome.code)
     return outcome.code
 
 
