@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from small import ON_HOST, QUIET
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import trainwright as tw
-from trainwright.memory.activation_checkpointing import ActivationCheckpointing, repeated_blocks
+from trainwright.memory.activation_checkpointing import ActivationCheckpointing, repeated_blocks, without_updates
 
 
 class Block(nn.Module):
@@ -102,6 +104,32 @@ def test_compiled_blocks_keep_the_weights_of_a_plain_run() -> None:
         ends.append(module.state_dict())
     for name, value in ends[0].items():
         torch.testing.assert_close(value, ends[1][name], msg=name)
+
+
+@pytest.mark.parametrize("option", [True, "selective"])
+def test_a_decoder_of_transformers_trains_without_its_cache(option: Any) -> None:
+    torch.manual_seed(2)
+    config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    model, words, gradients = LlamaForCausalLM(config), torch.tensor([[1, 2, 3], [4, 5, 0]]), []
+    for is_plain in (True, False):
+        undo = None if is_plain else ActivationCheckpointing.read(option).install(model, "cpu")  # type: ignore[union-attr]
+        model(words, attention_mask=(words > 0).long(), labels=words).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    assert all(map(torch.equal, *gradients))
+    assert not model.config.use_cache
+    undo()  # type: ignore[misc]
+    assert model.config.use_cache
+
+
+def test_recomputation_leaves_the_statistics_and_the_counter_of_a_norm() -> None:
+    norm = nn.BatchNorm1d(3)
+    norm(torch.randn(4, 3))
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    with without_updates(norm, nullcontext()):
+        assert norm.num_batches_tracked is not None  # SyncBatchNorm needs one
+        norm(torch.randn(4, 3))
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
 
 
 def test_repeated_blocks_are_the_outermost_items_of_one_class() -> None:

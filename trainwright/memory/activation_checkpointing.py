@@ -173,7 +173,7 @@ def _contexts(block: nn.Module, is_selective: bool) -> tuple[Any, Any]:
     forward, again = nullcontext(), nullcontext()
     if is_selective:
         forward, again = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-    return forward, _without_updates(block, again)
+    return forward, without_updates(block, again)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -182,7 +182,7 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 @contextmanager
-def _without_updates(block: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
+def without_updates(block: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
     """Keep a recomputation from updating the running statistics of norms again."""
     norms: list[Any] = [
         layer for layer in block.modules() if layer.training and getattr(layer, "track_running_stats", False)
