@@ -195,7 +195,9 @@ def test_one_that_cannot_be_removed_ends_no_run(tmp_path: Path, error: Exception
         remove_checkpoint(path)
 
     monkeypatch.setattr("trainwright.checkpoint.discovery.remove_checkpoint", refuses_the_first)
-    with pytest.warns(UserWarning, match=r"epoch=0-step=11\.ckpt, which .*epoch=1-step=22\.ckpt replaces") as said:
+    with pytest.warns(
+        UserWarning, match=r"epoch=0-step=11\.ckpt, which .*epoch=1-step=22\.ckpt replaces, could not"
+    ) as said:
         callback = run(tmp_path, [3.0, 2.0, 1.0])
     assert len(said) == 1
     assert found(tmp_path) == {"epoch=0-step=11.ckpt": 1, "epoch=2-step=33.ckpt": 3}

@@ -10,7 +10,9 @@ import trainwright as tw
 @pytest.mark.parametrize("callback", [tw.ModelCheckpoint, tw.EarlyStopping])
 @pytest.mark.parametrize("monitor", ["val_acc", "test/f1_score", "auroc"])
 def test_a_metric_that_should_be_high_needs_a_mode(callback: type, monitor: str) -> None:
-    with pytest.warns(UserWarning, match=rf"{callback.__name__}\(monitor='{monitor}'\) keeps the lowest value.*pass"):
+    with pytest.warns(
+        UserWarning, match=rf"{callback.__name__}\(monitor='{monitor}'\) keeps the lowest value.*pass mode='max'"
+    ):
         assert callback(monitor=monitor).mode == "min"
     assert callback(monitor=monitor, mode="min").mode == "min"
     assert callback(monitor=monitor, mode="max").mode == "max"

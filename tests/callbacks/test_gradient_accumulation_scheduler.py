@@ -77,6 +77,8 @@ def test_what_it_says_of_itself() -> None:
 @pytest.mark.parametrize("batches", [0, 1.5, True])
 def test_a_number_that_is_no_window_is_refused(batches: Any) -> None:
     trainer = tw.Trainer(**QUIET)
-    with pytest.raises(ValueError, match=f"trainer.accumulate_grad_batches={batches} is not accepted. Set it"):
+    with pytest.raises(
+        ValueError, match=f"trainer.accumulate_grad_batches={batches} is not accepted. Set it to an integer"
+    ):
         trainer.accumulate_grad_batches = batches
     assert trainer.accumulate_grad_batches == 1

@@ -184,7 +184,9 @@ def rewrite(path: Path, change: Any) -> str:
 def test_a_newer_version_is_refused_and_keys_of_a_later_writer_are_passed_over(tmp_path: Path) -> None:
     newer = rewrite(tmp_path / "newer.ckpt", lambda body: body.update(format_version=2))
     for load in (open_checkpoint, Kinds.load_from_checkpoint):
-        with pytest.raises(CheckpointError, match=r"format version 2; this trainwright reads version 1\. Install"):
+        with pytest.raises(
+            CheckpointError, match=r"format version 2; this trainwright reads version 1\. Install a trainwright"
+        ):
             load(newer)
 
     def add(body: Any) -> None:

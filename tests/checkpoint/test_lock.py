@@ -130,7 +130,9 @@ def test_a_remote_folder_names_its_holder() -> None:
         each.release()
     assert not files.exists("/lock/checkpoints/.lock")
     files.pipe_file("/lock/checkpoints/.lock", json.dumps({**holder, "machine": "other", "host": "far"}).encode())
-    with pytest.warns(UserWarning, match=rf"has not been released by process {os.getpid()} on far, since .* stop one"):
+    with pytest.warns(
+        UserWarning, match=rf"has not been released by process {os.getpid()} on far, since .* stop one of"
+    ):
         lock_folder("memory://lock/checkpoints").release()
     files.pipe_file(
         "/lock/checkpoints/.lock", json.dumps({**holder, "pid": 1, "start": process_start_time(1)}).encode()

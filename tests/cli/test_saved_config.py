@@ -52,7 +52,9 @@ def test_a_run_in_the_folder_of_another_one_is_rejected() -> None:
     assert yaml.safe_load(written)["model"] == {"width": 3, "act": None, "num_classes": 3}
 
     other = made("--model.width=4", "--seed_everything=1", *VERSION)
-    with pytest.raises(ValueError, match=r"config\.yaml is the config of another run.*Resume that run"):
+    with pytest.raises(
+        ValueError, match=r"config\.yaml is the config of another run.*Resume that run with --ckpt_path"
+    ):
         fit(other)
     assert Path(path).read_text() == written
 

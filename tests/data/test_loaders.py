@@ -249,7 +249,9 @@ def test_shuffling_is_switched_off() -> None:
     assert ordered(DataLoader(torch.arange(3), batch_size=None, shuffle=True)) == [0, 1, 2]
     assert ordered(DataLoader(numbers(4), batch_sampler=[[3, 1], [0]])) == [[3, 1], [0]]
     own = DataLoader(numbers(5), sampler=RandomSampler(numbers(5), replacement=True, num_samples=2))
-    with pytest.warns(UserWarning, match="the loader's RandomSampler chooses the order. The order of the dataset"):
+    with pytest.warns(
+        UserWarning, match="the loader's RandomSampler chooses the order. The order of the dataset replaces it"
+    ):
         assert ordered(own) == [[0], [1], [2], [3], [4]]
     with pytest.warns(UserWarning, match="the loader's Drawing chooses"):
         assert ordered(DataLoader(numbers(300), sampler=Drawing(4)))[0] == [0]

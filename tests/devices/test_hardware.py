@@ -23,7 +23,9 @@ def test_auto_is_the_accelerator_that_is_here(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.mps, "is_available", lambda: True)
     assert {hardware.resolve_device_type(name) for name in ("auto", "gpu", "mps")} == {"mps"}
     assert hardware.resolve_device_type("cpu") == "cpu"
-    with pytest.raises(RuntimeError, match=r"accelerator='cuda' was requested, but torch .* has 'mps' here; .*'auto'"):
+    with pytest.raises(
+        RuntimeError, match=r"accelerator='cuda' was requested, but torch .* has 'mps' here; .*'auto' for 'mps', or"
+    ):
         hardware.resolve_device_type("cuda")
 
 
@@ -69,7 +71,9 @@ def test_a_second_kind_of_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hardware, "accelerator_type", lambda: "xpu")
     monkeypatch.setattr(hardware, "is_available", lambda kind: True)
     assert hardware.resolve_device_type("gpu") == "xpu"
-    with pytest.raises(RuntimeError, match=r"'mps' was requested, but torch .* uses 'xpu' as this process's"):
+    with pytest.raises(
+        RuntimeError, match=r"'mps' was requested, but torch .* uses 'xpu' as this process's accelerator"
+    ):
         hardware.resolve_device_type("mps")
 
 

@@ -175,5 +175,7 @@ def test_a_rank_of_another_job_is_rejected() -> None:
     store = serve_store(listener, LOOPBACK)
     post(store, "job", "cluster 7.0")
     rank = Environment(1, 1, 2, 2, main_address=LOOPBACK, main_port=port, job="cluster 8.0")
-    with pytest.raises(LaunchError, match=r"rank 0 of the job 'cluster 7.0' answers at .* this is rank 1 of 'cluster"):
+    with pytest.raises(
+        LaunchError, match=r"rank 0 of the job 'cluster 7.0' answers at .* this is rank 1 of 'cluster 8.0'"
+    ):
         open_store(rank, timedelta(seconds=30), is_joined=False)

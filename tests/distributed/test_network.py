@@ -13,12 +13,16 @@ from trainwright.errors import LaunchError
 def test_a_listener_has_one_address() -> None:
     with listen_at("localhost", 0) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
-        with pytest.raises(LaunchError, match=r"port \d+ of 127.0.0.1 cannot be listened on.*Set another port"):
+        with pytest.raises(
+            LaunchError, match=r"port \d+ of 127.0.0.1 cannot be listened on.*Set another port on every node"
+        ):
             listen_at("127.0.0.1", listener.getsockname()[1])
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(LaunchError, match=r"'192.0.2.77' is 192.0.2.77, which is not an address of this machine"):
+    with pytest.raises(
+        LaunchError, match=r"'192.0.2.77' is 192.0.2.77, which is not an address of this machine, but must"
+    ):
         listen_at("192.0.2.77", 0)
     with listen_at("192.0.2.77", 0, else_everywhere=True) as listener:  # it may be translated on its way
         assert listener.getsockname()[0] == "0.0.0.0"

@@ -31,7 +31,9 @@ def test_devices_are_counted() -> None:
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
-    with pytest.raises(ValueError, match="devices=3 is more than the 2 of 'cuda' that torch sees; pass or launch"):
+    with pytest.raises(
+        ValueError, match="devices=3 is more than the 2 of 'cuda' that torch sees; pass or launch at most that many"
+    ):
         resolve_num_processes(3, "cuda", Environment())
     for launched_by in ("torchrun", "slurm"):
         with pytest.raises(ValueError, match="devices=4 is more than the 2 of 'cuda'"):

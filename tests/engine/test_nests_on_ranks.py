@@ -114,7 +114,9 @@ def late_and_foreign(accelerator: tw.Accelerator) -> dict[str, Any]:
     found["average"] = average(torch.ones(1, 3)).item() == model(torch.ones(1, 3)).item()
     if ranks > 1:
         foreign = {"params": [torch.nn.Parameter(torch.ones(1))]}
-        with pytest.raises(ValueError, match="has parameters of no prepared model, which each of the 2 ranks would"):
+        with pytest.raises(
+            ValueError, match="has parameters of no prepared model, which each of the 2 ranks would train"
+        ):
             optimizer.add_param_group(foreign)
     return found
 

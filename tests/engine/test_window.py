@@ -116,7 +116,9 @@ def test_metrics_are_those_of_the_loop_that_is_left_for_a_moment() -> None:
 def test_a_window_that_was_left_is_dropped() -> None:
     accelerator, model, optimizer, loader = accumulating(4, samples=32)
     assert steps_of(accelerator, model, optimizer, loader, {2: lambda: "break"}) == []
-    with pytest.warns(UserWarning, match="the loop left its loader after 2 of the 4 batches") as told:
+    with pytest.warns(
+        UserWarning, match="the loop left its loader after 2 of the 4 batches of an accumulation"
+    ) as told:
         assert steps_of(accelerator, model, optimizer, loader, {2: lambda: "break"}) == []
     assert [each.filename for each in told] == [__file__]
     alone = accumulating(4, samples=32)

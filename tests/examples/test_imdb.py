@@ -131,7 +131,9 @@ def test_pretrained_weights_come_with_their_tokenizer() -> None:
     same, *_ = reviews.load(small)
     assert [each.tolist() for each, _ in first.dataset] == [each.tolist() for each, _ in same.dataset]
     Path("gone").mkdir()
-    with pytest.raises(OSError, match=r"--pretrained gone cannot be loaded: .* Without --pretrained the script makes"):
+    with pytest.raises(
+        OSError, match=r"--pretrained gone cannot be loaded: .* Without --pretrained the script makes a small"
+    ):
         reviews.make_model(options(pretrained="gone"))
     with pytest.raises(SystemExit, match=r"OSError: --pretrained gone cannot be loaded"):  # without a traceback
         reviews.load(options(reviews=200, pretrained="gone"))

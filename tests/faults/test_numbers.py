@@ -266,7 +266,9 @@ def test_a_policy_that_cannot_hold_is_rejected_before_training(tmp_path: Path) -
     with pytest.raises(ValueError, match="nan_policy='stop': expected None, 'raise', 'skip' or 'rollback'"):
         tw.Trainer(nan_policy="stop", **QUIET)
     for policy in ("rollback", "stop"):
-        with pytest.raises(ValueError, match=f"nan_policy='{policy}' is not accepted by the Accelerator; pass None"):
+        with pytest.raises(
+            ValueError, match=f"nan_policy='{policy}' is not accepted by the Accelerator; pass None, 'raise'"
+        ):
             tw.Accelerator(nan_policy=policy)
     for policy, module, text in (
         ("rollback", Normed(), "Add a ModelCheckpoint, or pass 'skip'"),
@@ -278,7 +280,9 @@ def test_a_policy_that_cannot_hold_is_rejected_before_training(tmp_path: Path) -
         assert module.losses == []
     accelerator = tw.Accelerator(nan_policy="skip")
     net, optimizer = accelerator.prepare(*loop_parts(None)[:2])
-    with pytest.raises(TypeError, match="step was given a closure, but nan_policy='skip' needs the gradients before"):
+    with pytest.raises(
+        TypeError, match="step was given a closure, but nan_policy='skip' needs the gradients before step"
+    ):
         optimizer.step(lambda: net(torch.zeros(4, 8)).sum())
 
 

@@ -224,7 +224,9 @@ def test_a_failed_write_is_raised_by_the_next_flush_and_loses_no_row(tmp_path: P
     with monkeypatch.context() as patched:
         patched.setattr(MetricsFile, "_append", fails)
         logger.log_metrics({"a": 2.0}, 2)
-        with pytest.raises(OSError, match=r"CSVLogger could not write to .*version_0: OSError: .*No space left.*Free"):
+        with pytest.raises(
+            OSError, match=r"CSVLogger could not write to .*version_0: OSError: .*No space left.*Free space"
+        ):
             logger.flush()
     logger.log_metrics({"a": 3.0}, 3)
     logger.close()

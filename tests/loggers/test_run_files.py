@@ -137,7 +137,9 @@ def test_tables_are_read_without_damaged_rows(tmp_path: Path) -> None:
         found = read_history(table(tmp_path / "empty", empty))
         assert (found.series, found.last_step, found.last_epoch) == ({}, None, None)
     for data in ("a,b\n1,2\n", b"\xff\xfe\x00step\n", 'step,"a\n' + "x" * 200_000 + "\n"):
-        with pytest.raises(ValueError, match=r"metrics\.csv is not a table of a CSVLogger: .* Pass the folder"):
+        with pytest.raises(
+            ValueError, match=r"metrics\.csv is not a table of a CSVLogger: .* Pass the folder of another run\."
+        ):
             read_history(table(tmp_path / "foreign", data))
 
 
@@ -203,7 +205,9 @@ def test_loggers_without_files_cannot_plot(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"CSVLogger\.plot\(\) was called before anything was logged"):
         tw.CSVLogger(tmp_path).plot()
     assert os.listdir(tmp_path) == []
-    with pytest.raises(NotImplementedError, match=r"WandbLogger\.plot\(\) was called, but its service has the rows"):
+    with pytest.raises(
+        NotImplementedError, match=r"WandbLogger\.plot\(\) was called, but its service has the rows\. Look at"
+    ):
         tw.WandbLogger(save_dir=tmp_path, offline=True).plot()
     with pytest.raises(NotImplementedError, match="the pages of MLflow"):
         tw.MLFlowLogger(save_dir=str(tmp_path)).plot()

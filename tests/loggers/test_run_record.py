@@ -114,7 +114,9 @@ def test_no_run_depends_on_its_record(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "other/trainwright_run.json").write_text('{"my": "settings"}')
     (tmp_path / "folder/trainwright_run.json").mkdir()
     for name, what in (("other", "is not the record of a run"), ("folder", "is not a file")):
-        with pytest.warns(UserWarning, match=rf"trainwright_run\.json {what}, and stays as it is\. Move it") as seen:
+        with pytest.warns(
+            UserWarning, match=rf"trainwright_run\.json {what}, and stays as it is\. Move it away\."
+        ) as seen:
             by_hand(name)
         assert len(seen) == 1
     assert (tmp_path / "other/trainwright_run.json").read_text() == '{"my": "settings"}'

@@ -299,7 +299,9 @@ def test_profilers_are_resolved_by_name() -> None:
     assert type(resolve_profiler("pytorch")) is PyTorchProfiler
     own = SimpleProfiler()
     assert resolve_profiler(own) is own
-    with pytest.raises(ValueError, match=r"profiler='simpel' is unknown; choose from simple, .* Did you mean"):
+    with pytest.raises(
+        ValueError, match=r"profiler='simpel' is unknown; choose from simple, .* Did you mean 'simple'\?"
+    ):
         resolve_profiler("simpel")
     with pytest.raises(TypeError, match=r"profiler=<class .*SimpleProfiler'> is a type; .* not its class"):
         resolve_profiler(SimpleProfiler)  # type: ignore[arg-type]

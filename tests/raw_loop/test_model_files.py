@@ -148,7 +148,9 @@ def test_objects_are_written_and_read(tmp_path: Path) -> None:
     assert_equal(load_file(tmp_path / "new" / "weights.safetensors"), state)
     accelerator.save([1], "memory://raw/one.json")
     assert accelerator.load("memory://raw/one.json") == [1]
-    with pytest.warns(UserWarning, match=r"model\.pt is written as a safetensors file, which torch\.load does not"):
+    with pytest.warns(
+        UserWarning, match=r"model\.pt is written as a safetensors file, which torch\.load does not read"
+    ):
         accelerator.save(state, tmp_path / "model.pt")
     with pytest.raises(TypeError, match=r"obj\.lock is a builtins\.object"):
         accelerator.save({"lock": object()}, tmp_path / "object")

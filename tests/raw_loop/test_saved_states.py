@@ -104,7 +104,9 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
 
 def test_load_state_needs_a_checkpoint(tmp_path: Path) -> None:
     loop = Loop(project_dir=tmp_path)
-    with pytest.raises(tw.CheckpointError, match=r"no complete checkpoint .* was found in .*checkpoints\. Save one"):
+    with pytest.raises(
+        tw.CheckpointError, match=r"no complete checkpoint .* was found in .*checkpoints\. Save one first"
+    ):
         loop.accelerator.load_state()
     bare = Loop().accelerator
     assert bare.project_dir is None

@@ -185,7 +185,9 @@ def test_wrong_uses_of_trackers_are_rejected(tmp_path: Path) -> None:
         accelerator.get_tracker("tensorboard")
     with pytest.raises(AttributeError, match="the experiment of a CSVLogger has no 'add_image'"):
         accelerator.get_tracker("csv", unwrap=True).add_image()
-    with pytest.warns(UserWarning, match=r"CSVLogger cannot write 'ema' \(a NoneType\), 'list' \(a list\), and leaves"):
+    with pytest.warns(
+        UserWarning, match=r"CSVLogger cannot write 'ema' \(a NoneType\), 'list' \(a list\), and leaves it out"
+    ):
         accelerator.log({"list": [1], "ema": None, "loss": 0.5})
     accelerator.end_training()
     for late in (lambda: accelerator.log({}), lambda: accelerator.get_tracker("csv")):

@@ -224,7 +224,9 @@ def test_the_local_rank_is_no_devices_number() -> None:
 
 def test_a_device_that_deepspeed_does_not_know() -> None:
     import_deepspeed(torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"strategy='deepspeed' on 'meta': DeepSpeed does not support it.* Choose"):
+    with pytest.raises(
+        ValueError, match=r"strategy='deepspeed' on 'meta': DeepSpeed does not support it.* Choose 'fsdp'"
+    ):
         import_deepspeed(torch.device("meta"))
 
 

@@ -96,7 +96,9 @@ def test_a_plateau_follows_its_monitor() -> None:
 def test_a_plateau_whose_monitor_was_not_logged() -> None:
     with pytest.raises(ValueError, match=r"ReduceLROnPlateau follows 'val_loss', which was not logged; there are loss"):
         fit(Plain(plateau))
-    with pytest.warns(UserWarning, match=r"ReduceLROnPlateau follows 'val_loss', which was not logged; the scheduler"):
+    with pytest.warns(
+        UserWarning, match=r"ReduceLROnPlateau follows 'val_loss', which was not logged; the scheduler does not step"
+    ):
         trainer = fit(Plain(lambda module: plateau(module, strict=False)))
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
     assert trainer.global_step == 11

@@ -140,7 +140,9 @@ def test_a_position_beyond_the_loader_is_refused(tmp_path: Path) -> None:
     trainer = tw.Trainer(max_steps=7, **QUIET)
     trainer.fit(Classifier(), make_loader())
     trainer.save_checkpoint(path)
-    with pytest.raises(ValueError, match=r"was saved after batch 7 of its epoch, .* has 6 batches\. Resume"):
+    with pytest.raises(
+        ValueError, match=r"was saved after batch 7 of its epoch, .* has 6 batches\. Resume with the data"
+    ):
         tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), make_loader(24), ckpt_path=path)
 
 

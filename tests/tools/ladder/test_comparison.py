@@ -84,7 +84,9 @@ def test_the_metric_is_a_tests() -> None:
         found = choose_metric(attempt("a", metrics={}, logged={**words, name: 0.5}))
         assert found is not None
         assert (found.name, found.source) == (name, "log, validation")
-    with pytest.raises(ValueError, match=r"--metric test_ac: the script has no such metric; it has .* Did you mean"):
+    with pytest.raises(
+        ValueError, match=r"--metric test_ac: the script has no such metric; it has .* Did you mean 'test_acc'"
+    ):
         choose_metric(attempt("a", metrics=both), "test_ac")
     with pytest.raises(ValueError, match=r"--metric loss: .*; it logs no metric, and has none of a test"):
         choose_metric(attempt("a", metrics={}, logged={}), "loss")
