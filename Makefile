@@ -178,6 +178,8 @@ $(VENV)/test.stamp: $(VENV)/base.stamp
 	$(INSTALL) -e ".[test]"
 	# DeepSpeed and FairScale come as source, which looks for the torch that is there.
 	$(INSTALL) -e ".[test,deepspeed,fairscale]"
+	# Python warns when it compiles torchao's sources, and in tests a warning is an error.
+	$(BIN)/python -W ignore -m compileall -q $(VENV)/lib/python3*/site-packages/torchao
 	touch $@ $(VENV)/examples.stamp
 
 $(VENV)/programs.stamp: $(VENV)/test.stamp
