@@ -221,6 +221,8 @@ def test_wrong_arguments_are_rejected() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             split(net, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"module is a generator, not an nn.Module. Pass the module itself"):
+        split(net.parameters())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Linear has no parameters for rest=: all 1 belong to matrix"):
         split(nn.Linear(4, 4, bias=False), head=False)
     for wrong in ("AdamW", lambda parameters: parameters):

@@ -87,7 +87,7 @@ def split(
 
     Raises:
         ValueError: no parameters are left for one of the two, or a name in `exclude` is unknown.
-        TypeError: `matrix` or `rest` makes no optimizer.
+        TypeError: `module` is not a module, or `matrix` or `rest` makes no optimizer.
 
     >>> from functools import partial
     >>> net = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 10))
@@ -97,6 +97,8 @@ def split(
     Muon: 1.weight
     AdamW: 0.weight, 1.bias, 3.weight, 3.bias
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is {a_type_of(module)}, not an nn.Module. Pass the module itself, not its parameters.")
     embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding))
     others: set[Tensor] = {parameter for layer in embeddings for parameter in layer.parameters()}
     others |= _excluded(module, [exclude] if isinstance(exclude, Excluded) else list(exclude))

@@ -175,3 +175,6 @@ def test_lengths_of_another_dataset_are_an_error() -> None:
     wrong = DataLoader(DATA, batch_sampler=tw.LengthBucketSampler(LENGTHS[1:], batch_size=4))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has 202 lengths, but the loader's dataset has 203 samples"):
         tw.Trainer(max_epochs=1, **QUIET).fit(Recording(), wrong)
+    as_sampler: DataLoader[Any] = DataLoader(DATA, sampler=tw.LengthBucketSampler(LENGTHS, batch_size=4))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="LengthBucketSampler returns batches: pass it as DataLoader"):
+        tw.Trainer(max_epochs=1, **QUIET).fit(Recording(), as_sampler)

@@ -107,6 +107,10 @@ def test_long_documents_are_truncated_dropped_or_refused() -> None:
         tw.PackedDataset(documents, 9, lengths=[7, 2])
     with pytest.raises(ValueError, match="document 1 has 2 tokens, but its length was 3"):
         tw.PackedDataset(documents, 9, lengths=[7, 3, 6])[1]
+    with pytest.raises(TypeError, match=r"document 0 is a str; expected tokens.*Tokenize the texts first"):
+        tw.PackedDataset(["a text"], 5)
+    with pytest.raises(TypeError, match="dataset is a generator, without a length"):
+        tw.PackedDataset((document for document in documents), 5)
     with pytest.raises(TypeError, match=r"length=2\.5: expected an integer"):
         tw.PackedDataset(documents, 2.5)  # type: ignore[arg-type]
 

@@ -73,5 +73,7 @@ def test_wrong_values_are_refused() -> None:
         tw.PadCollate({"labels": "x"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="multiple_of=0: expected an integer of at least 1"):
         tw.PadCollate(multiple_of=0)
+    with pytest.raises(ValueError, match=r"sample 1 of the batch has the keys \['b'\], and sample 0 has \['a'\]"):
+        tw.pad_collate([{"a": 1}, {"b": 2}])
     with pytest.raises(RuntimeError, match="equal size"):
         tw.PadCollate()([torch.ones(2, 2), torch.ones(2, 3)])

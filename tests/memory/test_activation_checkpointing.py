@@ -142,6 +142,9 @@ def test_wrong_settings_are_rejected_with_the_accepted_ones() -> None:
     for value in (1, "full", [], {3}, {"blocks": {Block}, "offloads": True}, {"selective": 1}):
         with pytest.raises(ValueError, match=r"activation_checkpointing=.* is not accepted. Pass True"):
             tw.Trainer(activation_checkpointing=value)
+    strategy = tw.FSDPStrategy(activation_checkpointing_policy=True)
+    with pytest.raises(ValueError, match=r"would recompute blocks twice. Omit activation_checkpointing_policy"):
+        ActivationCheckpointing.read(True).install(nn.Linear(2, 2), "cpu", strategy)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"activation_checkpointing=1 is not accepted. Pass True"):
         tw.Accelerator(cpu=ON_HOST, activation_checkpointing=1)
 

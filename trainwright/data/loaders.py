@@ -167,6 +167,10 @@ class ShardedLoader(StatefulLoader):
     def _with_indices(self, clone: Any, loader: DataLoader[Any], in_order: bool) -> IndexStream:
         batched = loader.batch_sampler is not None
         source: Any = clone.batch_sampler if batched else loader.sampler
+        if batched and isinstance(loader.sampler, LengthBucketSampler):
+            raise TypeError(
+                "LengthBucketSampler returns batches: pass it as DataLoader(batch_sampler=), not as sampler=."
+            )
         if isinstance(source, LengthBucketSampler):
             source.check_dataset(loader.dataset)
         if in_order:

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from trainwright.data.buckets import check_integer, integer_lengths
+from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_info
 
 
@@ -36,7 +37,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             counts them.
 
     Raises:
-        TypeError: `length` or one of `lengths` is not an integer.
+        TypeError: `length` or one of `lengths` is not an integer, the dataset has no length, or a document no tokens.
         ValueError: `too_long` is unknown, a document is too long, none remains, or `lengths` does not fit the dataset.
 
     >>> rows = tw.PackedDataset([[1, 2, 3], [4, 5, 6, 7], [8, 9]], length=6)
@@ -57,6 +58,10 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         if too_long not in ("raise", "truncate", "drop"):
             raise ValueError(f"too_long={too_long!r} is unknown. Choose raise, truncate or drop.")
         self.dataset, self.length = dataset, check_integer("length", length)
+        if not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"dataset is {a_type_of(dataset)}, without a length. Pass a map-style dataset, or list(dataset) of an iterable."
+            )
         if lengths is None:
             lengths = [len(self._document(index)[0]) for index in range(len(dataset))]
         sizes: list[int] = integer_lengths(lengths).tolist()
@@ -100,6 +105,12 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def _document(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a document's tokens and labels."""
         document = self.dataset[index]
+        if isinstance(document, str) or (isinstance(document, Mapping) and "input_ids" not in document):
+            keys = f" with the keys {', '.join(map(repr, document))}" if isinstance(document, Mapping) else ""
+            raise TypeError(
+                f"document {index} is {a_type_of(document)}{keys}; expected tokens, or a dict with 'input_ids'. Tokenize the "
+                "texts first, for example [tokenizer(text)['input_ids'] for text in texts]."
+            )
         tokens = torch.as_tensor(document["input_ids"] if isinstance(document, Mapping) else document)
         labels = torch.as_tensor(document.get("labels", tokens)) if isinstance(document, Mapping) else tokens
         if len(labels) != len(tokens):

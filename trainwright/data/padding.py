@@ -30,6 +30,7 @@ class PadCollate:
     Raises:
         TypeError: `padding_value` is not a number or a dict of numbers, or `multiple_of` is not an integer.
         ValueError: `multiple_of` is below 1.
+        ValueError: the samples of a batch have different keys.
         RuntimeError: sequences of a batch differ in more than the first dimension.
 
     >>> collate = tw.PadCollate(multiple_of=4)
@@ -51,6 +52,12 @@ class PadCollate:
         """Return the batch of these samples, with the structure of the first."""
         first = samples[0]
         if isinstance(first, Mapping):
+            for number, sample in enumerate(samples):
+                if sample.keys() != first.keys():
+                    raise ValueError(
+                        f"sample {number} of the batch has the keys {list(sample)}, and sample 0 has {list(first)}. Return the "
+                        "same keys for every sample."
+                    )
             return self._collated({key: [sample[key] for sample in samples] for key in first})
         if not isinstance(first, (tuple, list)) or _as_sequence(first) is not None:
             return self._collated({None: samples})[None]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainwright.errors import did_you_mean
 from trainwright.rank_zero import rank_zero_warn
+from trainwright.strategies import Strategy
 from trainwright.strategies.fsdp2.wrap_policy import has_forward
 
 EXPENSIVE = ("mm", "convolution", "attention")
@@ -65,12 +66,17 @@ class ActivationCheckpointing:
             raise ValueError(f"activation_checkpointing={value!r} is not accepted. {ACCEPTED}")
         return cls(**options)
 
-    def install(self, module: nn.Module, device_type: str) -> Callable[[], None]:
+    def install(self, module: nn.Module, device_type: str, strategy: Strategy | None = None) -> Callable[[], None]:
         """Make the blocks of a module recompute their activations. Return a function that undoes it.
 
         Raises:
-            ValueError: the module has no such block.
+            ValueError: the module has no such block, or the strategy recomputes activations too.
         """
+        if getattr(strategy, "activation_checkpointing_policy", None):
+            raise ValueError(
+                "activation_checkpointing= and the strategy's activation_checkpointing_policy= would recompute blocks twice. "
+                "Omit activation_checkpointing_policy."
+            )
         offloads = self.offload and device_type != "cpu"
         if offloads != self.offload:
             rank_zero_warn(

@@ -126,7 +126,7 @@ class Preparation(Preparations):
     def _recompute(self, module: nn.Module, checkpointing: ActivationCheckpointing) -> None:
         """Make a model recompute activations. A later model may have no such blocks, as a discriminator beside a generator."""
         try:
-            checkpointing.install(module, self._engine.device.type)
+            checkpointing.install(module, self._engine.device.type, self._engine.strategy)
         except ValueError:
             if not self.models:
                 raise

@@ -204,7 +204,7 @@ class Run:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         checkpointing = ActivationCheckpointing.read(self.settings.activation_checkpointing)
         if checkpointing is not None and self.call == "fit":
-            self._undo.append(checkpointing.install(module, self.engine.device.type))
+            self._undo.append(checkpointing.install(module, self.engine.device.type, self.engine.strategy))
         if self.settings.compile:
             options = self.settings.compile if isinstance(self.settings.compile, dict) else {}
             self._undo.append(Compiled(module, options).undo)
