@@ -49,7 +49,7 @@ class GCN(tw.Module):
     def validation_step(self, batch, batch_idx):
         adjacency, sides = batch
         is_right = (self(adjacency).argmax(1) == sides).float()
-        self.log("val_acc", (is_right.sum() - is_right[KNOWN].sum()) / (len(sides) - len(KNOWN)), batch_size=1)
+        self.log("val_acc", (is_right.sum() - is_right[KNOWN].sum()) / (len(sides) - len(KNOWN)), prog_bar=True)
 
     def predict_step(self, batch, batch_idx):
         return self(batch[0]).softmax(1)[:, 1]
@@ -58,14 +58,18 @@ class GCN(tw.Module):
         return torch.optim.Adam(self.parameters(), lr=0.01, weight_decay=5e-4)
 
 
-def train(epochs: int = 100):
-    """Train on the whole graph in every step, and draw each member with the probability of its side."""
+def main():
+    parser = argparse.ArgumentParser(description="Train a GCN on Zachary's karate club.")
+    parser.add_argument("--epochs", type=int, default=5)
+    options = parser.parse_args()
     tw.seed_everything(0)
     graph, adjacency, sides = load_club()
-    loader = DataLoader([(adjacency, sides)], batch_size=None)  # one batch: the whole graph
-    trainer = tw.Trainer(max_epochs=epochs, devices=1, log_every_n_steps=1, default_root_dir="runs")
-    trainer.fit(GCN(len(graph)), loader, loader)
-    (officers,) = trainer.predict(dataloaders=loader)
+    whole = DataLoader([(adjacency, sides)], batch_size=None)
+    steps = DataLoader([(adjacency, sides)] * 20, batch_size=None)  # every batch is the whole graph
+    trainer = tw.Trainer(max_epochs=options.epochs, devices=1, log_every_n_steps=1, default_root_dir="runs")
+    trainer.fit(gcn := GCN(len(graph)), steps, whole)
+    val_acc = trainer.callback_metrics["val_acc"]
+    officers = trainer.predict(gcn, whole)[0].cpu()
     wrong = [member + 1 for member in graph if (officers[member] > 0.5) != sides[member]]
 
     figure = Figure(figsize=(7, 5), layout="constrained")
@@ -76,11 +80,9 @@ def train(epochs: int = 100):
     networkx.draw(graph, places, panel, **colors, edge_color="silver", labels={each: each + 1 for each in graph})
     figure.savefig(f"{trainer.log_dir}/club.png", dpi=80)
     print(f"members on the wrong side: {', '.join(map(str, wrong)) or 'none'}")
-    print(f"val_acc: {trainer.callback_metrics['val_acc']:.4f}")
+    print(f"val_acc: {val_acc:.4f}")
     print(f"picture: {trainer.log_dir}/club.png")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train a GCN on Zachary's karate club.")
-    parser.add_argument("--epochs", type=int, default=100)
-    train(**vars(parser.parse_args()))
+    main()

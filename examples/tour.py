@@ -32,15 +32,26 @@ class Example(NamedTuple):
 
 
 REVIEWS, ENGINES = sorted(FOLDER.glob("imdb/[0-9]*.py")), {"6_deepspeed": "deepspeed", "8_ddp_sharded": "fairscale"}
+ORIGINALS, BESIDE = sorted(FOLDER.glob("first/*.py")), {"with_lightning": "lightning", "with_accelerate": "accelerate"}
 IMDB = ("--reviews 2400 --epochs 1", "(test accuracy: .*)")
 LOOP_RESULT = r"(?:epoch \d+: )?(\D*(?:val_acc|distance).*)"
 EXAMPLES = [
+    Example("first.py", "", "(accuracy: .*)", "sklearn"),
+    Example("first.ipynb", "", "(accuracy: .*)", "sklearn nbclient nbformat ipykernel"),
+    *(
+        Example(f"first/{path.name}", "", "(accuracy: .*)", f"sklearn {BESIDE.get(path.stem, '')}")
+        for path in ORIGINALS
+    ),
     Example("digits.py", "--epochs 5", "(test_acc: .*)", "sklearn matplotlib"),
     Example("four_tricks.py", "--epochs 4", "(test accuracy: .*)", "sklearn matplotlib"),
     Example("raw_loop.py", "--epochs 5", "(test_acc: .*)", "sklearn"),
     Example("sweep.py", "--epochs 2", "(best learning rate: .*)", "sklearn"),
     Example("gan.py", "--epochs 4", "(distance: .*)"),
     Example("gpt.py", "--steps 400", "(val_loss: .*)"),
+    Example("gpt.ipynb", "", "(val_loss: .*)", "nbclient nbformat ipykernel"),
+    Example("text.py", "", "(val_acc: .*)"),
+    Example("graph.py", "", "(val_acc: .*)", "networkx matplotlib"),
+    Example("graph.ipynb", "", "(val_acc: .*)", "networkx matplotlib nbclient nbformat ipykernel"),
     Example("images.py", "--epochs 15", "(with augmentation: .*)", "matplotlib"),
     Example("interruption.py", "", "(losses that differ: .*)"),
     Example("stream.py", "", "(val_acc: .*)", "datasets"),
