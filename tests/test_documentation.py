@@ -97,7 +97,13 @@ def test_a_code_block_runs(block: Block, tmp_path: Path) -> None:
 
 def test_few_blocks_are_marked_as_not_run() -> None:
     assert len([block for block in BLOCKS if block.reason is not None]) <= NOT_RUN
-    assert {block.kind for block in BLOCKS} <= {"", "python", "console", "yaml"}
+    assert {block.kind for block in BLOCKS} <= {
+        "",
+        "python",
+        "console",
+        "yaml",
+        "diff",
+    }  # tests/examples/test_first_program.py
     assert len(PYTHON) >= 11
 
 
