@@ -19,7 +19,7 @@ FOLDER, LOGS, PIP_NAMES = Path(__file__).parent, Path("runs/tour"), {"sklearn": 
 IN_A_KERNEL = """
 import nbclient, nbformat, sys
 for cell in nbclient.execute(nbformat.read(sys.argv[1], 4)).cells:
-    print(*(each.get("text", "") for each in cell.get("outputs", [])))
+    print(*(each.get("text", "") for each in cell.get("outputs", [])), sep="")
 """
 
 
@@ -41,7 +41,7 @@ EXAMPLES = [
     *(Example(f"first/{path.name}", "", SCORE, f"sklearn {path.stem.partition('_')[2]}") for path in ORIGINALS),
     *(Example(name, "--epochs 5", SCORE, "sklearn matplotlib") for name in DIGITS),
     Example("sweep.py", "--epochs 2", "(best learning rate: .*)", "sklearn"),
-    Example("images.py", "--epochs 15", "(with augmentation: .*)", "matplotlib"),
+    Example("images.py", "", "(with augmentation: .*)", "matplotlib"),
     Example("gpt.py", "--steps 400", SCORE),
     Example("lora.py", "", "(with the adapter: .*)", "peft transformers"),
     Example("gan.py", "--epochs 4", "(distance: .*)"),
