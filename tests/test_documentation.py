@@ -67,7 +67,8 @@ def blocks() -> Iterator[Block]:
 
 
 BLOCKS = list(blocks())
-PYTHON = [block for block in BLOCKS if block.kind == "python" and block.reason is None]
+PYTHON = list({block.text: block for block in BLOCKS if block.kind == "python" and block.reason is None}.values())
+"""A block that two pages show runs once."""
 TRAIN_ON_SEVERAL = [
     block for block in PYTHON if block.devices > 1 and re.search(r"\.fit\(|^for ", block.text, re.MULTILINE)
 ]
