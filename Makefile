@@ -1,6 +1,7 @@
 # Everything here works in .venv, and installs only what its target needs, at the versions of constraints.txt.
 #
-#   make demo              train and test examples/digits.py; DEVICES=2 for two processes, ARGS="--precision bf16-mixed"
+#   make demo              the first program, examples/first.py, then examples/digits.py, which has everything: DEVICES=2 for two processes,
+#                          ARGS="--precision bf16-mixed"
 #   make examples          run every example at a small size; a table of times and results at the end names those that failed. ARGS="gan.py
 #                          imdb/" for some of them
 #   make test              the fast tests; make test-launch those that start real interpreters, make test-slow the slow ones,
@@ -82,6 +83,7 @@ ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pyt
 	bench bench-gpu bench-launch soak fuzz clean
 
 demo: $(VENV)/examples.stamp
+	$(BIN)/python examples/first.py
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
 
 examples: $(VENV)/tour.stamp

@@ -1,6 +1,5 @@
 """Run the examples at a small size, one after another, and print how long each took and what came out.
 
-    make examples
     python examples/tour.py                 # what is installed here; the others are skipped
     python examples/tour.py gan.py imdb/    # those whose names begin so
 
@@ -20,7 +19,7 @@ FOLDER, LOGS, PIP_NAMES = Path(__file__).parent, Path("runs/tour"), {"sklearn": 
 IN_A_KERNEL = """
 import nbclient, nbformat, sys
 for cell in nbclient.execute(nbformat.read(sys.argv[1], 4)).cells:
-    print(*(each.get("text", "") for each in cell.get("outputs", [])))
+    print(*(each.get("text", "") for each in cell.get("outputs", [])), sep="")
 """
 
 
@@ -32,25 +31,26 @@ class Example(NamedTuple):
 
 
 REVIEWS, ENGINES = sorted(FOLDER.glob("imdb/[0-9]*.py")), {"6_deepspeed": "deepspeed", "8_ddp_sharded": "fairscale"}
-IMDB = ("--reviews 2400 --epochs 1", "(test accuracy: .*)")
-LOOP_RESULT = r"(?:epoch \d+: )?(\D*(?:val_acc|distance).*)"
+ORIGINALS, DIGITS = sorted(FOLDER.glob("first/*.py")), ["digits.py", "four_tricks.py", "raw_loop.py"]
+IMDB, BERT, KERNEL = "--reviews 2400 --epochs 1", "transformers tokenizers", "matplotlib nbclient nbformat ipykernel"
+LOOP_RESULT, SCORE = r"(?:epoch \d+: )?(\D*(?:val_acc|distance).*)", r"((?:test.acc\w*|accuracy|val_acc|val_loss): .*)"
+GALLERY = {"first.py": "sklearn", "text.py": "", "graph.py": "matplotlib", "stream.py": "datasets"}
+NOTEBOOKS, ENDS = ["first", "gpt", "graph", "raw_loop/notebook"], ["py", "ipynb"]
 EXAMPLES = [
-    Example("digits.py", "--epochs 5", "(test_acc: .*)", "sklearn matplotlib"),
-    Example("four_tricks.py", "--epochs 4", "(test accuracy: .*)", "sklearn matplotlib"),
-    Example("raw_loop.py", "--epochs 5", "(test_acc: .*)", "sklearn"),
+    *(Example(name, "", SCORE, needs) for name, needs in GALLERY.items()),
+    *(Example(f"first/{path.name}", "", SCORE, f"sklearn {path.stem.partition('_')[2]}") for path in ORIGINALS),
+    *(Example(name, "--epochs 5", SCORE, "sklearn matplotlib") for name in DIGITS),
     Example("sweep.py", "--epochs 2", "(best learning rate: .*)", "sklearn"),
-    Example("gan.py", "--epochs 4", "(distance: .*)"),
-    Example("gpt.py", "--steps 400", "(val_loss: .*)"),
-    Example("images.py", "--epochs 15", "(with augmentation: .*)", "matplotlib"),
-    Example("interruption.py", "", "(losses that differ: .*)"),
-    Example("stream.py", "", "(val_acc: .*)", "datasets"),
-    Example("multi_gpu_demo.py", "", "(.*deepspeed.*)", "deepspeed sklearn matplotlib"),
-    Example("multi_gpu_demo.ipynb", "", "(DeepSpeed.*%)", "deepspeed sklearn matplotlib nbclient nbformat ipykernel"),
-    Example("sharded_bert.py", "", "(.*fsdp.*)", "transformers tokenizers deepspeed fairscale matplotlib"),
+    Example("images.py", "", "(with augmentation: .*)", "matplotlib"),
+    Example("gpt.py", "--steps 400", SCORE),
     Example("lora.py", "", "(with the adapter: .*)", "peft transformers"),
+    Example("gan.py", "--epochs 4", "(distance: .*)"),
+    Example("interruption.py", "", "(losses that differ: .*)"),
+    *(Example(f"multi_gpu_demo.{end}", "", "(.*eep.peed.*%)", f"deepspeed sklearn {KERNEL}") for end in ENDS),
+    Example("sharded_bert.py", "", "(.*fsdp.*)", f"{BERT} deepspeed fairscale matplotlib"),
     *(Example(f"raw_loop/{path.name}", "", LOOP_RESULT) for path in sorted(FOLDER.glob("raw_loop/*.py"))),
-    Example("raw_loop/notebook.ipynb", "", "(test accuracy: .*)", "nbclient nbformat ipykernel matplotlib"),
-    *(Example(f"imdb/{path.name}", *IMDB, f"transformers tokenizers {ENGINES.get(path.stem, '')}") for path in REVIEWS),
+    *(Example(f"{name}.ipynb", "", SCORE, f"sklearn {KERNEL}") for name in NOTEBOOKS),
+    *(Example(f"imdb/{path.name}", IMDB, SCORE, f"{BERT} {ENGINES.get(path.stem, '')}") for path in REVIEWS),
 ]
 
 

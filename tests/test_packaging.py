@@ -76,13 +76,14 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
 def test_the_wheel_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", tmp_path / "venv", folder=tmp_path)
     python = tmp_path / "venv/bin/python"
-    run(python, "-m", "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt", wheel, folder=tmp_path)
+    install = (python, "-m", "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt")
+    run(*install, wheel, "scikit-learn", folder=tmp_path)  # whose digits the README's program reads
     # -I: neither PYTHONPATH nor the working directory, so the installed package is imported.
     where = run(python, "-I", "-c", "import trainwright; print(trainwright.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(tmp_path / "venv")
     program = re.search(r"A complete program:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert program is not None
-    (tmp_path / "train.py").write_text(program[1].replace("max_epochs=5", "max_epochs=1"))
+    (tmp_path / "train.py").write_text(program[1].replace("max_epochs=15", "max_epochs=1"))
     run(tmp_path / "venv/bin/trainwright", "launch", "--cpu", "train.py", folder=tmp_path)
     assert list((tmp_path / "trainwright_logs/version_0/checkpoints").glob("*.ckpt/manifest.json"))
     run(python, "-m", "pip", "check", folder=tmp_path)

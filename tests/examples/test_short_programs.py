@@ -15,7 +15,7 @@ import pytest
 from forked import run_python
 
 FOLDER = Path(__file__).parents[2] / "examples"
-SHORT = ("four_tricks", "gpt", "images", "interruption", "lora", "stream", "sweep", "tour")
+SHORT = ("first", "four_tricks", "gpt", "graph", "images", "interruption", "lora", "stream", "sweep", "text", "tour")
 
 
 def needs(*modules: str) -> Any:
@@ -90,6 +90,24 @@ def test_images_are_classified() -> None:
     output = run("images", "--epochs", "14")
     assert 0.4 < float(said(output, "without augmentation")) < 1
     assert float(said(output, "with augmentation")) > 0.7
+    assert is_a_picture(said(output, "picture"))
+
+
+@pytest.mark.slow
+def test_docstrings_are_classified() -> None:
+    output = run("text", "--epochs", "6", "--ask", "Wait until the lock is free.", "Check that two values are equal.")
+    assert said(output, "asyncio") == "Wait until the lock is free."
+    assert said(output, "unittest") == "Check that two values are equal."
+    assert float(said(output, "val_acc")) > 0.75 > 0.4 > float(said(output, "always the most frequent package"))
+
+
+@pytest.mark.slow
+@needs("networkx", "matplotlib")
+def test_the_club_is_divided() -> None:
+    output = run("graph")
+    wrong = said(output, "members on the wrong side").split(", ")
+    assert float(said(output, "val_acc")) == 1 - len(wrong) / 32
+    assert len(wrong) < 5
     assert is_a_picture(said(output, "picture"))
 
 
