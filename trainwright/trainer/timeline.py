@@ -19,8 +19,9 @@ Pair = tuple[Any, bool]
 PHASES = ("data", "step", "validation", "checkpoints", "other")
 TIMED_BATCHES, LONG_WAIT_SECONDS, LARGE_SHARE = 1000, 10.0, 0.3
 """Training warns if waits in its first batches take this long in total, and this share of the time."""
-ADVISED_SHARE, SHORT_SECONDS = 0.1, 1e-4
-"""Above this share of waits the line has advice. A shorter wait is not compared with the device's work."""
+ADVISED_SHARE, ADVISED_SECONDS, SHORT_SECONDS = 0.1, 3.0, 1e-4
+"""Above this share and number of seconds of waits the line has advice. A wait of less than SHORT_SECONDS is not compared with
+the device's work."""
 
 
 class Timeline:
@@ -136,7 +137,7 @@ class Timeline:
     def _advice(self, total: float) -> str:
         """Return a sentence on the settings of the loader, or "" if training has hardly waited."""
         waited = self.seconds["data"]
-        if waited <= ADVISED_SHARE * total or not self._loaders:
+        if waited <= max(ADVISED_SHARE * total, ADVISED_SECONDS) or not self._loaders:
             return ""
         if waited - self._first_waits <= ADVISED_SHARE * total and not self._workers:  # the first call of code is slow
             return ""
