@@ -1,6 +1,6 @@
 """The tables of docs/support.md, made from the tables of the tests: `python tests/support_table.py` writes them into the page.
 
-A mark is what a test trains or rejects. A test that has no table of strategies has none here.
+A mark says that a test trains or rejects a feature. A test without a table of strategies has none here.
 """
 
 from __future__ import annotations
@@ -314,12 +314,12 @@ def tables() -> str:
     rows, more = ([row._replace(trained=[*row.trained]) for row in found] for found in (precisions(), features()))
     lines = ["### Precisions", "", *table(rows, (ALONE, *STRATEGIES), "precision"), ""]
     lines += ["### Features", "", *table(more, STRATEGIES, "feature"), ""]
-    lines += ["### The texts of errors", "", *reasons([*rows, *more]), "", "### What ran on a GPU", "", *on_a_gpu(), ""]
+    lines += ["### The texts of errors", "", *reasons([*rows, *more]), "", "### Runs on a GPU", "", *on_a_gpu(), ""]
     return "\n".join([*lines, "### Versions", "", *versions()])
 
 
 def versions() -> Iterator[str]:
-    """Yield a table of the accepted versions of Python, torch and engines, and of those that CI runs."""
+    """Yield a table of the versions of Python, torch and engines that are accepted, and that CI runs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().lower().splitlines() if "==" in line

@@ -48,7 +48,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 ON_TWO_RANKS = ("fsdp, offloaded", "fsdp", "ddp", "ddp_sharded")
 OVER_GLOO = ON_TWO_RANKS[2:]
-"""Those that two ranks with one GPU can run."""
+"""Strategies that two ranks with one GPU can run."""
 CLIPPING = {"32-true": (0.5, "norm"), "bf16-mixed": (0.05, "value"), "16-mixed": (0.5, "norm")}
 
 
