@@ -18,6 +18,7 @@
 #   make faults            the same one at a time, and their table in benchmarks/RESULTS.md
 #   make check             formatting, lint, types; make format mends the first two
 #   make docs              the documentation as a site, in site/; a warning is an error
+#   make release-check     build the packages in dist/, check their metadata with twine, and train with the wheel in a new environment
 #   make bench             benchmarks/overhead.py (ARGS), models.py (MODEL_ARGS), ragged.py (RAGGED_ARGS), start.py (START_ARGS),
 #                          ddp_overhead.py (DDP_ARGS), strategies.py (STRATEGY_ARGS)
 #                          and checkpoint.py (CHECKPOINT_ARGS), beside other frameworks and beside their goals
@@ -80,7 +81,7 @@ IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2> /dev/null | tail -n 
 ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest
 
 .PHONY: demo examples test test-launch test-slow test-all test-device test-cluster test-faults faults test-gpu test-versions check format docs \
-	bench bench-gpu bench-launch soak fuzz clean
+	release-check bench bench-gpu bench-launch soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/first.py
@@ -136,6 +137,12 @@ format: $(VENV)/test.stamp
 docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+release-check: $(VENV)/release.stamp
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	TRAINWRIGHT_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/test_packaging.py $(ARGS)
+
 bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 	$(BIN)/python benchmarks/models.py $(MODEL_ARGS)
@@ -190,6 +197,10 @@ $(VENV)/programs.stamp: $(VENV)/test.stamp
 
 $(VENV)/docs.stamp: $(VENV)/base.stamp
 	$(INSTALL) -e ".[docs]"
+	touch $@
+
+$(VENV)/release.stamp: $(VENV)/test.stamp
+	$(INSTALL) -e ".[release]"
 	touch $@
 
 $(VENV)/versions.stamp: $(VENV)/base.stamp

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import support_table
 import torch
 from jobs import run_job
 from reader import Classifier, Example, examples, failures_of, make_loader, run_block, run_examples
@@ -106,6 +107,10 @@ def test_few_blocks_are_marked_as_not_run() -> None:
         "diff",
     }  # tests/examples/test_first_program.py
     assert len(PYTHON) >= 11
+
+
+def test_the_support_page_shows_the_tables_of_the_tests() -> None:
+    assert support_table.PAGE.read_text() == support_table.page(), "run: python tests/support_table.py"
 
 
 # -- commands --------------------------------------------------------------------------------------------------------

@@ -67,16 +67,20 @@ def fit(strategy: str, ranks: int, matrix: Any = Muon, **settings: Any) -> tuple
     return module, trainer
 
 
+DDP = ("ddp", "ddp_sharded")
+WHOLE = r"Split_Muon_AdamW steps whole .*'ddp', or 'ddp_sharded'"
+
+
 def on_ranks(folder: Path) -> dict[str, Any]:
     """Train under every strategy."""
     results: dict[str, Any] = {}
-    for strategy in ("ddp", "ddp_sharded"):
+    for strategy in DDP:
         module, trainer = fit(strategy, 2)
         trainer.save_checkpoint(str(folder / f"{strategy}.ckpt"))
         results[strategy] = {"weights": module.state_dict(), "rates": module.rates}
         results[f"{strategy}, resumed"] = resumed(strategy, 2, folder)
     for strategy in ("fsdp", tw.FSDPStrategy(elementwise=True)):
-        with pytest.raises(ValueError, match=r"Split_Muon_AdamW steps whole .*'ddp', or 'ddp_sharded'"):
+        with pytest.raises(ValueError, match=WHOLE):
             fit(strategy, 2)  # type: ignore[arg-type]
     return results
 
@@ -106,7 +110,7 @@ def test_ranks_train_the_weights_of_one_process(tmp_path: Path) -> None:
     alone, _ = fit("single_device", 1)
     results = run_job(on_ranks, 2, tmp_path / "job")
     for result in results:
-        for strategy in ("ddp", "ddp_sharded"):
+        for strategy in DDP:
             assert result[strategy]["rates"] == alone.rates
             assert largest_difference(result[strategy]["weights"], alone.state_dict()) < 1e-5
             assert largest_difference(result[f"{strategy}, resumed"], result[strategy]["weights"]) == 0.0

@@ -1,8 +1,9 @@
-"""The wheel in an otherwise empty environment: its contents, an import and a training."""
+"""The packages of a release: the wheel's contents and version, and a training in an otherwise empty environment."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
 import tomllib
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 from interpreters import run_command
 from package import FILES, tree_of
+from packaging.version import Version
+
+import trainwright as tw
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -48,10 +52,19 @@ def run(*command: str | Path, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, folder=folder)
+    """The wheel that `make release-check` has built, or a new one."""
+    folder = Path(os.environ.get("TRAINWRIGHT_DIST") or tmp_path_factory.mktemp("wheel"))
+    if not any(folder.iterdir()):
+        run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, folder=folder)
     (built,) = folder.glob("*.whl")
     return built
+
+
+def test_the_version_is_that_of_the_changelog() -> None:
+    """An Unreleased entry is for a later version than the released ones."""
+    newest, *earlier = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest in ("Unreleased", tw.__version__)
+    assert all(Version(tw.__version__) > Version(each) for each in earlier)
 
 
 @pytest.mark.slow
@@ -69,6 +82,7 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     in_tree = {str(path.relative_to(ROOT)) for path in (ROOT / "trainwright").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == in_tree
     assert any(name.endswith("LICENSE") for name in names)
+    assert f"trainwright-{tw.__version__}.dist-info/METADATA" in names
 
 
 @pytest.mark.slow
@@ -85,5 +99,7 @@ def test_the_wheel_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) ->
     assert program is not None
     (tmp_path / "train.py").write_text(program[1].replace("max_epochs=15", "max_epochs=1"))
     run(tmp_path / "venv/bin/trainwright", "launch", "--cpu", "train.py", folder=tmp_path)
+    assert "launch" in run(tmp_path / "venv/bin/trainwright", "--help", folder=tmp_path)
+    assert f"trainwright: {tw.__version__}\n" in run(tmp_path / "venv/bin/trainwright", "env", folder=tmp_path)
     assert list((tmp_path / "trainwright_logs/version_0/checkpoints").glob("*.ckpt/manifest.json"))
     run(python, "-m", "pip", "check", folder=tmp_path)

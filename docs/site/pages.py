@@ -25,12 +25,21 @@ ELSEWHERE = {
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "benchmarks/RESULTS.md": "results.md",
 }
 """Pages that lie outside docs/, and where they are on the site."""
 ALONE = ("index.md", "changelog.md")
 """Pages that are the only ones of their tab, and so need no list of pages."""
-LATER = ("migrating.md", "from_accelerate.md", "missing_names.md", "contributing.md", "changelog.md", "results.md")
+LATER = (
+    "migrating.md",
+    "from_accelerate.md",
+    "from_composer.md",
+    "missing_names.md",
+    "contributing.md",
+    "changelog.md",
+    "results.md",
+)
 """Pages that a search shows after the guides, as it does the reference."""
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}

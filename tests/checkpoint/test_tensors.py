@@ -1,4 +1,4 @@
-"""Tensors of any layout and kind come back exactly, whoever wrote which piece and whoever reads which."""
+"""Tensors of any layout and kind come back exactly, for any ranks that write and read its pieces."""
 
 from __future__ import annotations
 

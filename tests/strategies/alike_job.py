@@ -20,6 +20,8 @@ import trainwright as tw
 WIDTH = 6
 STRATEGIES = ("ddp", "ddp_sharded", "fsdp")
 ZERO = ("deepspeed_stage_1", "deepspeed_stage_3")
+LATE = ("ddp", "fsdp")
+"""Strategies under which a module makes parameters after the setup."""
 
 
 def accepting(strategy: str) -> Any:
@@ -385,7 +387,7 @@ def alike(folder: Path) -> dict[str, Any]:
     for strategy in STRATEGIES:
         found["tempered"][strategy] = tempered(strategy)
         found["kept"][strategy] = kept(strategy, folder) if strategy != "fsdp" else {}
-    for strategy in ("ddp", "fsdp"):
+    for strategy in LATE:
         found["late"][strategy] = late(strategy, folder)
         found["norms"][strategy] = norms(strategy)
     found["rates"] = {strategy: rates(strategy, folder) for strategy in (*STRATEGIES, *ZERO)}

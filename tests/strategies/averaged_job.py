@@ -15,6 +15,7 @@ from torch import Tensor
 import trainwright as tw
 
 PARALLEL = ["ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+LOW = "bf16-true"
 MOVES = [
     ("ddp", "fsdp"),
     ("fsdp", "ddp_sharded"),
@@ -145,25 +146,28 @@ def averaged_quickly(folder: Path) -> dict[str, Any]:
     }
 
 
+def thaws_under(strategy: str) -> bool:
+    """Return whether parameters may be unfrozen between epochs."""
+    return not strategy.startswith("deepspeed")
+
+
 def averaged(folder: Path) -> dict[str, Any]:
     """Train under every strategy with both kinds of averages, whole and resumed."""
     found: dict[str, Any] = {}
     for strategy in PARALLEL:
-        options: dict[str, Any] = {"strategy": strategy, "devices": 2, "thaws": not strategy.startswith("deepspeed")}
+        options: dict[str, Any] = {"strategy": strategy, "devices": 2, "thaws": thaws_under(strategy)}
         norm = {**options, "kind": Normed, "samples": 44, "thaws": False}
         of_swa = folder / f"swa-{strategy}"
         found[strategy] = {
             "whole": train(folder / strategy, 2, **options),
             "resumed": train(None, 2, folder / strategy / "step=10.ckpt", **options),
-            "low": train(folder / f"low-{strategy}", 2, precision="bf16-true", **options),
-            "low resumed": train(
-                None, 2, folder / f"low-{strategy}" / "step=10.ckpt", precision="bf16-true", **options
-            ),
+            "low": train(folder / f"low-{strategy}", 2, precision=LOW, **options),
+            "low resumed": train(None, 2, folder / f"low-{strategy}" / "step=10.ckpt", precision=LOW, **options),
             "swa": train(of_swa, 2, average=swa(), **norm),
             "swa resumed": train(None, 2, of_swa / "step=10.ckpt", swa(), **norm),
         }
     for source, target in MOVES:
-        path, thaws = folder / source / "step=10.ckpt", not source.startswith("deepspeed")
+        path, thaws = folder / source / "step=10.ckpt", thaws_under(source)
         train(
             None, 2, path, strategy=target, devices=2, thaws=thaws, max_steps=10, saved=folder / f"{source} as {target}"
         )

@@ -28,6 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
     "norm, 4 batches": {"gradient_clip_val": 0.2, "accumulate_grad_batches": 4},  # the last window is of 2
 }
 """Runs of six batches: Trainer settings by name."""
+ONE_OPTIMIZER = r"trains one optimizer, and was given 2.*'ddp', 'ddp_sharded' or 'fsdp'"
+NOT_COMPILED = r"compile=True cannot hold .* choose 'fsdp' or stage 2"
 
 
 class Classifies(tw.Module):
@@ -279,12 +281,12 @@ def contract(folder: Path) -> dict[str, Any]:
     found["evaluation"] = evaluate(strategy, 1, folder / "plain.ckpt")
     train_manually(manual_kind(strategy), strategy, world, 1, folder)
     if manual_kind(strategy) is Player:
-        with pytest.raises(ValueError, match=r"trains one optimizer, and was given 2.*'ddp', 'ddp_sharded' or 'fsdp'"):
+        with pytest.raises(ValueError, match=ONE_OPTIMIZER):
             train_manually(Players, strategy, world, 1, folder)
     found["bytes"] = optimizer_bytes(strategy)
     found["low"] = train_low(strategy, world, folder / "low")
     if strategy == "deepspeed_stage_3":
-        with pytest.raises(ValueError, match=r"compile=True cannot hold .* choose 'fsdp' or stage 2"):
+        with pytest.raises(ValueError, match=NOT_COMPILED):
             tw.Trainer(strategy=strategy, compile=True, **QUIET)
     return found
 

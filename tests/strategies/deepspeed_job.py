@@ -23,6 +23,8 @@ import trainwright as tw
 from trainwright.strategies.zero.strategy import DeepSpeedStrategy
 
 STAGES = (1, 2, 3)
+EVERYDAY_STAGES = (2, 3)
+FROZEN = "'head.bias' of Thaws was frozen or unfrozen"
 
 
 class Plain(Regresses):
@@ -163,7 +165,7 @@ def refusals() -> None:
         (partial(DeepSpeedStrategy, config={"gradient_clipping": 0.5}), Players(), {}, ValueError,
          "Clip and accumulate in training_step"),
         ("deepspeed", Closes(), {}, ValueError, "LBFGS"),
-        ("deepspeed", Thaws(), {"max_epochs": 2}, RuntimeError, "'head.bias' of Thaws was frozen or unfrozen"),
+        ("deepspeed", Thaws(), {"max_epochs": 2}, RuntimeError, FROZEN),
     ]  # fmt: skip
     for strategy, module, settings, kind, text in refused:
         with pytest.raises(kind, match=text):
@@ -276,4 +278,4 @@ def deepspeed(folder: Path) -> dict[str, Any]:
 def deepspeed_everyday(folder: Path) -> dict[str, Any]:
     """Make the checks of every strategy, in stages 2 and 3."""
     quiet()
-    return {stage: everyday(f"deepspeed_stage_{stage}", folder / str(stage)) for stage in (2, 3)}
+    return {stage: everyday(f"deepspeed_stage_{stage}", folder / str(stage)) for stage in EVERYDAY_STAGES}

@@ -250,6 +250,10 @@ def everyday(strategy: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
+def under_ddp(folder: Path) -> dict[str, Any]:
+    return everyday("ddp_find_unused_parameters_true", folder)
+
+
 def alone(folder: Path) -> dict[str, Any]:
     """Return the results of one process that does the work of two ranks."""
     return {name: case("single_device", 2, folder / f"{name}.ckpt") for name, case in EQUAL.items()}

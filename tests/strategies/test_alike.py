@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from alike_job import STRATEGIES, ZERO, alike
+from alike_job import LATE, STRATEGIES, ZERO, alike
 from jobs import run_job
 from small import assert_close, assert_equal
 
@@ -39,7 +39,7 @@ def test_autocast_is_off_in_a_step_under_every_strategy(ranks: Any, strategy: st
 
 
 def test_parameters_that_were_made_late_are_trained_alike(ranks: Any) -> None:
-    for strategy in ("ddp", "fsdp"):
+    for strategy in LATE:
         assert_equal(ranks[0]["late"][strategy], ranks[1]["late"][strategy])
     assert "shift" in ranks[0]["late"]["fsdp"]
     assert_close(ranks[0]["late"]["fsdp"], ranks[0]["late"]["ddp"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from averaged_job import MOVES, PARALLEL, Averaged, Normed, averaged, averaged_quickly, cut, swa, train
+from averaged_job import MOVES, PARALLEL, Averaged, Normed, averaged, averaged_quickly, cut, swa, thaws_under, train
 from jobs import run_job
 from small import assert_close, assert_equal, make_loader, weights
 
@@ -17,7 +17,7 @@ from trainwright.checkpoint.reader import open_checkpoint
 
 
 def check(strategy: str, ranks: list[dict[str, Any]], folder: Path, alone: Callable[..., dict[str, Any]]) -> None:
-    thaws = not strategy.startswith("deepspeed")
+    thaws = thaws_under(strategy)
     one = alone(thaws=thaws)
     for rank in ranks:
         whole, resumed = rank["whole"], rank["resumed"]

@@ -8,10 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import everyday_job
 import pytest
 import torch
 import torch.distributed as dist
 from deadlines import deadline
+from everyday_job import assert_everyday, under_ddp
 from jobs import run_job
 from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
 from torch import Tensor, nn
@@ -155,6 +157,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_everyday_calls_match_one_process_under_ddp(tmp_path: Path) -> None:
+    folder, alone = tmp_path / "ranks", tmp_path / "alone"
+    assert_everyday(run_job(under_ddp, 2, folder), everyday_job.alone(alone), folder, alone)
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_ddp_options_do_not_change_the_weights(results: list[dict[str, Any]], name: str) -> None:
     assert_equal(results[0][name], results[1][name])

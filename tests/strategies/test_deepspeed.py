@@ -10,10 +10,11 @@ import deepspeed_job
 import everyday_job
 import pytest
 import torch
-from deepspeed_job import STAGES, deepspeed, deepspeed_everyday, run_equal
+from deepspeed_job import EVERYDAY_STAGES, STAGES, deepspeed, deepspeed_everyday, run_equal
 from everyday_job import assert_everyday, assert_same_weights
 from jobs import run_alone, run_job
 
+import trainwright as tw
 from trainwright.strategies.base import Optimization
 from trainwright.strategies.zero.strategy import DeepSpeedStrategy
 from trainwright.strategies.zero.vendor import import_deepspeed, keep_to_current_device
@@ -32,7 +33,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
 def test_everyday_calls_match_one_process_under_deepspeed(tmp_path: Path) -> None:
     ranks = run_job(deepspeed_everyday, 2, tmp_path)
     expected = everyday_job.alone(tmp_path / "alone")
-    for stage in (2, 3):
+    for stage in EVERYDAY_STAGES:
         folder = tmp_path / str(stage)
         assert_everyday([rank[stage] for rank in ranks], expected, folder, tmp_path / "alone")
 
@@ -140,6 +141,15 @@ def test_a_config_without_valid_json_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{'stage': 2}")
     with pytest.raises(ValueError, match=r"config.json' is not JSON .*. Correct the file"):
         DeepSpeedStrategy(config=tmp_path / "config.json")
+
+
+NO_FLOAT64 = "precision='64-true': DeepSpeed computes in 32 or 16 bits. Choose these, or 'fsdp'."
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_float64_is_rejected(stage: int) -> None:
+    with pytest.raises(ValueError, match=NO_FLOAT64):
+        tw.Trainer(strategy=f"deepspeed_stage_{stage}", precision="64-true", accelerator="cpu")
 
 
 def test_batch_sizes_without_accumulation_are_rejected() -> None:

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 import trainwright as tw
 
+STRATEGIES = ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_2")
+
 
 class Closes(tw.Module):
     """Passes a clipping closure to the step, or calls it before. One parameter is a scalar."""
@@ -82,7 +84,7 @@ def closed(folder: Path) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
     edited(data)
-    for strategy in ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_2"):
+    for strategy in STRATEGIES:
         for precision in ("32-true", "16-mixed"):
             for closes in (False, True):
                 module = Closes(closes)

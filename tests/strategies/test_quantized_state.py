@@ -18,6 +18,8 @@ from trainwright.strategies.divided_optimizers import refuse_unknown_optimizer
 pytestmark = pytest.mark.host
 
 STEPS = 6
+DDP = ("ddp", "ddp_sharded")
+NOT_SHARDED = r"AdamW8bit is not known to step every element .*'ddp' or 'ddp_sharded'"
 
 
 class Quantizes(tw.Module):
@@ -71,7 +73,7 @@ def interrupted(strategy: str, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 def on_ranks(folder: Path) -> dict[str, Any]:
-    return {strategy: interrupted(strategy, 2, folder) for strategy in ("ddp", "ddp_sharded")}
+    return {strategy: interrupted(strategy, 2, folder) for strategy in DDP}
 
 
 def assert_equal_bits(results: dict[str, Any]) -> None:
@@ -93,7 +95,7 @@ def test_8_bit_state_of_ranks_is_resumed_bitwise(tmp_path: Path) -> None:
     ranks = run_job(on_ranks, 2, tmp_path)
     alone = interrupted("single_device", 1, tmp_path)["whole"]["net.0.weight"]
     for result in ranks:
-        for strategy in ("ddp", "ddp_sharded"):
+        for strategy in DDP:
             assert_equal_bits(result[strategy])
             assert float((result[strategy]["whole"]["net.0.weight"] - alone).abs().max()) < 0.02
     weight, _ = fit("single_device", 1, path=str(tmp_path / "ddp.ckpt"))
@@ -112,5 +114,5 @@ def test_4_bit_state_is_rejected_at_a_save(tmp_path: Path) -> None:
 
 def test_8_bit_optimizers_are_rejected_where_a_rank_has_a_shard() -> None:
     optimizer = Quantizes().configure_optimizers()["optimizer"]
-    with pytest.raises(ValueError, match=r"AdamW8bit is not known to step every element .*'ddp' or 'ddp_sharded'"):
+    with pytest.raises(ValueError, match=NOT_SHARDED):
         refuse_unknown_optimizer(optimizer, "fsdp")

@@ -36,6 +36,11 @@ REFUSED: dict[str, Any] = {
 }
 
 
+DIFFERS = "some ranks gave other parameters gradients than the others"
+FAILED = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp")
+NO_MORE = "an earlier forward or backward raised an error, and {} cannot train on"
+
+
 class Branches(tw.Module):
     """Takes the branch that the batch names, which is never the last."""
 
@@ -229,12 +234,11 @@ def test_ranks_may_take_different_branches(tmp_path: Path) -> None:
         for name in RIGHT:
             for case in ("1", "2", "two models"):
                 assert max(rank[f"{name}, {case}"].values()) < 1e-5, (name, case, rank)
-        differs = "some ranks gave other parameters gradients than the others"
         names = (*REFUSED, *(f"{each}, in a window" for each in REFUSED), "get_state_dict", "end_training")
         for name in (*names, "at the end", "a loop", "at a save"):
-            assert differs in rank[name], name
+            assert DIFFERS in rank[name], name
         for name in ("deepspeed_stage_3", "deepspeed_stage_3, all sharded"):
-            assert f"{differs}, of the latest one 'branches.0.weight' and 3 more" in rank[f"{name}, used"], name
+            assert f"{DIFFERS}, of the latest one 'branches.0.weight' and 3 more" in rank[f"{name}, used"], name
             assert rank[f"{name}, failed"] == "the user's error", name
             assert rank[f"{name}, used, again"] < 1e-5, (name, rank)
             assert rank[f"{name}, failed, again"] < 1e-5, (name, rank)
@@ -299,7 +303,7 @@ def caught(folder: Path) -> dict[str, list[str]]:
     """Return the errors of a step and of a second fit after a caught error of backward."""
     quiet()
     found = {}
-    for name in ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp"):
+    for name in FAILED:
         module, errors = Catches(), []
         for _ in range(2):
             try:
@@ -315,7 +319,7 @@ def test_step_after_a_backward_that_failed_is_rejected(tmp_path: Path) -> None:
     (found,) = run_job(caught, 1, tmp_path)
     for name, errors in found.items():
         first, second = errors
-        assert first.startswith(f"an earlier forward or backward raised an error, and {name} cannot train on")
+        assert first.startswith(NO_MORE.format(name))
         assert "load a checkpoint. 'ddp' and a single process train on" in first
         assert first.endswith("after 1 steps")
         # A second fit makes a new DeepSpeed engine, but the module under fsdp is still in the middle of that backward.

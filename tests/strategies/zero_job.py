@@ -50,6 +50,8 @@ class Layers(torch.optim.SGD):
             parameter.sub_(0.01 * parameter.grad * parameter.norm() / parameter.grad.norm())
 
 
+UNKNOWN = "{} is not known to step every element .* strategy='deepspeed_stage_"
+UNKNOWN_TO_FSDP = "Layers is not known to step every element independently, and strategy='fsdp'"
 MAKERS: dict[str, Callable[..., Any]] = {
     "Adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1, lr_decay=0.01, fused=False),
     "AdamW": partial(torch.optim.AdamW, lr=0.02, eps=1e-3, weight_decay=0.3),
@@ -182,9 +184,7 @@ def sharded_rows(folder: Path) -> None:
 
     taken = partial(FSDPStrategy, elementwise=True)
     fit(taken, Other(Layers), 1, folder / "layers.fsdp")
-    with pytest.raises(
-        ValueError, match="Layers is not known to step every element independently, and strategy='fsdp'"
-    ):
+    with pytest.raises(ValueError, match=UNKNOWN_TO_FSDP):
         trainer("fsdp").fit(Other(Layers), loader(8, 1))
     with pytest.raises(ValueError, match=r"Adafactor does not compute on the sharded parameters .DTensors. that"):
         trainer(taken).fit(Other(torch.optim.Adafactor), loader(8, 1))
@@ -207,10 +207,7 @@ def refusals() -> None:
 
     sgd = partial(torch.optim.SGD, lr=0.1)
     refused = [
-        *(
-            (Other(kind), f"{kind.__name__} is not known to step every element .* strategy='deepspeed_stage_")
-            for kind in (torch.optim.Adafactor, Layers, torch.optim.LBFGS)
-        ),
+        *((Other(kind), UNKNOWN.format(kind.__name__)) for kind in (torch.optim.Adafactor, Layers, torch.optim.LBFGS)),
         (Other(torch.optim.Muon), "Muon steps whole matrices, .* strategy='deepspeed_stage_.*'ddp', or 'ddp_sharded'"),
         (Other(sgd, torch.zeros(2, 2, dtype=torch.complex64)), "'odd' in complex64.*but DeepSpeed"),
         (Other(sgd, torch.zeros(2, 2, dtype=torch.float64)), "'odd' in float64.*but DeepSpeed"),
