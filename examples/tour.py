@@ -33,6 +33,7 @@ class Example(NamedTuple):
 
 REVIEWS, ENGINES = sorted(FOLDER.glob("imdb/[0-9]*.py")), {"6_deepspeed": "deepspeed", "8_ddp_sharded": "fairscale"}
 IMDB = ("--reviews 2400 --epochs 1", "(test accuracy: .*)")
+FAULTS = sorted(path for path in FOLDER.glob("faults/*.py") if path.stem != "story")
 LOOP_RESULT = r"(?:epoch \d+: )?(\D*(?:val_acc|distance).*)"
 EXAMPLES = [
     Example("digits.py", "--epochs 5", "(test_acc: .*)", "sklearn matplotlib"),
@@ -48,6 +49,7 @@ EXAMPLES = [
     Example("multi_gpu_demo.ipynb", "", "(DeepSpeed.*%)", "deepspeed sklearn matplotlib nbclient nbformat ipykernel"),
     Example("sharded_bert.py", "", "(.*fsdp.*)", "transformers tokenizers deepspeed fairscale matplotlib"),
     Example("lora.py", "", "(with the adapter: .*)", "peft transformers"),
+    *(Example(f"faults/{path.name}", "", "ok: (.*)") for path in FAULTS),
     *(Example(f"raw_loop/{path.name}", "", LOOP_RESULT) for path in sorted(FOLDER.glob("raw_loop/*.py"))),
     Example("raw_loop/notebook.ipynb", "", "(test accuracy: .*)", "nbclient nbformat ipykernel matplotlib"),
     *(Example(f"imdb/{path.name}", *IMDB, f"transformers tokenizers {ENGINES.get(path.stem, '')}") for path in REVIEWS),
