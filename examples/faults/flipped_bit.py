@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import trainwright as tw
 
 
-def train(folder: Path, epochs: int) -> list[str]:
+def train(folder: Path, epochs: int, ckpt_path: str | None = None) -> list[str]:
     """Train up to a number of epochs, store the weights, and return the warnings."""
     tw.seed_everything(0)
     module, loader = Classifier(), DataLoader(samples(320), batch_size=8, shuffle=True)
@@ -22,7 +22,7 @@ def train(folder: Path, epochs: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = tw.Trainer(max_epochs=epochs, callbacks=saves, default_root_dir=folder, **SETTINGS)
-        trainer.fit(module, loader, ckpt_path="auto")
+        trainer.fit(module, loader, ckpt_path=ckpt_path)
     if epochs == 3:
         module.export(folder / "weights.safetensors")
     return [str(warning.message) for warning in caught]
@@ -48,11 +48,13 @@ def main():
     except tw.CheckpointError as problem:
         error = str(problem)
     print(f"load_from_checkpoint: {error or 'no error'}")
-    said = train(FOLDER / "cut", epochs=3)
+    said = train(FOLDER / "cut", epochs=3, ckpt_path="auto")
     print(*said, sep="\n")
     ends = [(FOLDER / name / "weights.safetensors").read_bytes() for name in ("whole", "cut")]
     is_kept = verified.returncode == 77 and file.name in error and ends[0] == ends[1]
-    end(is_kept, "the damage is named, and the run resumes from the checkpoint before and ends with the same bits")
+    end(
+        is_kept, "the damaged file is named, and the run resumes from the checkpoint before and ends with the same bits"
+    )
 
 
 if __name__ == "__main__":

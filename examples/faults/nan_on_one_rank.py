@@ -42,7 +42,7 @@ def main():
     print(f"{len(saved)} checkpoints, {'all' if are_finite else 'not all'} with finite weights")
     is_named = len(errors) == 1 and "rank 1" in str(errors)
     is_kept = run.returncode == 1 and is_named and found == [BAD] and len(saved) == 5 and are_finite
-    end(is_kept, "one error names rank and batch, the sample is found, and nothing broken is saved")
+    end(is_kept, "a NaN on one rank ends all by one error that names the batch, and no broken weights are saved")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ PROMISES = {
     "flipped_bit": "model-00000.safetensors does not match its digest",
     "killed": r"metrics\.csv: the same bytes in both runs",
     "nan_on_one_rank": r"the loss of rank 1 is nan, found at step 11 \(epoch 0, batch 11\)",
-    "other_world_size": "on 3: weights exact at the resume, in every step the same samples",
+    "other_world_size": "resumed at step 35 on 3: the same weights, the same samples in every step",
     "short_window": r"window of 2 batches: 1\.0000 of the plain loop's gradient",
     "stopped_rank": r"rank 1 never came: at \S*stopped_rank\.py:\d+ in read_from_a_silent_server",
     "uneven_evaluation": "predict on three processes: 103 outputs, in order",
