@@ -104,7 +104,10 @@ def test_few_blocks_are_marked_as_not_run() -> None:
 # -- commands --------------------------------------------------------------------------------------------------------
 
 PROGRAMS = ("make", "python", "pip", "trainwright", "torchrun", "srun", "mpirun")
-PLACEHOLDERS = {"PATH": "run.ckpt", "OUT.safetensors": "out.safetensors", "FILE": "weights.pt", "OUT.ckpt": "out.ckpt"}
+PLACEHOLDERS = {
+    "PATH": "run.ckpt", "runs/mine": "run.ckpt", "OUT.safetensors": "out.safetensors", "FILE": "weights.pt",
+    "OUT.ckpt": "out.ckpt",
+}  # fmt: skip
 """Files of a reader."""
 
 

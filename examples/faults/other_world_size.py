@@ -59,8 +59,9 @@ def main():
         is_exact = all(loaded[name].equal(saved[name]) for name in saved)
         is_same = trained == {step: steps[step] for step in range(35, 50)}
         difference = max(float((ended[name] - weights[name]).abs().max()) for name in weights)
-        print(f"resumed at step 35 on {devices}: {'the same' if is_exact else 'other'} weights, "
-              f"{'the same' if is_same else 'other'} samples in every step, {difference:.0e} between the weights at the end")  # fmt: skip
+        start_weights, step_samples = ("the same" if is_equal else "other" for is_equal in (is_exact, is_same))
+        print(f"resumed at step 35 on {devices}: {start_weights} weights, {step_samples} samples in every step")
+        print(f"  largest difference of a weight at the end: {difference:.0e}")
         is_kept = is_kept and is_exact and is_same and difference < 1e-6
     end(is_kept, "on another number of processes every step has the same samples, and the weights differ by rounding")
 
