@@ -1,8 +1,6 @@
 """Run the examples at a small size, one after another, and print how long each took and what came out.
 
-    make examples
-    python examples/tour.py                 # what is installed here; the others are skipped
-    python examples/tour.py gan.py imdb/    # those whose names begin so
+    python examples/tour.py [gan.py imdb/]    # what is installed here, or those whose names begin so; the others are skipped
 
 What each prints is kept in runs/tour/. If one fails, the others still run, and the exit code is 1.
 """
@@ -33,7 +31,7 @@ class Example(NamedTuple):
 
 REVIEWS, ENGINES = sorted(FOLDER.glob("imdb/[0-9]*.py")), {"6_deepspeed": "deepspeed", "8_ddp_sharded": "fairscale"}
 IMDB = ("--reviews 2400 --epochs 1", "(test accuracy: .*)")
-FAULTS = sorted(path for path in FOLDER.glob("faults/*.py") if path.stem != "story")
+FAULTS = sorted({*FOLDER.glob("faults/*.py")} - {FOLDER / "faults/story.py"})
 LOOP_RESULT = r"(?:epoch \d+: )?(\D*(?:val_acc|distance).*)"
 EXAMPLES = [
     Example("digits.py", "--epochs 5", "(test_acc: .*)", "sklearn matplotlib"),

@@ -48,7 +48,7 @@ def main():
     is_ordered = list(numbers) == list(range(103))
     print(f"predict on three processes: {len(numbers)} outputs, {'in order' if is_ordered else 'not in order'}")
     is_kept = is_ordered and runs[1] == runs[3] and abs(runs[3]["accuracy"] - sum(correct) / 103) < 1e-6
-    end(is_kept, "103 samples on three processes are scored and predicted once each, in order")
+    end(is_kept, "103 samples on three processes are scored and predicted once, in order")
 
 
 if __name__ == "__main__":
