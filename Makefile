@@ -4,6 +4,7 @@
 #                          ARGS="--precision bf16-mixed"
 #   make examples          run every example at a small size; a table of times and results at the end names those that failed. ARGS="gan.py
 #                          imdb/" for some of them
+#   make demo-faults       cause seven faults of training jobs (kills, damaged files, hangs), and show what each run does about it
 #   make test              the fast tests; make test-launch those that start real interpreters, make test-slow the slow ones,
 #                          make test-all all of them. WORKERS=0 runs them in one process, ARGS="tests/engine -x" chooses
 #   make test-gpu          the tests of a GPU, on the interpreter that PYTHON names as it is (.venv without it); where there is no
@@ -80,12 +81,15 @@ IN_MEMORY := $(shell test "$$(df --output=avail /dev/shm 2> /dev/null | tail -n 
 
 ON_SIMULATED := PYTHONPATH=$(CURDIR)/tests/simulated_device $(BIN)/python -m pytest
 
-.PHONY: demo examples test test-launch test-slow test-all test-device test-cluster test-faults faults test-gpu test-versions check format docs \
-	release-check bench bench-gpu bench-launch soak fuzz clean
+.PHONY: demo demo-faults examples test test-launch test-slow test-all test-device test-cluster test-faults faults test-gpu test-versions check \
+	format docs release-check bench bench-gpu bench-launch soak fuzz clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/first.py
 	$(BIN)/python examples/digits.py --devices $(DEVICES) $(ARGS)
+
+demo-faults: $(VENV)/examples.stamp
+	$(BIN)/python examples/tour.py faults/
 
 examples: $(VENV)/tour.stamp
 	$(BIN)/python examples/tour.py $(ARGS)

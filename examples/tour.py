@@ -1,7 +1,6 @@
 """Run the examples at a small size, one after another, and print how long each took and what came out.
 
-    python examples/tour.py                 # what is installed here; the others are skipped
-    python examples/tour.py gan.py imdb/    # those whose names begin so
+    python examples/tour.py [gan.py imdb/]    # what is installed here, or those whose names begin so; the others are skipped
 
 What each prints is kept in runs/tour/. If one fails, the others still run, and the exit code is 1.
 """
@@ -30,12 +29,15 @@ class Example(NamedTuple):
     needs: str = ""  # modules that Trainwright does not bring
 
 
-REVIEWS, ENGINES = sorted(FOLDER.glob("imdb/[0-9]*.py")), {"6_deepspeed": "deepspeed", "8_ddp_sharded": "fairscale"}
-ORIGINALS, DIGITS = sorted(FOLDER.glob("first/*.py")), ["digits.py", "four_tricks.py", "raw_loop.py"]
+REVIEWS, ORIGINALS = sorted(FOLDER.glob("imdb/[0-9]*.py")), sorted(FOLDER.glob("first/*.py"))
+DIGITS, ENGINES = (
+    ["digits.py", "four_tricks.py", "raw_loop.py"],
+    {"6_deepspeed": "deepspeed", "8_ddp_sharded": "fairscale"},
+)
 IMDB, BERT, KERNEL = "--reviews 2400 --epochs 1", "transformers tokenizers", "matplotlib nbclient nbformat ipykernel"
 LOOP_RESULT, SCORE = r"(?:epoch \d+: )?(\D*(?:val_acc|distance).*)", r"((?:test.acc\w*|accuracy|val_acc|val_loss): .*)"
 GALLERY = {"first.py": "sklearn", "text.py": "", "graph.py": "matplotlib", "stream.py": "datasets"}
-NOTEBOOKS, ENDS = ["first", "gpt", "graph", "raw_loop/notebook"], ["py", "ipynb"]
+STORY, NOTEBOOKS, ENDS = FOLDER / "faults/story.py", ["first", "gpt", "graph", "raw_loop/notebook"], ["py", "ipynb"]
 EXAMPLES = [
     *(Example(name, "", SCORE, needs) for name, needs in GALLERY.items()),
     *(Example(f"first/{path.name}", "", SCORE, f"sklearn {path.stem.partition('_')[2]}") for path in ORIGINALS),
@@ -48,6 +50,7 @@ EXAMPLES = [
     Example("interruption.py", "", "(losses that differ: .*)"),
     *(Example(f"multi_gpu_demo.{end}", "", "(.*eep.peed.*%)", f"deepspeed sklearn {KERNEL}") for end in ENDS),
     Example("sharded_bert.py", "", "(.*fsdp.*)", f"{BERT} deepspeed fairscale matplotlib"),
+    *(Example(f"faults/{path.name}", "", "ok: (.*)") for path in sorted({*FOLDER.glob("faults/*.py")} - {STORY})),
     *(Example(f"raw_loop/{path.name}", "", LOOP_RESULT) for path in sorted(FOLDER.glob("raw_loop/*.py"))),
     *(Example(f"{name}.ipynb", "", SCORE, f"sklearn {KERNEL}") for name in NOTEBOOKS),
     *(Example(f"imdb/{path.name}", IMDB, SCORE, f"{BERT} {ENGINES.get(path.stem, '')}") for path in REVIEWS),

@@ -116,7 +116,10 @@ def test_the_support_page_shows_the_tables_of_the_tests() -> None:
 # -- commands --------------------------------------------------------------------------------------------------------
 
 PROGRAMS = ("make", "python", "pip", "trainwright", "torchrun", "srun", "mpirun")
-PLACEHOLDERS = {"PATH": "run.ckpt", "OUT.safetensors": "out.safetensors", "FILE": "weights.pt", "OUT.ckpt": "out.ckpt"}
+PLACEHOLDERS = {
+    "PATH": "run.ckpt", "runs/mine": "run.ckpt", "OUT.safetensors": "out.safetensors", "FILE": "weights.pt",
+    "OUT.ckpt": "out.ckpt",
+}  # fmt: skip
 """Files of a reader."""
 
 

@@ -159,7 +159,7 @@ def test_the_sweep_has_a_best_rate() -> None:
 
 def test_the_tour_has_every_example() -> None:
     tour = load("tour")
-    modules = {"tour.py", "imdb/archive.py", "imdb/made.py", "imdb/reviews.py"}
+    modules = {"tour.py", "faults/story.py", "imdb/archive.py", "imdb/made.py", "imdb/reviews.py"}
     there = {path.relative_to(FOLDER).as_posix() for kind in ("*.py", "*.ipynb") for path in FOLDER.rglob(kind)}
     names = [each.name for each in tour.EXAMPLES]
     assert sorted(names) == sorted(there - modules)
