@@ -318,7 +318,7 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         contents = {**weights.contents, "state_dict": weights.state_dict}
         module.on_load_checkpoint(contents)
         is_strict = module.strict_loading if strict is None else strict
-        load_state(module, contents["state_dict"], is_strict, str(checkpoint_path))
+        load_state(module, contents["state_dict"], is_strict, str(checkpoint_path), weights.frozen_base)
         return module if map_location is None else module.to(_device_of(map_location))
 
     def export(

@@ -186,10 +186,10 @@ def import_checkpoint(source: str, path: str) -> Weights:
         raise CheckpointError(f"{source} has no tensor. Pass a file with the weights of a model.")
     extra = {name: value for name, value in weights.state_dict.items() if name not in tensors and is_extra_state(name)}
     state: dict[str, Any] = {"trainwright_version": __version__, "extra": {"0": extra}}
+    names = ["frozen_base"]
     for prefix in ("", "datamodule_"):
-        if values := getattr(weights, f"{prefix}hyper_parameters"):
-            names = (f"{prefix}hyper_parameters", f"{prefix}hparams_name")
-            state |= {names[0]: values, names[1]: getattr(weights, names[1])}
+        names += [f"{prefix}hyper_parameters", f"{prefix}hparams_name", f"{prefix}hyper_parameter_forms"]
+    state |= {name: value for name in names if (value := getattr(weights, name))}
     write_checkpoint(
         path,
         sections={"model": [Piece(name, tuple(value.shape), 0, value) for name, value in tensors.items()]},

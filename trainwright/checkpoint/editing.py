@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base, check_base, digests
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.shards import copy_whole
 from trainwright.checkpoint.tensors import Piece, is_range, shown, stored
 from trainwright.errors import CheckpointError
+from trainwright.tensor_names import clean_name
 
-RESERVED = frozenset({"seed", "extra", "precision", "strategy", "optimizers"})
+RESERVED = frozenset({"seed", "extra", "precision", "strategy", "optimizers", FROZEN_BASE})
 """Keys of the engine's state."""
 Edit = Callable[[dict[str, Any]], None]
 """Changes a checkpoint's contents in place."""
@@ -108,8 +110,24 @@ def _described(problems: Mapping[str, Sequence[str]]) -> str:
     )
 
 
-def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:
-    """Load a state_dict with the module's `load_state_dict`. CheckpointError describes how another model differs."""
+def base_pieces(path: str, base: Base, pieces: Iterable[Piece], strict: bool) -> list[Piece]:
+    """Return the pieces of the base. CheckpointError if strict and the model lacks a part, or if a shape differs."""
+    shapes = {name: shape for name, (_, shape, _) in base.items()}
+    return check_model(path, shapes, [piece for piece in pieces if piece.name in base], strict)
+
+
+def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str, base: Base) -> None:
+    """Load a state_dict with the module's `load_state_dict`. CheckpointError describes how another model differs.
+
+    The module's own tensors complete the state by the frozen `base`, which they have to equal.
+    """
+    if base := {name: entry for name, entry in base.items() if name not in state}:
+        own = {clean_name(name): tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+        frozen = base_pieces(
+            path, base, (Piece(name, tuple(each.shape), 0, each) for name, each in own.items()), strict
+        )
+        check_base(path, base, frozen, [digests(frozen, base)])
+        state = {**state, **{piece.name: piece.tensor for piece in frozen}}
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:

@@ -21,11 +21,12 @@ from trainwright.checkpoint.contents import (
     with_parts,
 )
 from trainwright.checkpoint.discovery import is_checkpoint
-from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
+from trainwright.checkpoint.editing import Edit, base_pieces, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.filesystem import describe
+from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base, check_base, described, digests
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import SAVE, CheckpointWriter
-from trainwright.checkpoint.tensors import Piece
+from trainwright.checkpoint.tensors import Piece, assign_writers
 from trainwright.data.seeding import check_generator_states, derive_seed, derived_rng_state, rng_state
 from trainwright.devices.generators import is_generator_state, owned, taken_over
 from trainwright.devices.hardware import use, using
@@ -34,6 +35,7 @@ from trainwright.engine.named_state import (
     check_optimizers,
     computed_keys,
     describe_optimizers,
+    frozen_names,
     load_optimizers,
     model_pieces,
     named_optimizers,
@@ -91,6 +93,8 @@ class EngineCheckpoints:
     seed: int
     _is_known_finite: bool
     """Whether the weights have been found finite for the next save, equal on all ranks."""
+    _base: Base
+    """The frozen parameters of the latest save of only the trained ones, as their digests are computed once."""
 
     @property
     def precision(self) -> Precision:
@@ -106,6 +110,7 @@ class EngineCheckpoints:
         state: dict[str, Any],
         rank_state: dict[str, Any] | None = None,
         weights_only: bool = False,
+        trained_only: bool = False,
         edit: Edit | None = None,
         blocking: bool = True,
         number: int = 0,
@@ -121,6 +126,7 @@ class EngineCheckpoints:
             state: plain data and tensors, of which rank 0's are stored.
             rank_state: plain data and tensors of every rank, stored unless weights_only.
             weights_only: store no optimizers, and nothing else that only a resumed run needs.
+            trained_only: store a digest of each parameter that requires no gradients and that no optimizer steps.
             edit: may change the checkpoint's contents, as checkpoint/editing.py describes.
             blocking: False returns once everything is copied to host memory. A thread writes, and the next save waits for it.
             number: orders several saves of one step.
@@ -145,6 +151,8 @@ class EngineCheckpoints:
             for module in self.modules:
                 computed_keys(self.strategy, module)  # raises for entries that cannot be stored
             sections = with_parts(model_pieces(self.strategy, self.modules), parts or {})
+            base = self._frozen_base() if trained_only else {}
+            sections = {name: [each for each in some if each.name not in base] for name, some in sections.items()}
             pieces = sections.pop(MODEL)
             fault = "" if self._is_known_finite and not parts else self._fault(pieces)
             self._is_known_finite = False
@@ -156,6 +164,8 @@ class EngineCheckpoints:
                 state, pieces = self._edited(path, state, pieces, {"epoch": epoch, "global_step": step}, edit)
             extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
             contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
+            if trained_only:
+                contents[FROZEN_BASE] = base
             if weights_only:
                 sections, rank_state = {}, None
             else:
@@ -182,6 +192,19 @@ class EngineCheckpoints:
                 overwrite=overwrite,
                 directory=directory,
             )
+
+    def _frozen_base(self) -> Base:
+        """Return the frozen parameters with digests, which are computed again if their names have changed. Collective."""
+        names = frozen_names(self.modules, self.optimizers)
+        if self._base.keys() != names:
+            pieces = [piece for piece in model_pieces(self.strategy, self.modules) if piece.name in names]
+            self._base = described(pieces, self._digests(pieces))
+        return self._base
+
+    def _digests(self, pieces: Sequence[Piece], base: Base | None = None) -> list[dict[str, int]]:
+        """Return the digests of every rank, each of which computes those of the pieces that it would write. Collective."""
+        local = assign_writers(pieces, self.ranks.rank, self.ranks.world_size)
+        return self.ranks.run_on_all(partial(digests, local, base), "the comparison of the frozen parameters")
 
     def find_fault(self) -> str:
         """Return a text that names weights that are not finite on any rank, or "" if all are. Collective.
@@ -310,6 +333,9 @@ class EngineCheckpoints:
             self.ranks.run_on_all, call="the load of a checkpoint", describe=partial(describe, path=checkpoint.path)
         )
         run_on_all(fits)
+        if fit.frozen:
+            check_base(checkpoint.path, fit.base, fit.frozen, self._digests(fit.frozen, fit.base))
+        self._base = {}
         run_on_all(lambda: fit.load_wholes(strict))
         if not weights_only:
             load_optimizers(checkpoint, state, self.strategy, named, fresh)
@@ -336,7 +362,8 @@ class _ModelFit:
 
     Every process reads its part of the tensors of a plain module in place. A module with computed or other entries of its
     state_dict, with lazy tensors or with its own `load_state_dict` gets the whole state_dict, if the strategy keeps it whole.
-    `trained` are the tensors that a resumed run trains on from, where the model stores averages.
+    `trained` are the tensors that a resumed run trains on from, where the model stores averages, and `frozen` those of the
+    `base` that the checkpoint omits.
     """
 
     def __init__(
@@ -348,8 +375,10 @@ class _ModelFit:
         self._extra: list[dict[str, Any]] = [extra.get(str(number), {}) for number in range(len(modules))]
         self._wholes: set[int] = set()
         """The numbers of the modules that get a whole state_dict."""
+        self.base: Base = state.get(FROZEN_BASE) or {}
         self.pieces: list[Piece] = []
         self.trained: list[Piece] = []
+        self.frozen: list[Piece] = []
 
     def check(self, strict: bool) -> None:
         """Raise CheckpointError if the checkpoint does not fit, and change nothing."""
@@ -363,7 +392,12 @@ class _ModelFit:
         stored = self._checkpoint.tensors(MODEL) if self._tensors is None else self._tensors
         shapes = {name: tuple(entry.shape) for name, entry in stored.items() if self._is_filled(name)}
         trained = {name: shape for name, shape in self._trained.items() if self._is_filled(name)}
-        filled = [piece for piece in model_pieces(self._strategy, self._modules) if self._is_filled(piece.name)]
+        pieces = model_pieces(self._strategy, self._modules)
+        self.base = {
+            name: entry for name, entry in self.base.items() if name not in stored
+        }  # a hook may have added some
+        self.frozen = base_pieces(path, self.base, pieces, strict)
+        filled = [each for each in pieces if each.name not in self.base and self._is_filled(each.name)]
         self.pieces = list(check_model(path, shapes, filled, strict))
         self.trained = list(check_model(path, trained, filled, False))
 
@@ -384,6 +418,9 @@ class _ModelFit:
                     else:
                         value = tensors[name]
                     state[name.removeprefix(prefix)] = value
+            for piece in self.frozen:
+                if piece.name.startswith(prefix or ".") == bool(prefix):
+                    state[piece.name.removeprefix(prefix)] = piece.tensor
             try:
                 module.load_state_dict({own_name(module, name): value for name, value in state.items()}, strict=strict)
             except Exception as error:  # from a user's method

@@ -23,7 +23,7 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.engine.script_settings import fresh_group
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
-from trainwright.tensor_names import clean_name, names_of, state_entries
+from trainwright.tensor_names import clean_name, named_tensors, names_of, state_entries
 
 STRAY = "parameter"
 """The name of a parameter in no module. The optimizer's number and the parameter's index there follow."""
@@ -113,6 +113,17 @@ def stray_pieces(strategy: Strategy, modules: Iterable[nn.Module], optimizers: S
             holder.add_module(name, nn.Module())
         holder.get_submodule(name).register_buffer(str(position), parameter)
     return strategy.model_pieces(holder)
+
+
+def frozen_names(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> set[str]:
+    """Return the names of the parameters that require no gradients and that no optimizer steps."""
+    trained = {parameter for _, _, parameter in _stepped(optimizers)}
+    return {
+        prefix_of(number) + name
+        for number, module in enumerate(modules)
+        for name, tensor in named_tensors(module)
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and tensor not in trained
+    }
 
 
 def _stepped(optimizers: Iterable[Optimizer]) -> Iterator[tuple[int, int, Tensor]]:
