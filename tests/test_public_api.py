@@ -17,7 +17,7 @@ NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs CSVLogge
     PackedDataset PadCollate PartialState Precision ProfileKwargs Profiler ProjectConfiguration PyTorchProfiler RunStopped
     ShardedDDPStrategy SimpleProfiler Strategy TensorBoardLogger Trainer TrainwrightError Tuner WandbLogger
     WorkerFailed __version__ broadcast check_packing debug_launcher document_mask estimate_memory extract_model_from_parallel
-    find_executable_batch_size gather gather_module init_empty_weights init_on_device isolate_rng
+    find_executable_batch_size gather gather_module init_empty_weights init_on_device isolate_rng load_weights
     notebook_launcher pad_across_processes pad_collate rank_zero_info rank_zero_only rank_zero_warn reduce release_memory
     seed_everything set_seed skip_first_batches synchronize_rng_states"""
 TRAINER = """accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps

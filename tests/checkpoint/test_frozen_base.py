@@ -261,6 +261,25 @@ def test_a_module_without_frozen_parameters_is_stored_whole(tmp_path: Path) -> N
     assert_equal(weights(Classifier.load_from_checkpoint(str(tmp_path / "a.ckpt"))), weights(module))
 
 
+class Failing(tw.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise RuntimeError("the disk is full")
+
+
+def test_a_failed_run_is_saved_with_only_the_trained_parameters(tmp_path: Path) -> None:
+    saves = tw.ModelCheckpoint(tmp_path, trained_only=True, save_on_exception=True)
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        fit(Adapted(), callbacks=[saves, Failing()], enable_checkpointing=True)
+    path = tmp_path / "exception-epoch=0-step=2.ckpt"
+    assert tw.load_weights(path).keys() == TRAINED | BUFFERS
+    whole = Adapted()
+    fit(whole)
+    resumed = Adapted()
+    fit(resumed, ckpt_path=path)
+    assert_equal(weights(resumed), weights(whole))
+
+
 def test_a_raw_loop_saves_only_the_trained_parameters(tmp_path: Path) -> None:
     accelerator = tw.Accelerator(cpu=True)
     module = Adapted()

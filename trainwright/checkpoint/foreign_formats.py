@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
 from torch import Tensor
 
-from trainwright.checkpoint.codec import check_sharing, encode
+from trainwright.checkpoint.codec import MAX_DEPTH, check_sharing, encode
 from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base
 from trainwright.checkpoint.last_link import pointed
 from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
@@ -36,7 +36,7 @@ INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 64 << 20
 ACCEPTED = (
     "a directory that trainwright wrote, a Lightning .ckpt file, a file that torch.save wrote of a state_dict, a "
-    ".safetensors file, or the .index.json of several"
+    ".safetensors file, the .index.json of several, or a folder with model.safetensors"
 )
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:class|function) (\S+)")
 _DEEPSPEED = "DeepSpeed", "python {0}/zero_to_fp32.py {0} weights --safe_serialization"
@@ -219,34 +219,35 @@ def _from_torch_file(path: str, source: Any) -> Weights:
     except Exception as error:  # damaged data causes errors of many types
         refused, content = error, _with_placeholders(source)
     tensors = content.get("state_dict") if isinstance(content, Mapping) else None
-    if refused is not None and not isinstance(tensors, Mapping):
-        _refuse(path, refused)
-    if isinstance(tensors, Mapping):
-        if odd := next((f"{kind} as {key!r}" for key, value in tensors.items() if (kind := _kind_in(value))), None):
-            raise CheckpointError(
-                f"{path} contains a {odd} of its state_dict, which can only be a tensor or plain data."
-            )
-        epoch, step = (
-            count if isinstance(count := content.get(key), int) else None for key in ("epoch", "global_step")
-        )
-        return Weights(
-            _checked(path, tensors),
-            "lightning",
-            **_hyper_parameters(path, content),
-            epoch=epoch,
-            global_step=step,
-            contents={
-                key: value for key, value in content.items() if key != "state_dict" and not _kind_in((key, value))
-            },
-        )
-    return Weights(_checked(path, content), "state_dict")
+    if not isinstance(tensors, Mapping):
+        if refused is not None:
+            _refuse(path, refused)
+        return Weights(_checked(path, content), "state_dict")
+    if odd := next((f"{kind} as {key!r}" for key, value in tensors.items() if (kind := _kind_in(value))), None):
+        raise CheckpointError(f"{path} contains {odd} of its state_dict, which can only be a tensor or plain data.")
+    epoch, step = (count if isinstance(count := content.get(key), int) else None for key in ("epoch", "global_step"))
+    hyper_parameters = _hyper_parameters(path, content)
+    plain = {key: value for key, value in content.items() if not _kind_in((key, value))}
+    plain |= {key: value for key, value in hyper_parameters.items() if key in content}
+    return Weights(
+        _checked(path, tensors),
+        "lightning",
+        **hyper_parameters,
+        epoch=epoch,
+        global_step=step,
+        contents={key: value for key, value in plain.items() if key != "state_dict"},
+    )
+
+
+def _rewound(source: Any) -> Any:
+    if not isinstance(source, str):
+        source.seek(0)
+    return source
 
 
 def _unpickled(source: Any) -> Any:
-    if not isinstance(source, str):
-        source.seek(0)
     # weights_only rejects every object that could run code while it is unpickled.
-    content = torch.load(source, map_location="cpu", weights_only=True)
+    content = torch.load(_rewound(source), map_location="cpu", weights_only=True)
     check_sharing(content)
     return content
 
@@ -257,22 +258,24 @@ def _with_placeholders(source: Any) -> Any:
     Nothing that the file names is imported. torch rejects some names in any case, such as those of `os`.
     """
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(_rewound(source))
         with torch.serialization.safe_globals([(type(name, (_Placeholder,), {}), name) for name in names]):
             return _unpickled(source)
     except Exception:  # the caller raises an error for the first read
         return None
 
 
-def _kind_in(value: Any, depth: int = 100) -> str:
+def _kind_in(value: Any, depth: int = 0) -> str:
     """Return the name of an object in nested plain data that a placeholder replaces, or "" if there is none."""
     if isinstance(value, type | _Placeholder):
         kind = value if isinstance(value, type) else type(value)
         return kind.__name__ if issubclass(kind, _Placeholder) else ""
     items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-    if not depth or not isinstance(items, (list, tuple, set, frozenset)):
-        return "" if depth else "nest"
-    return next(filter(None, (_kind_in(item, depth - 1) for item in items)), "")
+    if not isinstance(items, (list, tuple, set, frozenset)):
+        return ""
+    if depth > MAX_DEPTH:
+        return f"a nest of more than {MAX_DEPTH} levels"
+    return next(filter(None, (_kind_in(item, depth + 1) for item in items)), "")
 
 
 def _from_safetensors(path: str, data: bytes) -> Weights:

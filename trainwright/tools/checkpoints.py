@@ -76,7 +76,10 @@ def _parser() -> Parser:
     export.add_argument("--strip-prefix", default="", metavar="TEXT", help=shortens)
     export.add_argument("--prefix", default="", metavar="TEXT", help="add this before every name")
     export.add_argument("--dtype", choices=EXPORT_DTYPES, help="convert floating-point tensors")
-    accepted = "a Lightning .ckpt, a torch.save file of a state_dict, a .safetensors file, or an .index.json of several"
+    accepted = (
+        "a Lightning .ckpt, a torch.save file of a state_dict, a .safetensors file, an .index.json of several, or a folder of "
+        "transformers"
+    )
     importing = command("import", f"Writes a checkpoint of the weights in {accepted}.", _import)
     importing.add_argument("file", metavar="FILE")
     importing.add_argument("out", metavar="OUT.ckpt")
