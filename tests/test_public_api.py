@@ -91,9 +91,10 @@ def test_arguments_of_log_are_lightnings() -> None:
 
 def test_arguments_of_saves_are_listed() -> None:
     saves = {
-        tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite",
-        tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite unknown",
-        tw.Engine.save: "path step epoch state rank_state weights_only edit blocking number overwrite directory parts",
+        tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite trained_only",
+        tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite trained_only unknown",
+        tw.Engine.save: "path step epoch state rank_state weights_only trained_only edit blocking number overwrite directory "
+        "parts",
     }
     for method, names in saves.items():
         assert list(inspect.signature(method).parameters)[1:] == names.split()

@@ -117,7 +117,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_shards_of_an_adapter_resume_exactly(tmp_path: Path, alone: Path) -> None:
+def test_a_sharded_adapter_resumes_exactly(tmp_path: Path, alone: Path) -> None:
     check(tmp_path, run_job(adapt_quickly, 2, tmp_path), alone)
 
 
@@ -194,7 +194,6 @@ def test_a_load_completes_the_model_and_rejects_another_base(tmp_path: Path, cap
         tw.CheckpointError, match=r"other model \(only in it: .*head\.bias \(3,\), head\.weight \(3, 13\)"
     ):
         trainer.test(Classifier(), make_loader(), ckpt_path=path, verbose=False)
-    # The command names the base and exports what is there.
     assert checkpoint_command(["show", path]) == 0
     assert "  trained parameters only, base of 6 tensors\n" in capsys.readouterr().out
     assert checkpoint_command(["export", path, str(tmp_path / "a.safetensors")]) == 0
@@ -212,7 +211,7 @@ def test_a_base_in_lower_precision_is_recognized(tmp_path: Path) -> None:
         Adapted.load_from_checkpoint(str(tmp_path / "a.ckpt"), shift=1.0)
 
 
-def test_averages_of_an_adapter_resume_exactly(tmp_path: Path) -> None:
+def test_an_averaged_adapter_resumes_exactly(tmp_path: Path) -> None:
     options: dict[str, Any] = {"ema": True, "freezes": False}
     whole = train(tmp_path / "a", 1, **options)
     assert_equal(train(None, 1, tmp_path / "a" / "step=6.ckpt", **options), whole)
@@ -231,7 +230,7 @@ class Editing(Adapted):
         checkpoint["state_dict"]["scale"] = checkpoint["state_dict"].pop("old")
 
 
-def test_hooks_edit_the_trained_parameters(tmp_path: Path) -> None:
+def test_a_hook_changes_the_trained_parameters(tmp_path: Path) -> None:
     module = saved(tmp_path / "a.ckpt", Editing())
     assert module.seen == TRAINED - {"scale"} | {"old"} | BUFFERS  # type: ignore[attr-defined]
     again = Editing()
@@ -261,16 +260,17 @@ def test_a_module_without_frozen_parameters_is_stored_whole(tmp_path: Path) -> N
     assert_equal(weights(Classifier.load_from_checkpoint(str(tmp_path / "a.ckpt"))), weights(module))
 
 
-class Failing(tw.Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 2:
+class Failing(Adapted):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 2:
             raise RuntimeError("the disk is full")
+        return super().training_step(batch, batch_idx)
 
 
 def test_a_failed_run_is_saved_with_only_the_trained_parameters(tmp_path: Path) -> None:
     saves = tw.ModelCheckpoint(tmp_path, trained_only=True, save_on_exception=True)
     with pytest.raises(RuntimeError, match="the disk is full"):
-        fit(Adapted(), callbacks=[saves, Failing()], enable_checkpointing=True)
+        fit(Failing(), callbacks=[saves], enable_checkpointing=True)
     path = tmp_path / "exception-epoch=0-step=2.ckpt"
     assert tw.load_weights(path).keys() == TRAINED | BUFFERS
     whole = Adapted()

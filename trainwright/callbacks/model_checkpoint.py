@@ -88,9 +88,9 @@ class ModelCheckpoint(Checkpoint):
         async_save: block the loop only until everything is copied to host memory. A thread writes and commits. The next save
             and the end of the run wait for it and raise its error. Replaced checkpoints are removed once it has committed.
         trained_only: omit the parameters that require no gradients and that no optimizer steps, such as the base model of an
-            adapter. A checkpoint stores a digest of each instead, and a load compares them with those of the module, which
-            is constructed with the same pretrained weights. The digests detect mistakes, not attacks. They are computed once
-            for the frozen parameters, which only a write of your own can change between two saves.
+            adapter. A checkpoint stores their digests instead, and a load compares these with the module, which is
+            constructed with the same pretrained weights. Digests detect mistakes, not attacks. They are computed once for
+            the same frozen parameters, which only a write by your own code can change between two saves.
 
     Rank 0 decides for all ranks, by its own metrics and files. Nothing is saved with fast_dev_run, and no weights that are not
     finite on some rank (NaN or infinity in a trained parameter or a norm's running statistics): a warning says so. A checkpoint

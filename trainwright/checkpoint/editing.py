@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base, check_base, digests
+from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base, check_base
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.shards import copy_whole
 from trainwright.checkpoint.tensors import Piece, is_range, shown, stored
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 from trainwright.tensor_names import clean_name
 
@@ -116,18 +117,18 @@ def base_pieces(path: str, base: Base, pieces: Iterable[Piece], strict: bool) ->
     return check_model(path, shapes, [piece for piece in pieces if piece.name in base], strict)
 
 
-def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str, base: Base) -> None:
-    """Load a state_dict with the module's `load_state_dict`. CheckpointError describes how another model differs.
+def with_base(module: nn.Module, state: Mapping[str, object], strict: bool, path: str, base: Base) -> dict[str, object]:
+    """Return a state_dict with the module's tensors for the frozen base. CheckpointError if they differ from the base."""
+    base = {name: entry for name, entry in base.items() if name not in state}
+    own = module.state_dict() if base else {}
+    pieces = [Piece(clean_name(name), tuple(own[name].shape), 0, own[name]) for name in own if clean_name(name) in base]
+    frozen = base_pieces(path, base, pieces, strict)
+    check_base(path, base, frozen, Ranks())
+    return {**state, **{piece.name: piece.tensor for piece in frozen}}
 
-    The module's own tensors complete the state by the frozen `base`, which they have to equal.
-    """
-    if base := {name: entry for name, entry in base.items() if name not in state}:
-        own = {clean_name(name): tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
-        frozen = base_pieces(
-            path, base, (Piece(name, tuple(each.shape), 0, each) for name, each in own.items()), strict
-        )
-        check_base(path, base, frozen, [digests(frozen, base)])
-        state = {**state, **{piece.name: piece.tensor for piece in frozen}}
+
+def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:
+    """Load a state_dict with the module's `load_state_dict`. CheckpointError describes how another model differs."""
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 import fsspec
 import safetensors.torch
@@ -50,6 +50,8 @@ _ENGINES = {
     "mp_rank_00_model_states.pt": (_DEEPSPEED[0], _DEEPSPEED[1].replace("{0}", "{0}/..")),
 }
 """Files by which another library's sharded checkpoint is recognized, with its name and its converter."""
+Source = str | BinaryIO
+"""A local path, or an open file of another file system."""
 _HUGGING_FACE = ("model.safetensors", f"model.safetensors{INDEX_SUFFIX}")
 """The weights in a folder of transformers' save_pretrained."""
 
@@ -83,29 +85,29 @@ class Weights:
 class _Placeholder:
     """An object in a pickle that is not loaded. It ignores its arguments and its state."""
 
-    def __new__(cls, *_: Any) -> _Placeholder:
+    def __new__(cls, *_: object) -> _Placeholder:
         return super().__new__(cls)
 
-    def __setstate__(self, _: Any) -> None: ...
+    def __setstate__(self, _: object) -> None: ...
 
 
 def load_weights(path: str | os.PathLike[str], verify: Verify = "full") -> dict[str, Tensor]:
-    """Return the whole tensors of a model on the CPU, by their names in its state_dict. Without `torch.load`'s pickle.
+    """Return the whole tensors of a model on the CPU, by their names in its state_dict.
 
     Values that are not tensors, such as extra states, are omitted. A checkpoint that was saved with `trained_only` has the
     trained parameters and the buffers.
 
     Args:
         path: a checkpoint of any strategy and number of processes or a link to it, a Lightning `.ckpt`, a file that
-            torch.save wrote of a state_dict, a `.safetensors` file, the `.index.json` of several, or a folder with
-            `model.safetensors`, such as those of transformers.
+            torch.save wrote of a state_dict, a `.safetensors` file, the `.index.json` of several, or a folder of
+            transformers with `model.safetensors`.
         verify: how a checkpoint of a Trainer is verified first: "full" (every digest), "size", or "off".
 
     Raises:
         CheckpointError: there are no such weights, or they are damaged.
 
-    >>> trainer.fit(module, loader)
-    >>> weights = tw.load_weights(trainer.checkpoint_callback.best_model_path)
+    >>> torch.save(module.state_dict(), "weights.pt")
+    >>> weights = tw.load_weights("weights.pt")
     >>> module.load_state_dict(weights)
     <All keys matched successfully>
     """
@@ -212,19 +214,16 @@ def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
     )
 
 
-def _from_torch_file(path: str, source: Any) -> Weights:
+def _from_torch_file(path: str, source: Source) -> Weights:
     refused: Exception | None = None
     try:
         content = _unpickled(source)
     except Exception as error:  # damaged data causes errors of many types
         refused, content = error, _with_placeholders(source)
-    tensors = content.get("state_dict") if isinstance(content, Mapping) else None
-    if not isinstance(tensors, Mapping):
+    if not isinstance(content, Mapping) or not isinstance(tensors := content.get("state_dict"), Mapping):
         if refused is not None:
             _refuse(path, refused)
         return Weights(_checked(path, content), "state_dict")
-    if odd := next((f"{kind} as {key!r}" for key, value in tensors.items() if (kind := _kind_in(value))), None):
-        raise CheckpointError(f"{path} contains {odd} of its state_dict, which can only be a tensor or plain data.")
     epoch, step = (count if isinstance(count := content.get(key), int) else None for key in ("epoch", "global_step"))
     hyper_parameters = _hyper_parameters(path, content)
     plain = {key: value for key, value in content.items() if not _kind_in((key, value))}
@@ -239,23 +238,23 @@ def _from_torch_file(path: str, source: Any) -> Weights:
     )
 
 
-def _rewound(source: Any) -> Any:
+def _rewound(source: Source) -> Source:
     if not isinstance(source, str):
         source.seek(0)
     return source
 
 
-def _unpickled(source: Any) -> Any:
+def _unpickled(source: Source) -> object:
     # weights_only rejects every object that could run code while it is unpickled.
-    content = torch.load(_rewound(source), map_location="cpu", weights_only=True)
+    content: object = torch.load(_rewound(source), map_location="cpu", weights_only=True)
     check_sharing(content)
     return content
 
 
-def _with_placeholders(source: Any) -> Any:
-    """Return a file's content with a placeholder for each object that torch's restricted reader rejects, or None.
+def _with_placeholders(source: Source) -> object:
+    """Return a file's content with placeholders for the objects that torch's restricted reader rejects, or None.
 
-    Nothing that the file names is imported. torch rejects some names in any case, such as those of `os`.
+    Nothing that the file names is imported. torch rejects some names in any case, such as `posix.system`.
     """
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(_rewound(source))
@@ -265,7 +264,7 @@ def _with_placeholders(source: Any) -> Any:
         return None
 
 
-def _kind_in(value: Any, depth: int = 0) -> str:
+def _kind_in(value: object, depth: int = 0) -> str:
     """Return the name of an object in nested plain data that a placeholder replaces, or "" if there is none."""
     if isinstance(value, type | _Placeholder):
         kind = value if isinstance(value, type) else type(value)
@@ -309,6 +308,8 @@ def _checked(path: str, content: Any) -> dict[str, Any]:
     """Check that the content is a state_dict, and return it with clean names."""
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} contains {a_type_of(content)}, not a dict of tensors; expected {ACCEPTED}.")
+    if odd := next((f"{kind} as {key!r}" for key, value in content.items() if (kind := _kind_in(value))), None):
+        raise CheckpointError(f"{path} contains {odd} of its state_dict, which can only be a tensor or plain data.")
     wrong = [
         key
         for key, value in content.items()

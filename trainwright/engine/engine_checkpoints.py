@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ from trainwright.checkpoint.contents import (
 from trainwright.checkpoint.discovery import is_checkpoint
 from trainwright.checkpoint.editing import Edit, base_pieces, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.filesystem import describe
-from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base, check_base, described, digests
+from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base, check_base
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import SAVE, CheckpointWriter
-from trainwright.checkpoint.tensors import Piece, assign_writers
+from trainwright.checkpoint.tensors import Piece
 from trainwright.data.seeding import check_generator_states, derive_seed, derived_rng_state, rng_state
 from trainwright.devices.generators import is_generator_state, owned, taken_over
 from trainwright.devices.hardware import use, using
@@ -35,7 +35,7 @@ from trainwright.engine.named_state import (
     check_optimizers,
     computed_keys,
     describe_optimizers,
-    frozen_names,
+    frozen_base,
     load_optimizers,
     model_pieces,
     named_optimizers,
@@ -45,6 +45,7 @@ from trainwright.engine.named_state import (
 )
 from trainwright.engine.script_settings import ScriptSettings
 from trainwright.errors import CheckpointError
+from trainwright.faults.tensor_checks import not_finite
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
@@ -53,7 +54,6 @@ from trainwright.tensor_names import is_extra_state, named_tensors, own_name
 Shapes = dict[str, tuple[int, ...]]
 STATISTICS = ("running_mean", "running_var")
 """The buffers of norms that are checked for finiteness, as trained weights are."""
-DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 class OpenCheckpoint(NamedTuple):
@@ -126,7 +126,7 @@ class EngineCheckpoints:
             state: plain data and tensors, of which rank 0's are stored.
             rank_state: plain data and tensors of every rank, stored unless weights_only.
             weights_only: store no optimizers, and nothing else that only a resumed run needs.
-            trained_only: store a digest of each parameter that requires no gradients and that no optimizer steps.
+            trained_only: store only digests of the parameters that require no gradients and that no optimizer steps.
             edit: may change the checkpoint's contents, as checkpoint/editing.py describes.
             blocking: False returns once everything is copied to host memory. A thread writes, and the next save waits for it.
             number: orders several saves of one step.
@@ -151,8 +151,7 @@ class EngineCheckpoints:
             for module in self.modules:
                 computed_keys(self.strategy, module)  # raises for entries that cannot be stored
             sections = with_parts(model_pieces(self.strategy, self.modules), parts or {})
-            base = self._frozen_base() if trained_only else {}
-            sections = {name: [each for each in some if each.name not in base] for name, some in sections.items()}
+            base, sections = self._without_base(sections, trained_only)
             pieces = sections.pop(MODEL)
             fault = "" if self._is_known_finite and not parts else self._fault(pieces)
             self._is_known_finite = False
@@ -163,9 +162,7 @@ class EngineCheckpoints:
             if edit is not None:
                 state, pieces = self._edited(path, state, pieces, {"epoch": epoch, "global_step": step}, edit)
             extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
-            contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
-            if trained_only:
-                contents[FROZEN_BASE] = base
+            contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **base, **state}
             if weights_only:
                 sections, rank_state = {}, None
             else:
@@ -193,18 +190,15 @@ class EngineCheckpoints:
                 directory=directory,
             )
 
-    def _frozen_base(self) -> Base:
-        """Return the frozen parameters with digests, which are computed again if their names have changed. Collective."""
-        names = frozen_names(self.modules, self.optimizers)
-        if self._base.keys() != names:
-            pieces = [piece for piece in model_pieces(self.strategy, self.modules) if piece.name in names]
-            self._base = described(pieces, self._digests(pieces))
-        return self._base
-
-    def _digests(self, pieces: Sequence[Piece], base: Base | None = None) -> list[dict[str, int]]:
-        """Return the digests of every rank, each of which computes those of the pieces that it would write. Collective."""
-        local = assign_writers(pieces, self.ranks.rank, self.ranks.world_size)
-        return self.ranks.run_on_all(partial(digests, local, base), "the comparison of the frozen parameters")
+    def _without_base(
+        self, sections: dict[str, list[Piece]], trained_only: bool
+    ) -> tuple[dict[str, Base], dict[str, list[Piece]]]:
+        """Return the frozen base as an entry of the state, if it is omitted, and the sections to store. Collective."""
+        if not trained_only:
+            return {}, sections
+        base = self._base = frozen_base(self.strategy, self.modules, self.optimizers, self.ranks, self._base)
+        kept = {name: [each for each in pieces if each.name not in base] for name, pieces in sections.items()}
+        return {FROZEN_BASE: base}, kept
 
     def find_fault(self) -> str:
         """Return a text that names weights that are not finite on any rank, or "" if all are. Collective.
@@ -224,8 +218,9 @@ class EngineCheckpoints:
             if tensor.requires_grad or name.endswith(STATISTICS)
         }
         state = optimizer_pieces(self.strategy, named_optimizers(self.modules, self.optimizers))
-        stored = {piece.name for piece in state if piece.shape not in ((), (1,))}
-        found = self.ranks.exchange((_not_finite(trained, pieces), _not_finite(stored, state)), SAVE)
+        weights = not_finite((piece.name, piece.tensor) for piece in pieces if piece.name in trained)
+        states = not_finite((piece.name, piece.tensor) for piece in state if piece.shape not in ((), (1,)))
+        found = self.ranks.exchange((weights, states), SAVE)
         for subject, local in zip(("weights are", "optimizer's state is"), zip(*found, strict=True), strict=True):
             if names := list(dict.fromkeys(chain.from_iterable(local))):
                 return f"the {subject} not finite (NaN or infinity in {names[0]!r}{' and more' * (len(names) > 1)})"
@@ -334,7 +329,7 @@ class EngineCheckpoints:
         )
         run_on_all(fits)
         if fit.frozen:
-            check_base(checkpoint.path, fit.base, fit.frozen, self._digests(fit.frozen, fit.base))
+            check_base(checkpoint.path, fit.base, fit.frozen, self.ranks)
         self._base = {}
         run_on_all(lambda: fit.load_wholes(strict))
         if not weights_only:
@@ -362,8 +357,8 @@ class _ModelFit:
 
     Every process reads its part of the tensors of a plain module in place. A module with computed or other entries of its
     state_dict, with lazy tensors or with its own `load_state_dict` gets the whole state_dict, if the strategy keeps it whole.
-    `trained` are the tensors that a resumed run trains on from, where the model stores averages, and `frozen` those of the
-    `base` that the checkpoint omits.
+    `trained` are the tensors that a resumed run trains on from, where the model stores averages. `frozen` has the pieces
+    of the `base`, which the checkpoint omits.
     """
 
     def __init__(
@@ -476,23 +471,3 @@ def _restored(
         if is_generator_state(value) and key != "rng"
     }
     return Restored(state, rng, {**saved_state, **taken}, saved_state)
-
-
-@torch.no_grad()
-def _not_finite(names: set[str], pieces: Iterable[Piece]) -> list[str]:
-    """Return the names of the pieces that are not finite, with one read from each device."""
-    checks: dict[torch.device, dict[str, Tensor]] = {}
-    for piece in pieces:
-        tensor = piece.tensor.detach()
-        is_plain = tensor.layout is torch.strided and not tensor.is_meta  # the save itself rejects others
-        is_plain &= type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-        if piece.name in names and is_plain and tensor.numel() > 0 and tensor.dtype in DTYPES:
-            # On the CPU ten times as fast as a norm. An extreme is NaN where any element is.
-            extremes = torch.stack(torch.aminmax(tensor))
-            checks.setdefault(tensor.device, {})[piece.name] = extremes.isfinite().all()
-    return [
-        name
-        for found in checks.values()
-        for name, is_finite in zip(found, torch.stack([*found.values()]).tolist(), strict=True)
-        if not is_finite
-    ]

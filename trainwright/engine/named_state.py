@@ -16,6 +16,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from trainwright.checkpoint.codec import decode, encode_stored
 from trainwright.checkpoint.contents import check_optimizer, restore_optimizer, with_dtypes_of
+from trainwright.checkpoint.frozen_base import Base, describe_base
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.tensors import Piece
 from trainwright.distributed.collectives import broadcast_tensors, table_of
@@ -115,15 +116,23 @@ def stray_pieces(strategy: Strategy, modules: Iterable[nn.Module], optimizers: S
     return strategy.model_pieces(holder)
 
 
-def frozen_names(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> set[str]:
-    """Return the names of the parameters that require no gradients and that no optimizer steps."""
+def frozen_base(
+    strategy: Strategy, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], ranks: Ranks, known: Base
+) -> Base:
+    """Return the parameters that require no gradients and that no optimizer steps, with their digests. Collective.
+
+    The `known` base is returned if it has the same names, so that the parameters are read once.
+    """
     trained = {parameter for _, _, parameter in _stepped(optimizers)}
-    return {
+    names = {
         prefix_of(number) + name
         for number, module in enumerate(modules)
         for name, tensor in named_tensors(module)
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and tensor not in trained
     }
+    if known.keys() == names:
+        return known
+    return describe_base([piece for piece in model_pieces(strategy, modules) if piece.name in names], ranks)
 
 
 def _stepped(optimizers: Iterable[Optimizer]) -> Iterator[tuple[int, int, Tensor]]:

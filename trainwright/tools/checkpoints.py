@@ -95,7 +95,7 @@ def _show(options: argparse.Namespace) -> int:
         return 0
     lines = [printable(options.path), f"  step {about['step']}, epoch {about['epoch']}"]
     lines.append(f"  {_origin(about)}; format {about['format_version']}")
-    if about["frozen_base"] is not None:
+    if about["frozen_base"]:
         lines.append(f"  trained parameters only, base of {about['frozen_base']} tensors")
     for name, size in about["sections"].items():
         tied = f" ({size['shared']} of them another's second name)" if size["shared"] else ""
@@ -201,7 +201,7 @@ def summary(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         **about,
         "trainwright_version": state.get("trainwright_version"),
         "format_version": FORMAT_VERSION,
-        "frozen_base": None if (base := state.get("frozen_base")) is None else len(base),
+        "frozen_base": len(state.get("frozen_base") or ()),
         "sections": {name: _size_of(checkpoint.tensors(name)) for name in checkpoint.sections},
         "files": checkpoint.file_sizes,
         "extra_files": checkpoint.extra_files,
