@@ -34,6 +34,7 @@ from trainwright.tensor_names import clean_name, is_extra_state
 LARGEST_PLAIN_TENSOR = 1000
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 64 << 20
+MAX_CLASSES = 256
 ACCEPTED = (
     "a directory that trainwright wrote, a Lightning .ckpt file, a file that torch.save wrote of a state_dict, a "
     ".safetensors file, the .index.json of several, or a folder with model.safetensors"
@@ -254,11 +255,14 @@ def _unpickled(source: Source) -> object:
 def _with_placeholders(source: Source) -> object:
     """Return a file's content with placeholders for the objects that torch's restricted reader rejects, or None.
 
-    Nothing that the file names is imported. torch rejects some names in any case, such as `posix.system`.
+    Nothing that the file names is imported. torch rejects some names in any case, such as `posix.system`, and reads many
+    names in quadratic time.
     """
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(_rewound(source))
-        with torch.serialization.safe_globals([(type(name, (_Placeholder,), {}), name) for name in names]):
+        with torch.serialization.safe_globals(
+            [(type(name, (_Placeholder,), {}), name) for name in names[:MAX_CLASSES]]
+        ):
             return _unpickled(source)
     except Exception:  # the caller raises an error for the first read
         return None
