@@ -319,9 +319,8 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         module.on_load_checkpoint(contents)
         is_strict = module.strict_loading if strict is None else strict
         path = str(checkpoint_path)
-        load_state(
-            module, with_base(module, contents["state_dict"], is_strict, path, weights.frozen_base), is_strict, path
-        )
+        state = with_base(module, contents["state_dict"], is_strict, path, weights.frozen_base)
+        load_state(module, state, is_strict, path)
         return module if map_location is None else module.to(_device_of(map_location))
 
     def export(

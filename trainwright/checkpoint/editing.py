@@ -117,14 +117,17 @@ def base_pieces(path: str, base: Base, pieces: Iterable[Piece], strict: bool) ->
     return check_model(path, shapes, [piece for piece in pieces if piece.name in base], strict)
 
 
-def with_base(module: nn.Module, state: Mapping[str, object], strict: bool, path: str, base: Base) -> dict[str, object]:
+def with_base(
+    module: nn.Module, state: Mapping[str, object], strict: bool, path: str, base: Base
+) -> Mapping[str, object]:
     """Return a state_dict with the module's tensors for the frozen base. CheckpointError if they differ from the base."""
     base = {name: entry for name, entry in base.items() if name not in state}
-    own = module.state_dict() if base else {}
-    pieces = [Piece(clean_name(name), tuple(own[name].shape), 0, own[name]) for name in own if clean_name(name) in base]
-    frozen = base_pieces(path, base, pieces, strict)
+    if not base:
+        return state
+    own = {clean_name(name): value for name, value in module.state_dict().items() if clean_name(name) in base}
+    frozen = base_pieces(path, base, [Piece(name, tuple(value.shape), 0, value) for name, value in own.items()], strict)
     check_base(path, base, frozen, Ranks())
-    return {**state, **{piece.name: piece.tensor for piece in frozen}}
+    return {**state, **own}
 
 
 def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:

@@ -162,7 +162,7 @@ class Engine(EngineCheckpoints):
         self.script.note_optimizers(optimizers, is_first=not self.optimizers)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
         self.precision.track(self.optimizers)
-        self._base = {}  # what an earlier optimizer stepped may be frozen now
+        self._base = {}  # parameters of an earlier optimizer may be frozen now
         return self.optimizers
 
     def prepare_loader(

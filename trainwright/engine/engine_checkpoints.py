@@ -197,8 +197,8 @@ class EngineCheckpoints:
         if not trained_only:
             return {}, sections
         base = self._base = frozen_base(self.strategy, self.modules, self.optimizers, self.ranks, self._base)
-        kept = {name: [each for each in pieces if each.name not in base] for name, pieces in sections.items()}
-        return {FROZEN_BASE: base}, kept
+        stored = {name: [each for each in pieces if each.name not in base] for name, pieces in sections.items()}
+        return {FROZEN_BASE: base}, stored
 
     def find_fault(self) -> str:
         """Return a text that names weights that are not finite on any rank, or "" if all are. Collective.
@@ -328,7 +328,7 @@ class EngineCheckpoints:
             self.ranks.run_on_all, call="the load of a checkpoint", describe=partial(describe, path=checkpoint.path)
         )
         run_on_all(fits)
-        if fit.frozen:
+        if fit.base:
             check_base(checkpoint.path, fit.base, fit.frozen, self.ranks)
         self._base = {}
         run_on_all(lambda: fit.load_wholes(strict))
@@ -388,9 +388,8 @@ class _ModelFit:
         shapes = {name: tuple(entry.shape) for name, entry in stored.items() if self._is_filled(name)}
         trained = {name: shape for name, shape in self._trained.items() if self._is_filled(name)}
         pieces = model_pieces(self._strategy, self._modules)
-        self.base = {
-            name: entry for name, entry in self.base.items() if name not in stored
-        }  # a hook may have added some
+        # A hook may have added a part of the base to the model.
+        self.base = {name: entry for name, entry in self.base.items() if name not in stored}
         self.frozen = base_pieces(path, self.base, pieces, strict)
         filled = [each for each in pieces if each.name not in self.base and self._is_filled(each.name)]
         self.pieces = list(check_model(path, shapes, filled, strict))
