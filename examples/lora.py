@@ -35,18 +35,13 @@ class Writer(tw.Module):
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def on_save_checkpoint(self, checkpoint):
-        """Leave out what is frozen."""
-        trained = {name for name, each in self.named_parameters() if each.requires_grad}
-        checkpoint["state_dict"] = {name: each for name, each in checkpoint["state_dict"].items() if name in trained}
-
     def configure_optimizers(self):
         return torch.optim.AdamW((each for each in self.parameters() if each.requires_grad), lr=self.lr)
 
 
 def train(model, rows, steps: int, lr: float):
     """Train what is not frozen, and print how large the checkpoint is."""
-    checkpoint = tw.ModelCheckpoint()
+    checkpoint = tw.ModelCheckpoint(trained_only=True)
     trainer = tw.Trainer(max_steps=steps, callbacks=[checkpoint], log_every_n_steps=10, default_root_dir="runs")
     trainer.fit(Writer(model.train(), lr), DataLoader(rows, 13, shuffle=True))
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)

@@ -17,7 +17,7 @@ NAMES = """Accelerator AcceleratorState AdvancedProfiler AutocastKwargs CSVLogge
     PackedDataset PadCollate PartialState Precision ProfileKwargs Profiler ProjectConfiguration PyTorchProfiler RunStopped
     ShardedDDPStrategy SimpleProfiler Strategy TensorBoardLogger Trainer TrainwrightError Tuner WandbLogger
     WorkerFailed __version__ broadcast check_packing debug_launcher document_mask estimate_memory extract_model_from_parallel
-    find_executable_batch_size gather gather_module init_empty_weights init_on_device isolate_rng
+    find_executable_batch_size gather gather_module init_empty_weights init_on_device isolate_rng load_weights
     notebook_launcher pad_across_processes pad_collate rank_zero_info rank_zero_only rank_zero_warn reduce release_memory
     seed_everything set_seed skip_first_batches synchronize_rng_states"""
 TRAINER = """accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs max_steps
@@ -91,9 +91,10 @@ def test_arguments_of_log_are_lightnings() -> None:
 
 def test_arguments_of_saves_are_listed() -> None:
     saves = {
-        tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite",
-        tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite unknown",
-        tw.Engine.save: "path step epoch state rank_state weights_only edit blocking number overwrite directory parts",
+        tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite trained_only",
+        tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite trained_only unknown",
+        tw.Engine.save: "path step epoch state rank_state weights_only trained_only edit blocking number overwrite directory "
+        "parts",
     }
     for method, names in saves.items():
         assert list(inspect.signature(method).parameters)[1:] == names.split()

@@ -22,6 +22,7 @@ except ImportError as error:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "trainwright.checkpoint.foreign_formats": "load_weights",
     "trainwright.data.buckets": "LengthBucketSampler",
     "trainwright.data.combined_loader": "CombinedLoader",
     "trainwright.data.datamodule": "DataModule",

@@ -1,6 +1,7 @@
 """The public names, for type checkers. __init__.py loads them at their first use."""
 
 from trainwright.callbacks import *  # noqa: F403
+from trainwright.checkpoint.foreign_formats import load_weights as load_weights
 from trainwright.data.buckets import LengthBucketSampler as LengthBucketSampler
 from trainwright.data.combined_loader import CombinedLoader as CombinedLoader
 from trainwright.data.datamodule import DataModule as DataModule

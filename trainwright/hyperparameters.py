@@ -22,11 +22,10 @@ import fsspec
 
 from trainwright.distributed.masking import HIDDEN
 from trainwright.errors import a_type_of
-from trainwright.plain_forms import LEFT_OUT, Form, form_of, readable, rebuild
+from trainwright.plain_forms import CONTENT, LEFT_OUT, Form, form_of, readable, rebuild
 from trainwright.rank_zero import warn
 
 T = TypeVar("T")
-CONTENT = "<content>"  # the key, among the forms, of the container whose content the hyper-parameters are
 AS_ARGUMENTS = "kwargs"
 """The `_hparams_name` of hyper-parameters that are the constructor's arguments, not the content of one argument."""
 

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.conversion import export_tensors
-from trainwright.checkpoint.editing import load_state
+from trainwright.checkpoint.editing import load_state, with_base
 from trainwright.checkpoint.foreign_formats import read_weights
 from trainwright.checkpoint.reader import Verify
 from trainwright.data.transfer import map_leaves, to_device
@@ -318,7 +318,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         contents = {**weights.contents, "state_dict": weights.state_dict}
         module.on_load_checkpoint(contents)
         is_strict = module.strict_loading if strict is None else strict
-        load_state(module, contents["state_dict"], is_strict, str(checkpoint_path))
+        path = str(checkpoint_path)
+        state = with_base(module, contents["state_dict"], is_strict, path, weights.frozen_base)
+        load_state(module, state, is_strict, path)
         return module if map_location is None else module.to(_device_of(map_location))
 
     def export(

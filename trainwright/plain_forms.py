@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 Form = dict[str, Any]
+CONTENT = "<content>"
+"""The key, among the forms, of the container whose content the hyper-parameters are."""
 LEFT_OUT = "left_out"
 """The form of a value that has no other form. It contains the value's type."""
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {

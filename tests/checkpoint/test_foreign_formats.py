@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import functools
+import json
 import os
 import pathlib
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +20,12 @@ import safetensors.torch
 import torch
 from torch import nn
 
+import trainwright as tw
 from trainwright.checkpoint.foreign_formats import is_plain, read_weights
 from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import Piece
 from trainwright.errors import CheckpointError
+from trainwright.tools.checkpoints import checkpoint_command
 
 FIXTURES = Path(__file__).parent / "fixtures"
 HYPER_PARAMETERS = {"width": 3, "lr": 0.1, "layers": (3, 4), "config": {"a": 1}}
@@ -115,7 +121,14 @@ class Planted:
      r"contains \w+\.system, but only"),
     (lambda path: saved(path, nn.Linear(1, 1)),
      r"contains torch\.nn\.modules\.linear\.Linear, .*model\.state_dict\(\)"),
-    (lambda path: str(FIXTURES / "lightning_namespace.ckpt"), r"contains argparse\.Namespace, .*ignore="),
+    (lambda path: saved(path, {"w": torch.ones(1), "x": argparse.Namespace()}),
+     r"contains argparse\.Namespace, .*ignore="),
+    (lambda path: saved(path, {"state_dict": {"w": torch.ones(1), "x": [argparse.Namespace()]}}),
+     r"contains argparse\.Namespace as 'x' of its state_dict, which can only be a tensor"),
+    (lambda path: saved(path, {"state_dict": {"a._extra_state": {"x": nn.Linear}}}),
+     r"contains torch\.nn\.modules\.linear\.Linear as 'a\._extra_state' of its state_dict"),
+    (lambda path: saved(path, {"state_dict": {}, "hyper_parameters": {"x": defaultdict(list, a=1)}}),
+     r"contains collections\.defaultdict, but only"),
     (lambda path: saved(path, {"model": {"w": torch.ones(1)}, "epoch": 1}),
      "a dict with 'model', 'epoch', and 'model'"),
     (lambda path: saved(path, torch.ones(1)), "contains a Tensor, not a dict"),
@@ -125,6 +138,13 @@ class Planted:
     (lambda path: put(path, b"\x50" + bytes(7) + b"{aaaa"), "safetensors file and cannot be read"),
     (lambda path: put(path, b"lr: 0.1"), r"begins with b'lr: 0\.1'; expected a directory that trainwright wrote"),
     (lambda path: put(f"{path}/latest", b"global_step1").rpartition("/")[0], "sharded checkpoint of DeepSpeed"),
+    (lambda path: put(f"{path}/zero_to_fp32.py", b"").rpartition("/")[0],
+     r"sharded checkpoint of DeepSpeed; .* Convert it first: python (\S+)/zero_to_fp32\.py \1 weights --safe_serial"),
+    (lambda path: put(f"{path}/mp_rank_00_model_states.pt", b"").rpartition("/")[0],
+     r"Convert it first: python (\S+)/\.\./zero_to_fp32\.py \1/\.\. weights --safe_serialization$"),
+    (lambda path: put(f"{path}/.metadata", b"").rpartition("/")[0],
+     r"of torch\.distributed\.checkpoint; .* python -m \1\.format_utils dcp_to_torch \S+ weights\.pt$"
+     .replace(r"\1", r"torch\.distributed\.checkpoint")),
     (lambda path: put(f"{path}/a.txt", b"").rpartition("/")[0], r"directory without a manifest\.json"),
     (lambda path: path, "does not exist; expected"),
 ])  # fmt: skip
@@ -132,6 +152,113 @@ def test_everything_else_is_refused_by_name(found: Any, message: str, folder: st
     with pytest.raises(CheckpointError, match=message):
         read_weights(found(f"{folder}/a"))
     assert not (tmp_path / "planted").exists()
+
+
+class Marking:
+    """It leaves a mark when it is made, called, or given a state."""
+
+    def __init__(self, *_: Any) -> None:
+        self.value = 1
+
+    def __setstate__(self, state: Any) -> None:
+        Path("mark").touch()
+
+
+def leave_a_mark(*_: Any) -> None:
+    Path("mark").touch()
+
+
+class Reduced:
+    """It is unpickled by a call of a function."""
+
+    def __reduce__(self) -> Any:
+        return leave_a_mark, (1,), {"state": 2}
+
+
+OBJECTS: dict[str, Any] = {
+    "functools.partial": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+    "argparse.Namespace": argparse.Namespace(a=1, b=[nn.Linear(1, 1)]),
+    "torch.nn.modules.linear.Linear": nn.Linear(2, 1),
+    "torch.optim.adamw.AdamW": torch.optim.AdamW,
+    "torch.nn.functional.relu": [nn.functional.relu],
+    "pathlib.PurePosixPath": {"nested": (1, {2: pathlib.PurePosixPath("a/b")})},
+    f"{__name__}.Marking": Marking(),
+    f"{__name__}.leave_a_mark": Reduced(),
+}
+PLAIN = {"lr": 0.1, "layers": (3, 4), "config": {"a": [1, None]}}
+
+
+def test_hyper_parameters_that_are_objects_are_skipped(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    objects = {str(number): value for number, value in enumerate(OBJECTS.values())}
+    path = saved(f"{folder}/a.ckpt", {
+        "epoch": 3, "global_step": 7, "state_dict": {"w": torch.ones(2)}, "hparams_name": "kwargs", "loops": {"a": 1},
+        "hyper_parameters": {**PLAIN, **objects}, "callbacks": {"Saving": {"dirpath": Path("a"), "best": 1}},
+        "datamodule_hyper_parameters": {"batch_size": 4, "transform": nn.ReLU()},
+    })  # fmt: skip
+    weights = read_weights(path)
+    assert (weights.kind, weights.epoch, weights.global_step) == ("lightning", 3, 7)
+    assert torch.equal(weights.state_dict["w"], torch.ones(2))
+    assert weights.hyper_parameters == PLAIN
+    kinds = [form["kind"] for form in weights.hyper_parameter_forms.values()]
+    assert kinds == list(OBJECTS)
+    assert weights.datamodule_hyper_parameters == {"batch_size": 4}
+    assert weights.contents["loops"] == {"a": 1}
+    assert weights.contents["hyper_parameters"] == PLAIN
+    assert "callbacks" not in weights.contents
+    if not folder.startswith("memory"):
+        assert checkpoint_command(["import", path, "b.ckpt"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "  hyper-parameter 0 skipped: a functools.partial" in lines
+        assert len(lines) == 1 + len(OBJECTS) + len(["transform"])
+        assert read_weights("b.ckpt").hyper_parameter_forms == weights.hyper_parameter_forms
+    assert not Path("mark").exists()
+
+
+class Configured(tw.Module):
+    def __init__(self, width: int, act: Any = None) -> None:
+        super().__init__()
+        self.net = nn.Linear(width, 1)
+
+
+def test_a_module_needs_the_arguments_that_an_import_skipped(tmp_path: Path) -> None:
+    content = {"state_dict": {"net.weight": torch.ones(1, 2), "net.bias": torch.ones(1)}, "hparams_name": "kwargs"}
+    path = saved(f"{tmp_path}/a.ckpt", {**content, "hyper_parameters": {"width": 2, "act": nn.ReLU()}})
+    with pytest.raises(TypeError, match=r"argument 'act' that is not in the checkpoint, since a torch\.nn\.modules"):
+        Configured.load_from_checkpoint(path)
+    assert torch.equal(Configured.load_from_checkpoint(path, act=None).net.weight, torch.ones(1, 2))
+    # The hyper-parameters are the content of one object, such as OmegaConf's.
+    path = saved(f"{tmp_path}/b.ckpt", {**content, "hparams_name": "act", "hyper_parameters": argparse.Namespace(a=1)})
+    with pytest.raises(TypeError, match=r"argument 'act' that is not in the checkpoint, since a argparse\.Namespace"):
+        Configured.load_from_checkpoint(path)
+    assert Configured.load_from_checkpoint(path, width=2, act=None).net.in_features == 2
+    weights = read_weights(FIXTURES / "lightning_namespace.ckpt")
+    assert (weights.kind, len(weights.hyper_parameter_forms)) == ("lightning", 1)
+
+
+def test_load_weights_returns_the_tensors_of_every_format(folder: str) -> None:
+    tensors = {"a": torch.ones(2), "b": torch.zeros(3)}
+    whole, names = safetensors.torch.save(tensors), {name: f"{name}.safetensors" for name in tensors}
+    put(f"{folder}/hf/model.safetensors", whole)
+    for name, file in names.items():
+        put(f"{folder}/split/{file}", safetensors.torch.save({name: tensors[name]}))
+    put(f"{folder}/split/model.safetensors.index.json", json.dumps({"weight_map": names}).encode())
+    places = [
+        saved(f"{folder}/a.pt", {**tensors, "net._extra_state": {"seen": 3}}),
+        saved(f"{folder}/a.ckpt", {"state_dict": tensors, "epoch": 1}),
+        put(f"{folder}/a.safetensors", whole),
+        f"{folder}/hf",
+        f"{folder}/split/model.safetensors.index.json",
+        f"{folder}/split",
+    ]
+    for place in places:
+        loaded = tw.load_weights(place)
+        assert loaded.keys() == tensors.keys(), place
+        assert all(torch.equal(loaded[name], tensors[name]) for name in tensors), place
+    with pytest.raises(CheckpointError, match="does not exist; expected"):
+        tw.load_weights(f"{folder}/none")
 
 
 @pytest.mark.filterwarnings("ignore")  # of TorchScript's end, and of an archive of it

@@ -42,16 +42,6 @@ class Adapted(tw.Module):
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=0.02)
 
 
-class AdapterAlone(Adapted):
-    """Its checkpoints contain only trained weights."""
-
-    strict_loading = False
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        trained = {name for name, each in self.named_parameters() if each.requires_grad}
-        checkpoint["state_dict"] = {name: each for name, each in checkpoint["state_dict"].items() if name in trained}
-
-
 def loader(batch_size: int = 8) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(2)
     labels = torch.arange(40) % 2
@@ -76,7 +66,7 @@ def test_one_process_trains_an_adapter(tmp_path: Path) -> None:
     whole = check_resume(Adapted, loader, tmp_path / "whole.ckpt", accumulate_grad_batches=1)
     changed = {name for name, each in whole.items() if not torch.equal(each, before[name])}
     assert changed == trainable
-    adapter = check_resume(AdapterAlone, loader, tmp_path / "adapter.ckpt")
+    adapter = check_resume(Adapted, loader, tmp_path / "adapter.ckpt", trained_only=True)
     assert_equal(adapter, whole)
     assert size_of(tmp_path / "adapter.ckpt") < 0.8 * size_of(tmp_path / "whole.ckpt")
 
@@ -84,7 +74,8 @@ def test_one_process_trains_an_adapter(tmp_path: Path) -> None:
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy in STRATEGIES:
-        found[strategy] = check_resume(Adapted, lambda: loader(4), folder / f"{strategy}.ckpt", strategy=strategy)
+        options: dict[str, Any] = {"strategy": strategy, "trained_only": True}
+        found[strategy] = check_resume(Adapted, lambda: loader(4), folder / f"{strategy}.ckpt", **options)
     module = Adapted()
     tw.Trainer(max_epochs=1, **{**QUIET, "devices": "auto", "strategy": "fsdp"}).fit(module, loader(4))
     whole = tw.gather_module(module)  # the module itself holds parts, which peft cannot write

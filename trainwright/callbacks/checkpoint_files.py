@@ -89,6 +89,7 @@ def save_failed_run(
     weights_only: bool = False,
     *,
     replaces: bool = False,
+    trained_only: bool = False,
 ) -> str:
     """Save a run that an exception ends, if it can be resumed exactly. Return the path, or "" if nothing was saved.
 
@@ -105,7 +106,7 @@ def save_failed_run(
                 path = f"{stem}{extension}"
                 overwrite = replaces and is_replaceable(path)
                 path = path if overwrite else free_path(stem, extension)
-                trainer.save_checkpoint(path, weights_only, overwrite=overwrite)
+                trainer.save_checkpoint(path, weights_only, overwrite=overwrite, trained_only=trained_only)
                 batch = (
                     f", as before batch {trainer.state.batch}, which a resumed run trains again. From that batch remain: the "
                     "RNG state, the logged values and changes of buffers"

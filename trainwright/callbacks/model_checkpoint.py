@@ -87,6 +87,10 @@ class ModelCheckpoint(Checkpoint):
             a file system that can rename, and never to the resume source).
         async_save: block the loop only until everything is copied to host memory. A thread writes and commits. The next save
             and the end of the run wait for it and raise its error. Replaced checkpoints are removed once it has committed.
+        trained_only: omit the parameters that require no gradients and that no optimizer steps, such as the base model of an
+            adapter. A checkpoint stores their digests instead, and a load compares these with the module, which is
+            constructed with the same pretrained weights. Digests detect mistakes, not attacks. They are computed once for
+            the same frozen parameters, which only a write by your own code can change between two saves.
 
     Rank 0 decides for all ranks, by its own metrics and files. Nothing is saved with fast_dev_run, and no weights that are not
     finite on some rank (NaN or infinity in a trained parameter or a norm's running statistics): a warning says so. A checkpoint
@@ -137,6 +141,7 @@ class ModelCheckpoint(Checkpoint):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         async_save: bool = False,
+        trained_only: bool = False,
     ) -> None:
         check_choices(save_last, save_top_k, filename, monitor)
         check_template(filename or "")
@@ -147,7 +152,7 @@ class ModelCheckpoint(Checkpoint):
         self._default_dirpath: str | None = None
         self._plain_filename = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
         self.filename = filename if filename is not None else self._plain_filename
-        self.monitor, self.verbose, self.async_save = monitor, verbose, async_save
+        self.monitor, self.verbose, self.async_save, self.trained_only = monitor, verbose, async_save, trained_only
         self.mode = chosen_mode(mode, monitor, type(self).__name__)
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
@@ -366,7 +371,8 @@ class ModelCheckpoint(Checkpoint):
     def _write(self, trainer: TrainerProtocol, before: Kept, weights_only: bool = False, blocking: bool = True) -> bool:
         """Write the newest checkpoint. If that fails, keep the previous checkpoints. Collective."""
         try:
-            return trainer.save_checkpoint(self._kept["written_to"], weights_only, blocking=blocking)
+            path, trained_only = self._kept["written_to"], self.trained_only
+            return trainer.save_checkpoint(path, weights_only, blocking=blocking, trained_only=trained_only)
         except BaseException:
             self._keep(before)
             raise
@@ -449,7 +455,8 @@ class ModelCheckpoint(Checkpoint):
             pending.conclude_alone(trainer)
         if self.save_on_exception and self._is_fitting and self._step >= 0:  # its training has begun
             stem = f"{self.dirpath}/exception-epoch={trainer.current_epoch}-step={trainer.global_step}"
-            save_failed_run("save_on_exception", trainer, stem, self.FILE_EXTENSION, self.save_weights_only)
+            kinds = {"weights_only": self.save_weights_only, "trained_only": self.trained_only}
+            save_failed_run("save_on_exception", trainer, stem, self.FILE_EXTENSION, **kinds)
 
     def file_exists(self, filepath: str, trainer: TrainerProtocol) -> bool:
         """Return whether a checkpoint, or anything else, is at this path. Called on rank 0."""

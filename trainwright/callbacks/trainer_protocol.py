@@ -284,7 +284,13 @@ class TrainerProtocol(Protocol):
         """The checkpoint that this fit was resumed from."""
 
     def save_checkpoint(
-        self, filepath: str, weights_only: bool = False, *, blocking: bool = True, overwrite: bool = False
+        self,
+        filepath: str,
+        weights_only: bool = False,
+        *,
+        blocking: bool = True,
+        overwrite: bool = False,
+        trained_only: bool = False,
     ) -> bool:
         """Write a checkpoint. Collective (see `Trainer.save_checkpoint`)."""
 

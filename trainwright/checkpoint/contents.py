@@ -7,6 +7,7 @@
                                 "strategy": its state for a bitwise resume.
                                 "settings": of the optimizers and schedulers, as text.
                                 "extra": values in the modules' state_dicts that are not tensors, such as extra states.
+                                "frozen_base": dtypes, shapes and digests of the parameters that "model" omits.
                                 "position": epoch, batch, step        "lr_schedulers", "callbacks".
                                 "metrics": the latest values.
                                 "loggers": their run folders, and the sizes of their files.

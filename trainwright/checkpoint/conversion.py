@@ -11,6 +11,7 @@ import torch
 
 from trainwright.checkpoint.filesystem import LocalFiles, describe, note_new, resolve, temporary_path
 from trainwright.checkpoint.foreign_formats import Weights, read_weights
+from trainwright.checkpoint.frozen_base import FROZEN_BASE
 from trainwright.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY, host_bytes, render_header
 from trainwright.checkpoint.store import write_checkpoint
@@ -186,10 +187,9 @@ def import_checkpoint(source: str, path: str) -> Weights:
         raise CheckpointError(f"{source} has no tensor. Pass a file with the weights of a model.")
     extra = {name: value for name, value in weights.state_dict.items() if name not in tensors and is_extra_state(name)}
     state: dict[str, Any] = {"trainwright_version": __version__, "extra": {"0": extra}}
-    for prefix in ("", "datamodule_"):
-        if values := getattr(weights, f"{prefix}hyper_parameters"):
-            names = (f"{prefix}hyper_parameters", f"{prefix}hparams_name")
-            state |= {names[0]: values, names[1]: getattr(weights, names[1])}
+    names = ("hyper_parameters", "hparams_name", "hyper_parameter_forms")
+    for name in (FROZEN_BASE, *names, *(f"datamodule_{name}" for name in names)):
+        state[name] = getattr(weights, name)
     write_checkpoint(
         path,
         sections={"model": [Piece(name, tuple(value.shape), 0, value) for name, value in tensors.items()]},

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base, check_base
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.shards import copy_whole
 from trainwright.checkpoint.tensors import Piece, is_range, shown, stored
+from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
+from trainwright.tensor_names import clean_name
 
-RESERVED = frozenset({"seed", "extra", "precision", "strategy", "optimizers"})
+RESERVED = frozenset({"seed", "extra", "precision", "strategy", "optimizers", FROZEN_BASE})
 """Keys of the engine's state."""
 Edit = Callable[[dict[str, Any]], None]
 """Changes a checkpoint's contents in place."""
@@ -106,6 +109,25 @@ def _described(problems: Mapping[str, Sequence[str]]) -> str:
         for title, names in problems.items()
         if names
     )
+
+
+def base_pieces(path: str, base: Base, pieces: Iterable[Piece], strict: bool) -> list[Piece]:
+    """Return the pieces of the base. CheckpointError if strict and the model lacks a part, or if a shape differs."""
+    shapes = {name: shape for name, (_, shape, _) in base.items()}
+    return check_model(path, shapes, [piece for piece in pieces if piece.name in base], strict)
+
+
+def with_base(
+    module: nn.Module, state: Mapping[str, object], strict: bool, path: str, base: Base
+) -> Mapping[str, object]:
+    """Return a state_dict with the module's tensors for the frozen base. CheckpointError if they differ from the base."""
+    base = {name: entry for name, entry in base.items() if name not in state}
+    if not base:
+        return state
+    own = {clean_name(name): value for name, value in module.state_dict().items() if clean_name(name) in base}
+    frozen = base_pieces(path, base, [Piece(name, tuple(value.shape), 0, value) for name, value in own.items()], strict)
+    check_base(path, base, frozen, Ranks())
+    return {**state, **own}
 
 
 def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, path: str) -> None:

@@ -1,7 +1,7 @@
 """Reads weights and hyper-parameters from our checkpoints, Lightning's, a state_dict, or safetensors.
 
 One process reads them onto the CPU. A foreign file may be a pickle. torch's restricted reader accepts only tensors and plain
-data, and rejects anything else without running it.
+data, and runs nothing else. In a Lightning file an inert `_Placeholder` replaces every object of another class.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 import fsspec
 import safetensors.torch
@@ -19,7 +19,8 @@ from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
 from torch import Tensor
 
-from trainwright.checkpoint.codec import check_sharing, encode
+from trainwright.checkpoint.codec import MAX_DEPTH, check_sharing, encode
+from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base
 from trainwright.checkpoint.last_link import pointed
 from trainwright.checkpoint.manifest import FILE_NAME, MANIFEST_NAME, load_json
 from trainwright.checkpoint.reader import Verify, check_verify, open_checkpoint
@@ -27,23 +28,33 @@ from trainwright.checkpoint.shards import METADATA_KEY
 from trainwright.checkpoint.tensors import DTYPES
 from trainwright.distributed.failures import summarize
 from trainwright.errors import CheckpointError, MissingCheckpoint, a_type_of
+from trainwright.plain_forms import CONTENT, LEFT_OUT, Form
 from trainwright.tensor_names import clean_name, is_extra_state
 
 LARGEST_PLAIN_TENSOR = 1000
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 64 << 20
+MAX_CLASSES = 256
 ACCEPTED = (
     "a directory that trainwright wrote, a Lightning .ckpt file, a file that torch.save wrote of a state_dict, a "
-    ".safetensors file, or the .index.json of several"
+    ".safetensors file, the .index.json of several, or a folder with model.safetensors"
 )
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:class|function) (\S+)")
+_DEEPSPEED = "DeepSpeed", "python {0}/zero_to_fp32.py {0} weights --safe_serialization"
 _ENGINES = {
-    ".metadata": "torch.distributed.checkpoint",
-    "zero_to_fp32.py": "DeepSpeed",
-    "latest": "DeepSpeed",
-    "mp_rank_00_model_states.pt": "DeepSpeed",
+    ".metadata": (
+        "torch.distributed.checkpoint",
+        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} weights.pt",
+    ),
+    "zero_to_fp32.py": _DEEPSPEED,
+    "latest": _DEEPSPEED,
+    "mp_rank_00_model_states.pt": (_DEEPSPEED[0], _DEEPSPEED[1].replace("{0}", "{0}/..")),
 }
-"""Files by which another library's sharded checkpoint is recognized."""
+"""Files by which another library's sharded checkpoint is recognized, with its name and its converter."""
+Source = str | BinaryIO
+"""A local path, or an open file of another file system."""
+_HUGGING_FACE = ("model.safetensors", f"model.safetensors{INDEX_SUFFIX}")
+"""The weights in a folder of transformers' save_pretrained."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,7 @@ class Weights:
         hyper_parameter_forms: the forms of hyper-parameters that are not plain data; see plain_forms.py.
         hparams_name: the argument that contains the hyper-parameters, or "kwargs" if they are the arguments.
         contents: everything in the file except the tensors, for `on_load_checkpoint`.
+        frozen_base: the parameters that the checkpoint omits, with their digests.
     """
 
     state_dict: dict[str, Any]
@@ -68,6 +80,40 @@ class Weights:
     epoch: int | None = None
     global_step: int | None = None
     contents: dict[str, Any] = field(default_factory=dict)
+    frozen_base: Base = field(default_factory=dict)
+
+
+class _Placeholder:
+    """An object in a pickle that is not loaded. It ignores its arguments and its state."""
+
+    def __new__(cls, *_: object) -> _Placeholder:
+        return super().__new__(cls)
+
+    def __setstate__(self, _: object) -> None: ...
+
+
+def load_weights(path: str | os.PathLike[str], verify: Verify = "full") -> dict[str, Tensor]:
+    """Return the whole tensors of a model on the CPU, by their names in its state_dict.
+
+    Values that are not tensors, such as extra states, are omitted. A checkpoint that was saved with `trained_only` has the
+    trained parameters and the buffers.
+
+    Args:
+        path: a checkpoint of any strategy and number of processes or a link to it, a Lightning `.ckpt`, a file that
+            torch.save wrote of a state_dict, a `.safetensors` file, the `.index.json` of several, or a folder of
+            transformers with `model.safetensors`.
+        verify: how a checkpoint of a Trainer is verified first: "full" (every digest), "size", or "off".
+
+    Raises:
+        CheckpointError: there are no such weights, or they are damaged.
+
+    >>> torch.save(module.state_dict(), "weights.pt")
+    >>> weights = tw.load_weights("weights.pt")
+    >>> module.load_state_dict(weights)
+    <All keys matched successfully>
+    """
+    tensors = read_weights(path, verify).state_dict
+    return {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def read_weights(path: str | os.PathLike[str], verify: Verify = "full") -> Weights:
@@ -145,9 +191,11 @@ def is_plain(value: Any, largest_tensor: int = LARGEST_PLAIN_TENSOR) -> bool:
 
 def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
     if MANIFEST_NAME not in names:
-        engine = next((engine for name, engine in _ENGINES.items() if name in names), None)
+        if file := next((name for name in _HUGGING_FACE if name in names), None):
+            return read_weights(f"{path}/{file}")
+        engine, command = next((engine for name, engine in _ENGINES.items() if name in names), ("", ""))
         kind = f"a sharded checkpoint of {engine}" if engine else f"a directory without a {MANIFEST_NAME}"
-        remedy = " Convert it to one file with that library's tool first." if engine else ""
+        remedy = f" Convert it first: {command.format(path)}" if engine else ""
         raise CheckpointError(f"{path} is {kind}; expected {ACCEPTED}.{remedy}")
     checkpoint = open_checkpoint(path, verify)
     if "model" not in checkpoint.sections:
@@ -163,29 +211,74 @@ def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
         epoch=checkpoint.epoch,
         global_step=checkpoint.step,
         contents={"epoch": checkpoint.epoch, "global_step": checkpoint.step, **state},
+        frozen_base=state.get(FROZEN_BASE) or {},
     )
 
 
-def _from_torch_file(path: str, source: Any) -> Weights:
+def _from_torch_file(path: str, source: Source) -> Weights:
+    refused: Exception | None = None
     try:
-        # weights_only rejects every object that could run code while it is unpickled.
-        content = torch.load(source, map_location="cpu", weights_only=True)
-        check_sharing(content)
+        content = _unpickled(source)
     except Exception as error:  # damaged data causes errors of many types
-        _refuse(path, error)
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        epoch, step = (
-            count if isinstance(count := content.get(key), int) else None for key in ("epoch", "global_step")
-        )
-        return Weights(
-            _checked(path, content["state_dict"]),
-            "lightning",
-            **_hyper_parameters(path, content),
-            epoch=epoch,
-            global_step=step,
-            contents={key: value for key, value in content.items() if key != "state_dict"},
-        )
-    return Weights(_checked(path, content), "state_dict")
+        refused, content = error, _with_placeholders(source)
+    if not isinstance(content, Mapping) or not isinstance(tensors := content.get("state_dict"), Mapping):
+        if refused is not None:
+            _refuse(path, refused)
+        return Weights(_checked(path, content), "state_dict")
+    epoch, step = (count if isinstance(count := content.get(key), int) else None for key in ("epoch", "global_step"))
+    hyper_parameters = _hyper_parameters(path, content)
+    plain = {key: value for key, value in content.items() if not _kind_in((key, value))}
+    plain |= {key: value for key, value in hyper_parameters.items() if key in content}
+    return Weights(
+        _checked(path, tensors),
+        "lightning",
+        **hyper_parameters,
+        epoch=epoch,
+        global_step=step,
+        contents={key: value for key, value in plain.items() if key != "state_dict"},
+    )
+
+
+def _rewound(source: Source) -> Source:
+    if not isinstance(source, str):
+        source.seek(0)
+    return source
+
+
+def _unpickled(source: Source) -> object:
+    # weights_only rejects every object that could run code while it is unpickled.
+    content: object = torch.load(_rewound(source), map_location="cpu", weights_only=True)
+    check_sharing(content)
+    return content
+
+
+def _with_placeholders(source: Source) -> object:
+    """Return a file's content with placeholders for the objects that torch's restricted reader rejects, or None.
+
+    Nothing that the file names is imported. torch rejects some names in any case, such as `posix.system`, and reads many
+    names in quadratic time.
+    """
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(_rewound(source))
+        with torch.serialization.safe_globals(
+            [(type(name, (_Placeholder,), {}), name) for name in names[:MAX_CLASSES]]
+        ):
+            return _unpickled(source)
+    except Exception:  # the caller raises an error for the first read
+        return None
+
+
+def _kind_in(value: object, depth: int = 0) -> str:
+    """Return the name of an object in nested plain data that a placeholder replaces, or "" if there is none."""
+    if isinstance(value, type | _Placeholder):
+        kind = value if isinstance(value, type) else type(value)
+        return kind.__name__ if issubclass(kind, _Placeholder) else ""
+    items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    if not isinstance(items, (list, tuple, set, frozenset)):
+        return ""
+    if depth > MAX_DEPTH:
+        return f"a nest of more than {MAX_DEPTH} levels"
+    return next(filter(None, (_kind_in(item, depth + 1) for item in items)), "")
 
 
 def _from_safetensors(path: str, data: bytes) -> Weights:
@@ -219,6 +312,8 @@ def _checked(path: str, content: Any) -> dict[str, Any]:
     """Check that the content is a state_dict, and return it with clean names."""
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} contains {a_type_of(content)}, not a dict of tensors; expected {ACCEPTED}.")
+    if odd := next((f"{kind} as {key!r}" for key, value in content.items() if (kind := _kind_in(value))), None):
+        raise CheckpointError(f"{path} contains {odd} of its state_dict, which can only be a tensor or plain data.")
     wrong = [
         key
         for key, value in content.items()
@@ -240,13 +335,18 @@ def _clean(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters, and the form LEFT_OUT of those that are objects of other classes."""
     result: dict[str, Any] = {}
     for prefix in ("", "datamodule_"):
         values, name = content.get(f"{prefix}hyper_parameters") or {}, content.get(f"{prefix}hparams_name")
+        stored = content.get(f"{prefix}hyper_parameter_forms")
+        forms: dict[str, Form] = dict(stored) if isinstance(stored, Mapping) else {}
+        if isinstance(values, _Placeholder):  # an OmegaConf container
+            values = {CONTENT: values}
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
             raise CheckpointError(f"{path}: its {prefix}hyper_parameters are not a dict of names and values.")
-        result[f"{prefix}hyper_parameters"] = dict(values)
-        forms = content.get(f"{prefix}hyper_parameter_forms")
-        result[f"{prefix}hyper_parameter_forms"] = dict(forms) if isinstance(forms, Mapping) else {}
+        forms |= {key: {"form": LEFT_OUT, "kind": kind} for key, value in values.items() if (kind := _kind_in(value))}
+        result[f"{prefix}hyper_parameters"] = {key: value for key, value in values.items() if key not in forms}
+        result[f"{prefix}hyper_parameter_forms"] = forms
         result[f"{prefix}hparams_name"] = name if isinstance(name, str) else None
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ from trainwright.checkpoint.contents import (
     with_parts,
 )
 from trainwright.checkpoint.discovery import is_checkpoint
-from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
+from trainwright.checkpoint.editing import Edit, base_pieces, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.filesystem import describe
+from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base, check_base
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import SAVE, CheckpointWriter
 from trainwright.checkpoint.tensors import Piece
@@ -34,6 +35,7 @@ from trainwright.engine.named_state import (
     check_optimizers,
     computed_keys,
     describe_optimizers,
+    frozen_base,
     load_optimizers,
     model_pieces,
     named_optimizers,
@@ -43,6 +45,7 @@ from trainwright.engine.named_state import (
 )
 from trainwright.engine.script_settings import ScriptSettings
 from trainwright.errors import CheckpointError
+from trainwright.faults.tensor_checks import not_finite
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
@@ -51,7 +54,6 @@ from trainwright.tensor_names import is_extra_state, named_tensors, own_name
 Shapes = dict[str, tuple[int, ...]]
 STATISTICS = ("running_mean", "running_var")
 """The buffers of norms that are checked for finiteness, as trained weights are."""
-DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 class OpenCheckpoint(NamedTuple):
@@ -91,6 +93,8 @@ class EngineCheckpoints:
     seed: int
     _is_known_finite: bool
     """Whether the weights have been found finite for the next save, equal on all ranks."""
+    _base: Base
+    """The frozen parameters of the latest save of only the trained ones, as their digests are computed once."""
 
     @property
     def precision(self) -> Precision:
@@ -106,6 +110,7 @@ class EngineCheckpoints:
         state: dict[str, Any],
         rank_state: dict[str, Any] | None = None,
         weights_only: bool = False,
+        trained_only: bool = False,
         edit: Edit | None = None,
         blocking: bool = True,
         number: int = 0,
@@ -121,6 +126,7 @@ class EngineCheckpoints:
             state: plain data and tensors, of which rank 0's are stored.
             rank_state: plain data and tensors of every rank, stored unless weights_only.
             weights_only: store no optimizers, and nothing else that only a resumed run needs.
+            trained_only: store only digests of the parameters that require no gradients and that no optimizer steps.
             edit: may change the checkpoint's contents, as checkpoint/editing.py describes.
             blocking: False returns once everything is copied to host memory. A thread writes, and the next save waits for it.
             number: orders several saves of one step.
@@ -145,6 +151,7 @@ class EngineCheckpoints:
             for module in self.modules:
                 computed_keys(self.strategy, module)  # raises for entries that cannot be stored
             sections = with_parts(model_pieces(self.strategy, self.modules), parts or {})
+            base, sections = self._without_base(sections, trained_only)
             pieces = sections.pop(MODEL)
             fault = "" if self._is_known_finite and not parts else self._fault(pieces)
             self._is_known_finite = False
@@ -155,7 +162,7 @@ class EngineCheckpoints:
             if edit is not None:
                 state, pieces = self._edited(path, state, pieces, {"epoch": epoch, "global_step": step}, edit)
             extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
-            contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
+            contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **base, **state}
             if weights_only:
                 sections, rank_state = {}, None
             else:
@@ -183,6 +190,16 @@ class EngineCheckpoints:
                 directory=directory,
             )
 
+    def _without_base(
+        self, sections: dict[str, list[Piece]], trained_only: bool
+    ) -> tuple[dict[str, Base], dict[str, list[Piece]]]:
+        """Return the frozen base as an entry of the state, if it is omitted, and the sections to store. Collective."""
+        if not trained_only:
+            return {}, sections
+        base = self._base = frozen_base(self.strategy, self.modules, self.optimizers, self.ranks, self._base)
+        stored = {name: [each for each in pieces if each.name not in base] for name, pieces in sections.items()}
+        return {FROZEN_BASE: base}, stored
+
     def find_fault(self) -> str:
         """Return a text that names weights that are not finite on any rank, or "" if all are. Collective.
 
@@ -201,8 +218,9 @@ class EngineCheckpoints:
             if tensor.requires_grad or name.endswith(STATISTICS)
         }
         state = optimizer_pieces(self.strategy, named_optimizers(self.modules, self.optimizers))
-        stored = {piece.name for piece in state if piece.shape not in ((), (1,))}
-        found = self.ranks.exchange((_not_finite(trained, pieces), _not_finite(stored, state)), SAVE)
+        weights = not_finite((piece.name, piece.tensor) for piece in pieces if piece.name in trained)
+        states = not_finite((piece.name, piece.tensor) for piece in state if piece.shape not in ((), (1,)))
+        found = self.ranks.exchange((weights, states), SAVE)
         for subject, local in zip(("weights are", "optimizer's state is"), zip(*found, strict=True), strict=True):
             if names := list(dict.fromkeys(chain.from_iterable(local))):
                 return f"the {subject} not finite (NaN or infinity in {names[0]!r}{' and more' * (len(names) > 1)})"
@@ -310,6 +328,9 @@ class EngineCheckpoints:
             self.ranks.run_on_all, call="the load of a checkpoint", describe=partial(describe, path=checkpoint.path)
         )
         run_on_all(fits)
+        if fit.base:
+            check_base(checkpoint.path, fit.base, fit.frozen, self.ranks)
+        self._base = {}
         run_on_all(lambda: fit.load_wholes(strict))
         if not weights_only:
             load_optimizers(checkpoint, state, self.strategy, named, fresh)
@@ -336,7 +357,8 @@ class _ModelFit:
 
     Every process reads its part of the tensors of a plain module in place. A module with computed or other entries of its
     state_dict, with lazy tensors or with its own `load_state_dict` gets the whole state_dict, if the strategy keeps it whole.
-    `trained` are the tensors that a resumed run trains on from, where the model stores averages.
+    `trained` are the tensors that a resumed run trains on from, where the model stores averages. `frozen` has the pieces
+    of the `base`, which the checkpoint omits.
     """
 
     def __init__(
@@ -348,8 +370,10 @@ class _ModelFit:
         self._extra: list[dict[str, Any]] = [extra.get(str(number), {}) for number in range(len(modules))]
         self._wholes: set[int] = set()
         """The numbers of the modules that get a whole state_dict."""
+        self.base: Base = state.get(FROZEN_BASE) or {}
         self.pieces: list[Piece] = []
         self.trained: list[Piece] = []
+        self.frozen: list[Piece] = []
 
     def check(self, strict: bool) -> None:
         """Raise CheckpointError if the checkpoint does not fit, and change nothing."""
@@ -363,7 +387,11 @@ class _ModelFit:
         stored = self._checkpoint.tensors(MODEL) if self._tensors is None else self._tensors
         shapes = {name: tuple(entry.shape) for name, entry in stored.items() if self._is_filled(name)}
         trained = {name: shape for name, shape in self._trained.items() if self._is_filled(name)}
-        filled = [piece for piece in model_pieces(self._strategy, self._modules) if self._is_filled(piece.name)]
+        pieces = model_pieces(self._strategy, self._modules)
+        # A hook may have added a part of the base to the model.
+        self.base = {name: entry for name, entry in self.base.items() if name not in stored}
+        self.frozen = base_pieces(path, self.base, pieces, strict)
+        filled = [each for each in pieces if each.name not in self.base and self._is_filled(each.name)]
         self.pieces = list(check_model(path, shapes, filled, strict))
         self.trained = list(check_model(path, trained, filled, False))
 
@@ -384,6 +412,9 @@ class _ModelFit:
                     else:
                         value = tensors[name]
                     state[name.removeprefix(prefix)] = value
+            for piece in self.frozen:
+                if piece.name.startswith(prefix or ".") == bool(prefix):
+                    state[piece.name.removeprefix(prefix)] = piece.tensor
             try:
                 module.load_state_dict({own_name(module, name): value for name, value in state.items()}, strict=strict)
             except Exception as error:  # from a user's method
@@ -439,23 +470,3 @@ def _restored(
         if is_generator_state(value) and key != "rng"
     }
     return Restored(state, rng, {**saved_state, **taken}, saved_state)
-
-
-@torch.no_grad()
-def _not_finite(names: set[str], pieces: Iterable[Piece]) -> list[str]:
-    """Return the names of the pieces that are not finite, with one read from each device."""
-    checks: dict[torch.device, dict[str, Tensor]] = {}
-    for piece in pieces:
-        tensor = piece.tensor.detach()
-        is_plain = tensor.layout is torch.strided and not tensor.is_meta  # the save itself rejects others
-        is_plain &= type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-        if piece.name in names and is_plain and tensor.numel() > 0 and tensor.dtype in DTYPES:
-            # On the CPU ten times as fast as a norm. An extreme is NaN where any element is.
-            extremes = torch.stack(torch.aminmax(tensor))
-            checks.setdefault(tensor.device, {})[piece.name] = extremes.isfinite().all()
-    return [
-        name
-        for found in checks.values()
-        for name, is_finite in zip(found, torch.stack([*found.values()]).tolist(), strict=True)
-        if not is_finite
-    ]

@@ -16,6 +16,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from trainwright.checkpoint.codec import decode, encode_stored
 from trainwright.checkpoint.contents import check_optimizer, restore_optimizer, with_dtypes_of
+from trainwright.checkpoint.frozen_base import Base, describe_base
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.tensors import Piece
 from trainwright.distributed.collectives import broadcast_tensors, table_of
@@ -23,7 +24,7 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.engine.script_settings import fresh_group
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
-from trainwright.tensor_names import clean_name, names_of, state_entries
+from trainwright.tensor_names import clean_name, named_tensors, names_of, state_entries
 
 STRAY = "parameter"
 """The name of a parameter in no module. The optimizer's number and the parameter's index there follow."""
@@ -113,6 +114,25 @@ def stray_pieces(strategy: Strategy, modules: Iterable[nn.Module], optimizers: S
             holder.add_module(name, nn.Module())
         holder.get_submodule(name).register_buffer(str(position), parameter)
     return strategy.model_pieces(holder)
+
+
+def frozen_base(
+    strategy: Strategy, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], ranks: Ranks, known: Base
+) -> Base:
+    """Return the parameters that require no gradients and that no optimizer steps, with their digests. Collective.
+
+    The `known` base is returned if it has the same names, so that the parameters are read once.
+    """
+    trained = {parameter for _, _, parameter in _stepped(optimizers)}
+    names = {
+        prefix_of(number) + name
+        for number, module in enumerate(modules)
+        for name, tensor in named_tensors(module)
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and tensor not in trained
+    }
+    if known.keys() == names:
+        return known
+    return describe_base([piece for piece in model_pieces(strategy, modules) if piece.name in names], ranks)
 
 
 def _stepped(optimizers: Iterable[Optimizer]) -> Iterator[tuple[int, int, Tensor]]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 Buffers = list[tuple[nn.Module, str, Tensor, Tensor]]
 """Buffers by module and name, and copies of their values."""
 
@@ -80,6 +81,25 @@ def read_losses(losses: Sequence[Tensor]) -> list[float]:
     """Return losses as numbers. NOTE: waits for the device, once for all."""
     numbers: list[float] = torch.stack([loss.float().reshape(()) for loss in losses]).tolist() if losses else []
     return numbers
+
+
+@torch.no_grad()
+def not_finite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of tensors that are not finite, with one read from each device."""
+    checks: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in named:
+        is_plain = tensor.layout is torch.strided and not tensor.is_meta  # a save rejects others
+        is_plain &= type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        if is_plain and tensor.numel() > 0 and tensor.dtype in DTYPES:
+            # On the CPU ten times as fast as a norm. An extreme is NaN where any element is.
+            extremes = torch.stack(torch.aminmax(tensor))
+            checks.setdefault(tensor.device, {})[name] = extremes.isfinite().all()
+    return [
+        name
+        for found in checks.values()
+        for name, is_finite in zip(found, torch.stack([*found.values()]).tolist(), strict=True)
+        if not is_finite
+    ]
 
 
 def has_bad(nest: object) -> bool:

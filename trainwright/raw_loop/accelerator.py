@@ -476,6 +476,7 @@ class Accelerator(Collectives):
         *,
         blocking: bool = True,
         overwrite: bool = True,
+        trained_only: bool = False,
         **unknown: Any,
     ) -> str:
         """Write a checkpoint of everything that was prepared or registered, in the Trainer's format. Return its path.
@@ -489,6 +490,7 @@ class Accelerator(Collectives):
             blocking: False returns once all is copied to host memory, and a thread writes: see `finish_save`.
             overwrite: replace an earlier checkpoint at that path, once the new one is complete. Other files in the folder
                 stay. False rejects a path that exists.
+            trained_only: omit frozen parameters, as in `ModelCheckpoint`.
 
         Raises:
             CheckpointError: on every rank, if it was not written, something at the path cannot be replaced (a file, a link, a
@@ -498,7 +500,7 @@ class Accelerator(Collectives):
         """
         refuse_save_options(unknown)
         refuse_pickle("save_state", safe_serialization)
-        return self._states.save(self._preparations, output_dir, blocking, overwrite)
+        return self._states.save(self._preparations, output_dir, blocking, overwrite, trained_only)
 
     def finish_save(self) -> None:
         """Wait for a `save_state(..., blocking=False)`, as later saves and loads do too. Collective: call on every rank.

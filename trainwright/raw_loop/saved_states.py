@@ -71,7 +71,12 @@ class SavedStates:
         return _added(self._load_hooks, hook, "register_load_state_pre_hook")
 
     def save(
-        self, preparation: Preparation, output_dir: str | os.PathLike[str] | None, blocking: bool, overwrite: bool
+        self,
+        preparation: Preparation,
+        output_dir: str | os.PathLike[str] | None,
+        blocking: bool,
+        overwrite: bool,
+        trained_only: bool,
     ) -> str:
         """Write a checkpoint. See `Accelerator.save_state`. Collective."""
         preparation.windows.drop_left()
@@ -112,6 +117,7 @@ class SavedStates:
                 epoch=position["epoch"],
                 state=state,
                 rank_state={"sources": sources},
+                trained_only=trained_only,
                 blocking=blocking,
                 number=number,
                 overwrite=overwrite,
@@ -250,7 +256,7 @@ def refuse_pickle(call: str, safe_serialization: Any) -> None:
 def refuse_save_options(given: dict[str, Any]) -> None:
     """Raise TypeError for arguments that save_state does not have."""
     reason = "a checkpoint has one layout of files; save_model writes files of a size"
-    known = ["output_dir", "safe_serialization", "blocking", "overwrite"]
+    known = ["output_dir", "safe_serialization", "blocking", "overwrite", "trained_only"]
     refuse_unknown("save_state", given, known, {"max_shard_size": reason})
 
 

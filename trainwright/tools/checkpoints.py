@@ -76,7 +76,10 @@ def _parser() -> Parser:
     export.add_argument("--strip-prefix", default="", metavar="TEXT", help=shortens)
     export.add_argument("--prefix", default="", metavar="TEXT", help="add this before every name")
     export.add_argument("--dtype", choices=EXPORT_DTYPES, help="convert floating-point tensors")
-    accepted = "a Lightning .ckpt, a torch.save file of a state_dict, a .safetensors file, or an .index.json of several"
+    accepted = (
+        "a Lightning .ckpt, a torch.save file of a state_dict, a .safetensors file, an .index.json of several, or a folder of "
+        "transformers"
+    )
     importing = command("import", f"Writes a checkpoint of the weights in {accepted}.", _import)
     importing.add_argument("file", metavar="FILE")
     importing.add_argument("out", metavar="OUT.ckpt")
@@ -92,6 +95,8 @@ def _show(options: argparse.Namespace) -> int:
         return 0
     lines = [printable(options.path), f"  step {about['step']}, epoch {about['epoch']}"]
     lines.append(f"  {_origin(about)}; format {about['format_version']}")
+    if about["frozen_base"]:
+        lines.append(f"  trained parameters only, base of {about['frozen_base']} tensors")
     for name, size in about["sections"].items():
         tied = f" ({size['shared']} of them another's second name)" if size["shared"] else ""
         kind = "parameters and buffers" if name == "model" else "elements"
@@ -172,6 +177,9 @@ def _import(options: argparse.Namespace) -> int:
         f"{printable(options.out)}: {len(weights.state_dict)} tensors of a {weights.kind} file, "
         f"{len(weights.hyper_parameters)} hyper-parameters; weights only, so fit cannot resume from it"
     )
+    skipped = {**weights.hyper_parameter_forms, **weights.datamodule_hyper_parameter_forms}
+    for name, form in skipped.items() if weights.kind == "lightning" else ():
+        print(f"  hyper-parameter {printable(name)} skipped: a {printable(form['kind'])}")
     return 0
 
 
@@ -193,6 +201,7 @@ def summary(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         **about,
         "trainwright_version": state.get("trainwright_version"),
         "format_version": FORMAT_VERSION,
+        "frozen_base": len(state.get("frozen_base") or ()),
         "sections": {name: _size_of(checkpoint.tensors(name)) for name in checkpoint.sections},
         "files": checkpoint.file_sizes,
         "extra_files": checkpoint.extra_files,

@@ -100,13 +100,15 @@ def check_state(run: TrainingRun) -> None:
     engine.ranks.run_on_all(look, "the start of fit", subject=subject)
 
 
-def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
+def save_checkpoint(
+    run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool, trained_only: bool
+) -> bool:
     """Write a checkpoint as Trainer.save_checkpoint does. Return False if it waits until the run may be saved. Collective."""
     weights_only = check_save(run, weights_only)
-    return run.save(weights_only, partial(_write, run, path, weights_only, blocking, overwrite))
+    return run.save(weights_only, partial(_write, run, path, weights_only, blocking, overwrite, trained_only))
 
 
-def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:
+def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool, trained_only: bool) -> None:
     """Write a checkpoint of the run's present state. Collective."""
     if run.logbook.is_row_due:
         run.logbook.log_step()  # no resumed run would write it
@@ -124,6 +126,7 @@ def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: b
         state=state,
         rank_state=own,
         weights_only=weights_only,
+        trained_only=trained_only,
         number=number,
         edit=edit_with_hooks(run, SAVE_HOOK),
         blocking=blocking,

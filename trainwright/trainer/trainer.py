@@ -366,6 +366,8 @@ class Trainer(Status):
         storage_options: Any = None,
         blocking: bool = True,
         overwrite: bool = True,
+        *,
+        trained_only: bool = False,
     ) -> bool:
         """Write a checkpoint, and return whether it is written, or begun with blocking=False. Collective: call on every rank.
 
@@ -382,6 +384,9 @@ class Trainer(Status):
                 A file, a link, a damaged checkpoint, and on an object store any checkpoint, are rejected. False rejects every
                 path that exists.
 
+            trained_only: omit the parameters that require no gradients and that no optimizer steps, as
+                `ModelCheckpoint(trained_only=True)` does.
+
         Within a batch, an accumulation window or an epoch's end the save waits for its end, and returns False. A save of the
         weights waits for a window only.
 
@@ -391,7 +396,7 @@ class Trainer(Status):
         """
         if storage_options is not None:
             raise ValueError("storage_options is not accepted. Put them into the fsspec URL or its configuration.")
-        return save_checkpoint(self.run, str(filepath), weights_only, blocking, overwrite)
+        return save_checkpoint(self.run, str(filepath), weights_only, blocking, overwrite, trained_only)
 
     def stop_soon(self) -> None:
         """Stop all ranks at the same optimizer step of this fit. Call it on any rank and from any thread.
