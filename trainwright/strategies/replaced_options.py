@@ -105,8 +105,8 @@ def reshards(sharding_strategy: Any, reshard_after_forward: bool) -> bool:
     name = getattr(sharding_strategy, "name", sharding_strategy)  # a text, or a member of torch's enum
     if name not in (None, "FULL_SHARD", "SHARD_GRAD_OP"):
         raise ValueError(
-            f"sharding_strategy={sharding_strategy!r} is not accepted. Choose 'FULL_SHARD' or 'SHARD_GRAD_OP'. 'ddp' keeps the "
-            "model whole, and hybrid sharding is missing."
+            f"sharding_strategy={sharding_strategy!r} is not accepted. Choose 'FULL_SHARD' or 'SHARD_GRAD_OP', with "
+            "num_replicas= for hybrid sharding. 'ddp' keeps the model whole."
         )
     if name == "FULL_SHARD" and not reshard_after_forward:
         raise ValueError(
