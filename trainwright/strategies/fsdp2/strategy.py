@@ -219,7 +219,9 @@ class FSDPStrategy(Strategy):
     def _make_mesh(self) -> DeviceMesh:
         """Return the mesh of shards, after a dimension of replicas if there are several. Collective."""
         sizes = {"shard": self.world_size // self.num_replicas}
-        return make_mesh(self.device.type, {"replicate": self.num_replicas, **sizes} if self.num_replicas > 1 else sizes)
+        return make_mesh(
+            self.device.type, {"replicate": self.num_replicas, **sizes} if self.num_replicas > 1 else sizes
+        )
 
     def _find_float32(self, module: nn.Module, low: MixedPrecisionPolicy) -> Float32:
         """Return the parts of a module that are gathered in float32 although others are in a low dtype."""
@@ -419,7 +421,9 @@ class FSDPStrategy(Strategy):
         # NOTE: indexing a DTensor communicates, and would hang if ranks hold unequal shards.
         start = vendor.first_row(value) * math.prod(value.shape[1:]) if local.numel() else 0
         # The first replica writes.
-        return Piece(name, tuple(value.shape), start, local.view(-1), self.rank % (self.world_size // self.num_replicas))
+        return Piece(
+            name, tuple(value.shape), start, local.view(-1), self.rank % (self.world_size // self.num_replicas)
+        )
 
     def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
         self._reshard_roots()
