@@ -117,3 +117,14 @@ def test_checkpoints_are_compared_with_the_bare_work() -> None:
     for name, cells in found:
         assert float(cells[0]) > 0, name
         assert float(cells[2]) > 0, name
+
+
+@pytest.mark.slow
+def test_what_grows_with_the_ranks_is_measured() -> None:
+    done = run("--ranks", "40", "--tensors", "50", "--checkpoints", "5", "--rounds", "1", script="scale.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = ["40 ranks: agreement", "40 ranks: stop", "40 ranks: commit", "40 ranks: the indices of a batch"]
+    names += ["open a checkpoint of 50 tensors", "find the newest of 5 checkpoints"]
+    rows = re.findall(r"^(.*?) +([\d.]+) ms \(", done.stdout, re.MULTILINE)
+    assert [name for name, _ in rows] == names
+    assert all(float(figure) > 0 for _, figure in rows)

@@ -38,8 +38,10 @@ class Seat:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.world_size = meeting, rank, len(meeting.payloads)
 
-    def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
-        return self.meeting.exchange(self.rank, payload)
+    def exchange(
+        self, payload: bytes, *, call: str, timeout_seconds: float, for_first: bytes | None = None
+    ) -> list[bytes]:
+        return self.meeting.exchange(self.rank, payload + (for_first or b""))
 
 
 def write_step(path: Path | str, step: int = 1, world_size: int = 1, overwrite: bool = False) -> list[Exception | None]:

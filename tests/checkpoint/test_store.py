@@ -197,11 +197,13 @@ def test_an_exchange_that_fails_drops_the_temporary(tmp_path: Path) -> None:
     class Lost:
         rank, world_size, calls = 0, 1, 0
 
-        def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
+        def exchange(
+            self, payload: bytes, *, call: str, timeout_seconds: float, for_first: bytes | None = None
+        ) -> list[bytes]:
             self.calls += 1
             if self.calls == 2:
                 raise TimeoutError("rank 1 did not answer")
-            return [payload]
+            return [payload + (for_first or b"")]
 
     with pytest.raises(TimeoutError):
         write_checkpoint(

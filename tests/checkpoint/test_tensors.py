@@ -43,8 +43,10 @@ class Meeting:
         def __init__(self, meeting: Meeting, rank: int) -> None:
             self.meeting, self.rank, self.world_size = meeting, rank, len(meeting.payloads)
 
-        def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
-            self.meeting.payloads[self.rank] = payload
+        def exchange(
+            self, payload: bytes, *, call: str, timeout_seconds: float, for_first: bytes | None = None
+        ) -> list[bytes]:
+            self.meeting.payloads[self.rank] = payload + (for_first or b"")
             self.meeting.barrier.wait()
             replies = list(self.meeting.payloads)
             self.meeting.barrier.wait()

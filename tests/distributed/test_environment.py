@@ -42,10 +42,10 @@ if sys.argv[1] == "joined":
     dist.init_process_group("cpu:gloo")
     with pytest.raises(RuntimeError, match="opened with 'cpu:gloo', which has no backend for 'cuda'; .* 'cuda:nccl,cpu:gloo'"):
         open_process_group(environment, "nccl", device_types=["cuda", "cpu"])
-    assert make_mesh("cpu", 2).size() == 2
+    assert make_mesh("cpu", {"shard": 2}).size() == 2
     with mock.patch.object(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo"):
         with pytest.raises(ValueError, match="fsdp does not run over gloo on 'cuda': .* group with 'nccl', or"):
-            make_mesh("cuda", 2)
+            make_mesh("cuda", {"shard": 2})
 connection = open_process_group(environment, "gloo")
 assert connection.owns_group == (sys.argv[1] != "joined")
 assert all_reduce(torch.ones(1)).item() == 2

@@ -89,10 +89,10 @@ def test_a_failure_of_all_ranks_names_none() -> None:
     assert found == ["CheckpointError: <damaged>"] * 2
 
 
-def test_results_of_all_ranks_are_returned_where_they_are_read() -> None:
+def test_the_first_rank_alone_gets_the_results_that_only_it_reads() -> None:
     def work(ranks: Ranks) -> Any:
         own = (lambda: "made") if ranks.rank == 0 else None
-        return ranks.run_on_all(own, "a test", reads=ranks.rank == 0)
+        return ranks.run_on_all(own, "a test", only_first=True)
 
     assert run_ranks(2, work) == [["made", None], [None, None]]
 

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from deadlines import deadline, wait_until
 
+from trainwright.distributed import store_channel
 from trainwright.distributed.store_channel import RankPositions, StoreChannel
 
 
@@ -24,27 +25,51 @@ def run_ranks(world_size: int, work: Callable[[StoreChannel], Any]) -> list[Any]
         return list(pool.map(work, [StoreChannel(store, rank, world_size) for rank in range(world_size)]))
 
 
-def test_all_ranks_get_all_payloads_in_order() -> None:
+@pytest.fixture(params=["all at once", "by groups"])
+def of_each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return a number of ranks, which read all posts, or let the first ranks of groups of two collect them."""
+    if request.param == "all at once":
+        return 3
+    monkeypatch.setattr(StoreChannel, "group_size", 2)
+    monkeypatch.setattr(store_channel, "LARGEST_VALUE", 10)
+    return 7
+
+
+def test_all_ranks_get_all_payloads_in_order(of_each_size: int) -> None:
     def work(channel: StoreChannel) -> list[list[bytes]]:
         return [
-            channel.exchange(b"%d/%d" % (channel.rank, call), call="a test", timeout_seconds=120) for call in range(20)
+            channel.exchange(b"%d\xff%d" % (channel.rank, call), call="a test", timeout_seconds=120)
+            for call in range(20)
         ]
 
-    expected = [[b"%d/%d" % (rank, call) for rank in range(3)] for call in range(20)]
-    assert run_ranks(3, work) == [expected] * 3
+    expected = [[b"%d\xff%d" % (rank, call) for rank in range(of_each_size)] for call in range(20)]
+    assert run_ranks(of_each_size, work) == [expected] * of_each_size
 
 
-def test_the_store_does_not_grow() -> None:
+def test_only_the_first_rank_gets_the_second_parts(of_each_size: int) -> None:
+    def work(channel: StoreChannel) -> list[bytes]:
+        own = b"%d" % channel.rank
+        return channel.exchange(b"+", call="a test", timeout_seconds=120, for_first=own)
+
+    first, *others = run_ranks(of_each_size, work)
+    assert first == [b"+%d" % rank for rank in range(of_each_size)]
+    assert others == [[b"+"] * of_each_size] * (of_each_size - 1)
+
+
+def test_the_store_does_not_grow(of_each_size: int) -> None:
     store = make_store()
-    channels = [StoreChannel(store, rank, 2) for rank in range(2)]
+    channels = [StoreChannel(store, rank, of_each_size) for rank in range(of_each_size)]
+    counts = []
 
     def work(channel: StoreChannel) -> None:
-        for _ in range(50):
+        for call in range(50):
             channel.exchange(b"\x00\xff", call="a test", timeout_seconds=120)
+            if channel.rank == 0 and call in (4, 49):
+                counts.append(store.num_keys())
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(of_each_size) as pool:
         list(pool.map(work, channels))
-    assert store.num_keys() <= 4
+    assert counts[1] <= counts[0] + 2 * of_each_size  # ranks delete the keys of a call during the next one
 
 
 def test_who_has_left_is_not_waited_for() -> None:
@@ -62,7 +87,7 @@ def test_who_has_left_is_not_waited_for() -> None:
     assert str(said).startswith("rank 1 has exited while rank 0 waits for it")
 
 
-def test_ranks_in_different_calls_are_told_apart() -> None:
+def test_ranks_in_different_calls_are_told_apart(of_each_size: int) -> None:
     """No rank accepts another call's post as its answer, and all ranks raise the same error."""
 
     def work(channel: StoreChannel) -> list[str]:
@@ -74,12 +99,12 @@ def test_ranks_in_different_calls_are_told_apart() -> None:
                 said.append(str(error))
         return said
 
-    results = run_ranks(3, work)
-    assert results == [results[0]] * 3
+    results = run_ranks(of_each_size, work)
+    assert results == [results[0]] * of_each_size
     assert results[0][0].startswith(
         "the ranks have met in different calls: rank 0 in the agreement on a stop, rank 1 in a save of step 4. Make such"
     )
-    assert results[0][1:] == ["here"] * 3  # they still pair up
+    assert results[0][1:] == ["here"] * of_each_size  # they still pair up
 
 
 def test_a_rank_that_has_passed_a_call_is_not_waited_for() -> None:
@@ -174,3 +199,16 @@ def test_a_wait_can_be_given_up() -> None:
 def test_a_missing_rank_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"rank 0 waited 0.05 s in a test for rank\(s\) \[1\] of 2"):
         StoreChannel(make_store(), 0, 2).exchange(b"", call="a test", timeout_seconds=0.05)
+
+
+def test_a_missing_rank_of_another_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoreChannel, "group_size", 2)
+
+    def work(channel: StoreChannel) -> str:
+        if channel.rank == 4:
+            return ""
+        with pytest.raises(TimeoutError) as error:
+            channel.exchange(b"", call="a test", timeout_seconds=0.3)
+        return str(error.value)
+
+    assert all("for rank(s) [4] of 5" in text for text in run_ranks(5, work) if text)

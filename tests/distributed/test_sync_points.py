@@ -139,6 +139,9 @@ class LateStore:
     def add(self, key: str, amount: int) -> Any:
         return self._sender.submit(self._store.add, key, amount).result()
 
+    def compare_set(self, key: str, expected: str, desired: str) -> Any:
+        return self._sender.submit(self._store.compare_set, key, expected, desired).result()
+
     def check(self, keys: list[str]) -> Any:
         return self._sender.submit(self._store.check, keys).result()
 

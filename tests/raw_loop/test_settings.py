@@ -100,7 +100,7 @@ def test_wrong_arguments_of_an_accelerator_are_rejected(chosen: dict[str, Any], 
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (lambda: tw.FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD"), "hybrid sharding is not supported"),
+    (lambda: tw.FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD"), "num_replicas=. shards within groups"),
     (lambda: tw.FullyShardedDataParallelPlugin(use_orig_params=False), "always keep their names"),
     (lambda: tw.DeepSpeedPlugin(offload_param_device="nvme"), "Choose 'none' or 'cpu'"),
     (lambda: tw.GradientAccumulationPlugin(0), "integer of at least 1"),

@@ -300,7 +300,9 @@ def compiled(folder: Path) -> dict[str, Any]:
 def more_ranks(folder: Path) -> dict[str, Any]:
     """Make only the main check, for three and four ranks."""
     quiet()
-    strategy = folder.name.partition("@")[0]
+    strategy: Any = folder.name.partition("@")[0]
+    if strategy == "hybrid":
+        strategy = tw.FSDPStrategy(num_replicas=2, min_parameters=1)
     world = tw.Trainer(strategy=strategy, **QUIET).world_size
     found = {"norm, 4 batches": train(strategy, world, 1, folder / "run.ckpt", **CASES["norm, 4 batches"])}
     return {**found, "evaluation": evaluate(strategy, 1, folder / "run.ckpt")}

@@ -144,7 +144,8 @@ MORE_RANKS = {"deepspeed_stage_1": [4], "deepspeed_stage_2": [3]}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [(strategy, ranks) for strategy in PARALLEL for ranks in MORE_RANKS.get(strategy, [3, 4])]
+    ("strategy", "ranks"),
+    [("hybrid", 4), *((strategy, ranks) for strategy in PARALLEL for ranks in MORE_RANKS.get(strategy, [3, 4]))],
 )
 def test_more_ranks_match_one_process(strategy: str, ranks: int, tmp_path: Path) -> None:
     folder, other = tmp_path / f"{strategy}@{ranks}", tmp_path / "alone"

@@ -265,7 +265,7 @@ def write_contents(
     rank_files = _RankFiles(files, directory)
     try:
         # NOTE: every rank makes both exchanges even if it fails, or the other ranks would wait.
-        tables = run_on_all(lambda: rank_files.write(gather(), ranks.rank), reads=is_first)
+        tables = run_on_all(lambda: rank_files.write(gather(), ranks.rank), only_first=True)
         commit = partial(_commit, files, directory, target, header, tables, overwrite, has_attached=staged is not None)
         run_on_all(commit if is_first else None)
     except Exception as error:

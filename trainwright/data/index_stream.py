@@ -9,8 +9,9 @@ user's batch sampler stay whole.
 from __future__ import annotations
 
 import copy
+from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Sub
 from trainwright.data.buckets import LengthBucketSampler
 from trainwright.data.seeding import IsolatedGenerators, SamplerGenerators, derive_seed
 from trainwright.data.stream_shard import Mode as Mode
-from trainwright.data.stream_shard import StreamPosition, StreamShard, even_sizes
+from trainwright.data.stream_shard import Slices, StreamPosition, StreamShard, even_sizes
 from trainwright.data.workers import SeededBatch, SeededIndex
 
 CHUNK = 256
@@ -144,20 +145,39 @@ class IndexStream(StreamShard):
             return self._resumed_at  # no position can describe this point within a batch of the new size
         return super().position(batch)
 
-    def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
+    def drawn(self, pass_number: int, start: int = 0) -> Iterable[Any]:
+        is_trimmed = self._trimmed and pass_number == self.start_pass
+        if self.is_split and not is_trimmed and (samples := self._samples(pass_number)) is not None:
+            return Slices(samples, int(self.source.batch_size), self.source.drop_last, start)
         items = islice(self._drawn_whole(pass_number), start, None)
-        if not self._trimmed or pass_number != self.start_pass:
+        if not is_trimmed:
             return items
         return chain((item[self._trimmed :] for item in islice(items, 1)), items)
+
+    def _samples(self, pass_number: int) -> Sequence[int] | None:
+        """Return the order of all samples in a pass, if one of torch's plain samplers makes it, and otherwise None."""
+        sampler = self.source.sampler
+        if type(sampler) is SequentialSampler:
+            return range(len(sampler))
+        is_permutation = type(sampler) is RandomSampler and not sampler.replacement
+        if not is_permutation or sampler.num_samples != len(sampler.data_source):
+            return None
+        isolated, attributes = self._generators(pass_number)
+        with isolated.active(), attributes.active():
+            return array("q", sampler)
+
+    def _generators(self, pass_number: int) -> tuple[IsolatedGenerators, SamplerGenerators]:
+        """Return the global RNG states of a pass, and those of the sampler's own generators."""
+        seed = self.pass_seed(pass_number)
+        attributes = SamplerGenerators(self.source, seed, self.epoch, same_on_ranks=self._same_on_ranks)
+        return IsolatedGenerators(derive_seed(seed, self.epoch)), attributes
 
     def _drawn_whole(self, pass_number: int) -> Iterator[Any]:
         """Return the items of one pass over the whole stream under the pass's seed."""
         return iter(self.source) if _is_stock(self.source, SequentialSampler) else self._drawn_seeded(pass_number)
 
     def _drawn_seeded(self, pass_number: int) -> Iterator[Any]:
-        seed = self.pass_seed(pass_number)
-        isolated = IsolatedGenerators(derive_seed(seed, self.epoch))
-        attributes = SamplerGenerators(self.source, seed, self.epoch, same_on_ranks=self._same_on_ranks)
+        isolated, attributes = self._generators(pass_number)
         if _is_stock(self.source, RandomSampler):
             stock = iter(self.source)
             with isolated.active(), attributes.active():  # a RandomSampler sets up its generator at its first item

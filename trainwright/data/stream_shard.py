@@ -18,7 +18,7 @@ over the present ranks, so every item comes once at any world size. Its batch nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, Literal, TypedDict
 
@@ -41,6 +41,23 @@ class StreamPosition(TypedDict):
     """Samples in an item, or 0 if the number varies."""
     order: str
     """A description of the sampler, or empty if unknown. Missing in older checkpoints."""
+
+
+class Slices(Sequence[list[int]]):
+    """The batches of torch's BatchSampler, each made when it is read, so that a rank makes only its own."""
+
+    def __init__(self, samples: Sequence[int], size: int, drop_last: bool, start: int) -> None:
+        self._samples, self._size, self._start = samples, size, start
+        self._stop = len(samples) // size if drop_last else -(-len(samples) // size)
+
+    def __len__(self) -> int:
+        return max(0, self._stop - self._start)
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        begin = (self._start + number) * self._size
+        return list(self._samples[begin : begin + self._size])
 
 
 class StreamShard:
@@ -176,8 +193,8 @@ class StreamShard:
         """Return whether a last round with fewer items than ranks is dropped."""
         return not self.evaluates and getattr(self.source, "drop_last", False) is True
 
-    def drawn(self, pass_number: int, start: int = 0) -> Iterator[Any]:
-        """Yield the items of all ranks in one pass over the source, from `start` on."""
+    def drawn(self, pass_number: int, start: int = 0) -> Iterable[Any]:
+        """Return the items of all ranks in one pass over the source, from `start` on."""
         raise NotImplementedError
 
     def cut_round(self, items: list[Any], number: int) -> Any:
@@ -245,12 +262,12 @@ class StreamShard:
         left = None if self._most is None else max(0, self._most - self.start_batch)
         return islice(items, self._unread, None if left is None else self._unread + left)
 
-    def _of_this_rank(self, items: Iterator[Any], number: int) -> Iterator[Any]:
+    def _of_this_rank(self, items: Iterable[Any], number: int) -> Iterator[Any]:
         if self.world_size == 1:
-            return items
+            return iter(items)
         return self._every_nth(items) if self.evaluates else self._rounds(items, number)
 
-    def _passes(self, cut: Callable[[Iterator[Any], int], Iterator[Any]]) -> Iterator[Any]:
+    def _passes(self, cut: Callable[[Iterable[Any], int], Iterable[Any]]) -> Iterator[Any]:
         number = self._base
         del self._begun[1:]
         for pass_number in count(self.start_pass):
@@ -268,20 +285,36 @@ class StreamShard:
             elif pass_number == 0:
                 self._first_pass = self._base + drawn
 
-    def _every_nth(self, items: Iterator[Any]) -> Iterator[Any]:
+    def _every_nth(self, items: Iterable[Any]) -> Iterator[Any]:
         first, number = None, 0
-        for number, item in enumerate(items, start=1):
-            if number == 1 and self.mode == "padded":
-                first = item  # the dummy batch for ranks without an item in the last round
-            if (number - 1) % self.world_size == self.rank:
-                yield item
+        if isinstance(items, Slices):
+            number, first = len(items), items[0] if len(items) else None
+            yield from (items[index] for index in range(self.rank, number, self.world_size))
+        else:
+            for number, item in enumerate(items, start=1):
+                if number == 1 and self.mode == "padded":
+                    first = item  # the dummy batch for ranks without an item in the last round
+                if (number - 1) % self.world_size == self.rank:
+                    yield item
         if self.mode == "padded" and 0 < number % self.world_size <= self.rank:
             self._dummy_at = number // self.world_size
             yield first
 
-    def _rounds(self, items: Iterator[Any], number: int) -> Iterator[Any]:
+    def _rounds(self, items: Iterable[Any], number: int) -> Iterator[Any]:
         """Yield this rank's items of the rounds. A round waits until the next begins, since the last is split differently."""
         ranks = self.world_size
+        if isinstance(items, Slices):
+            whole = max(0, len(items) - 1) // ranks * ranks
+            for start in range(0, whole, ranks):
+                is_cut = number in self.cuts
+                yield (
+                    self.cut_round([items[start + rank] for rank in range(ranks)], number)
+                    if is_cut
+                    else items[start + self.rank]
+                )
+                number += 1
+            items = [items[index] for index in range(whole, len(items))]
+        items = iter(items)
         current = list(islice(items, ranks))
         while len(current) == ranks and (following := list(islice(items, 1))):
             yield self.cut_round(current, number) if number in self.cuts else current[self.rank]

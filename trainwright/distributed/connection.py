@@ -40,15 +40,19 @@ def pick_backend(device_type: str, *, on_host_too: bool = False) -> str:
     return f"cpu:gloo,{device_type}:{backend}" if on_host_too and device_type != "cpu" else backend
 
 
-def make_mesh(device_type: str, world_size: int) -> DeviceMesh:
-    """Return the DTensor mesh of all ranks (ValueError over gloo on an accelerator, where DTensor crashes when it gathers)."""
+def make_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+    """Return the mesh of all ranks with these dimensions, of which the last has neighbouring ranks.
+
+    Raises:
+        ValueError: over gloo on an accelerator, where torch's DTensor crashes when it gathers.
+    """
     backend = collective_backend(device_type)
     if group_backends().get(device_type) == "gloo" != backend:
         raise ValueError(
             f"fsdp does not run over gloo on {device_type!r}: torch's DTensor crashes there when it gathers. Open the process "
             f"group with {backend!r}, or choose strategy='ddp'."
         )
-    return init_device_mesh(device_type, (world_size,))
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 @dataclass

@@ -86,31 +86,32 @@ class Ranks:
         *,
         subject: str = "",
         describe: Callable[[Exception], str] | None = None,
-        reads: bool = True,
+        only_first: bool = False,
     ) -> list[Any]:
         """Do this rank's part of a save or a load and return the results of all ranks; a failure of one rank is raised on all.
 
         Args:
             work: this rank's part, or None if it has none.
             subject: the failure in words, for the error ("checkpoint x was not written").
-            reads: False on a rank that needs no results. It gets None instead, because unpacking delays its other threads.
+            only_first: only rank 0 needs the results, and the others get None for each. The same on all ranks.
 
         Raises:
             CheckpointError: the work failed on some rank, with the same text on all.
         """
         cause: Exception | None = None
+        result = b""
         try:
-            payload = b"+" + _pack(work() if work else None)
+            payload, result = b"+", _pack(work() if work else None)
         except Exception as error:
             # Posted instead of raised, because the other ranks wait for this rank's payload.
             cause = error
             payload = b"-" + (describe or _describe)(error).encode(errors="backslashreplace")
-        replies = self._exchange(payload, call)
+        replies = self._exchange(payload, call, result) if only_first else self._exchange(payload + result, call)
         if failures := {rank: reply[1:].decode() for rank, reply in enumerate(replies) if reply[:1] == b"-"}:
             text = _joined(failures, len(replies))
             kind = MissingCheckpoint if isinstance(cause, MissingCheckpoint) else CheckpointError
             raise kind(f"{subject}: {text}" if subject else text) from cause
-        return [json.loads(zlib.decompress(reply[1:])) if reads else None for reply in replies]
+        return [json.loads(zlib.decompress(reply[1:])) if len(reply) > 1 else None for reply in replies]
 
     def posted(self, value: Any) -> list[Any]:
         """Post a value. Return the values that ranks have posted on this subchannel, or None for others. Not collective."""
@@ -129,8 +130,8 @@ class Ranks:
             if is_first:
                 self.wait(call)
 
-    def _exchange(self, payload: bytes, call: str) -> list[bytes]:
-        return self._channel.exchange(payload, call=call, timeout_seconds=self.timeout_seconds)
+    def _exchange(self, payload: bytes, call: str, for_first: bytes | None = None) -> list[bytes]:
+        return self._channel.exchange(payload, call=call, timeout_seconds=self.timeout_seconds, for_first=for_first)
 
 
 def _channel_of_one() -> StoreChannel:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple
 
 from trainwright.distributed.job_store import Store, post
@@ -25,6 +27,8 @@ ON_ALL_RANKS = (
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
 PAUSED_PART = 1 / 32
 """The pause of a waiting rank as a part of the time that it has waited, within the two limits."""
+LARGEST_VALUE = 4 << 20
+"""The most bytes of a value; a TCPStore accepts 8 MiB."""
 LOOK_SECONDS = 0.5
 """How often a waiting rank checks whether the others have left or moved past the call."""
 
@@ -101,8 +105,12 @@ class CallSkipped(RuntimeError):
 class StoreChannel:
     """Exchanges payloads between all ranks in the order of their calls.
 
-    Only the main thread's channel is made with `positions`, and asks for the positions of others.
+    Only the main thread's channel is made with `positions`, and asks for the positions of others. In a job of more than
+    `group_size` ranks the first rank of each group collects its posts, and rank 0 collects the groups' posts, so that no
+    other rank reads the posts of all.
     """
+
+    group_size = 32
 
     def __init__(
         self, store: Store, rank: int, world_size: int, *, name: str = "main", positions: RankPositions | None = None
@@ -113,6 +121,8 @@ class StoreChannel:
         self.positions = positions or RankPositions(rank)
         self._lock = threading.Lock()
         self._calls = 0
+        self._set_keys, self._read = list[str](), list[str]()
+        """The keys of this call and, which every rank has read by then, of the previous call."""
         self._subchannels: Counter[str] = Counter()
         self._given_up = threading.Event()
 
@@ -126,29 +136,45 @@ class StoreChannel:
         """Make a call that waits in another thread, and every later call that would wait, raise RuntimeError."""
         self._given_up.set()
 
-    def exchange(self, payload: bytes, *, call: str, timeout_seconds: float) -> list[bytes]:
+    def exchange(
+        self, payload: bytes, *, call: str, timeout_seconds: float, for_first: bytes | None = None
+    ) -> list[bytes]:
         """Post this rank's payload and return the payloads of all ranks, by rank. Call on every rank, in the same order.
 
-        `call` names the call, with its step if it has one, and must be the same on all ranks.
+        Args:
+            call: names the call, with its step if it has one. It must be the same on all ranks.
+            for_first: a second part of the payload, which only rank 0 reads, or None on all ranks.
 
         Raises:
             RuntimeError: the ranks have met in different calls, or another rank has skipped this call or has exited.
             TimeoutError: a rank has not made the call in time.
         """
         if self.world_size == 1:
-            return [payload]
+            return [payload + (for_first or b"")]
         own = self.positions.now()
         header = json.dumps([call, own.text]).encode()
         with self._lock:  # if calls of two threads overlapped, the deletion below would be too early
             number = self._calls
             self._calls += 1
-            self._store.set(self._key(number, self.rank), header + b"\n" + payload)
-            keys = [self._key(number, rank) for rank in range(self.world_size)]
-            self._wait(keys, call, own, timeout_seconds)  # for this rank's key too, which is the store's receipt
-            parts = [bytes(self._store.get(key)).split(b"\n", 1) for key in keys]
+            if for_first is not None:
+                self._set(self._key(number, f"{self.rank}/first"), for_first)
+            self._set(self._key(number, self.rank), header + b"\n" + payload)
+            wait = partial(self._wait, number, call=call, own=own, timeout_seconds=timeout_seconds)
+            posts = (
+                self._gather_by_groups(number, wait)
+                if self.world_size > self.group_size
+                else self._gather(number, wait)
+            )
+            parts = [post.split(b"\n", 1) for post in posts]
+            if for_first is not None and self.rank == 0:
+                parts = [
+                    [head, body + bytes(self._store.get(self._key(number, f"{rank}/first")))]
+                    for rank, (head, body) in enumerate(parts)
+                ]
             # Every rank has posted this call, so every rank has read the previous one.
-            if number > 0:
-                self._store.delete_key(self._key(number - 1, self.rank))
+            for key in self._read:
+                self._store.delete_key(key)
+            self._read, self._set_keys = self._set_keys, []
         (here, at_here), *others = [json.loads(head) for head, _ in parts]
         for rank, (there, at_there) in enumerate(others, start=1):
             if there != here:
@@ -157,6 +183,45 @@ class StoreChannel:
                     f"{there}{_at(at_there)}. {ON_ALL_RANKS}"
                 )
         return [body for _, body in parts]
+
+    def _gather(self, number: int, wait: Callable[[dict[str, int]], None]) -> list[bytes]:
+        """Return the posts of all ranks in a call."""
+        keys = {self._key(number, rank): rank for rank in range(self.world_size)}
+        wait(keys)  # for this rank's key too, which is the store's receipt
+        return [bytes(self._store.get(key)) for key in keys]
+
+    def _gather_by_groups(self, number: int, wait: Callable[[dict[str, int]], None]) -> list[bytes]:
+        """Return the same, as the first rank of each group and then rank 0 have collected it."""
+        first = self.rank - self.rank % self.group_size
+        if self.rank == first:
+            members = range(first, min(first + self.group_size, self.world_size))
+            keys = {self._key(number, rank): rank for rank in members}
+            wait(keys)
+            self._set_list(self._key(number, f"group/{first}"), [bytes(self._store.get(key)) for key in keys])
+        whole = self._key(number, "whole")
+        if self.rank == 0:
+            groups = {self._key(number, f"group/{rank}"): rank for rank in range(0, self.world_size, self.group_size)}
+            wait(groups)
+            self._set_list(whole, [post for key in groups for post in self._get_list(key)])
+        wait({whole: 0})
+        return self._get_list(whole)
+
+    def _set_list(self, key: str, posts: list[bytes]) -> None:
+        """Store a list of posts under a key. A long list takes several values, because a value has at most 8 MiB."""
+        text = zlib.compress(json.dumps([post.decode("latin-1") for post in posts]).encode(), 1)
+        parts = [text[start : start + LARGEST_VALUE] for start in range(0, len(text), LARGEST_VALUE)]
+        for number, part in enumerate(parts[1:], start=1):
+            self._set(f"{key}/{number}", part)
+        self._set(key, b"%d\n" % len(parts) + parts[0])
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+        self._set_keys.append(key)
+
+    def _get_list(self, key: str) -> list[bytes]:
+        count, text = bytes(self._store.get(key)).split(b"\n", 1)
+        text += b"".join(bytes(self._store.get(f"{key}/{number}")) for number in range(1, int(count)))
+        return [post.encode("latin-1") for post in json.loads(zlib.decompress(text))]
 
     def posted(self, payload: bytes) -> list[bytes | None]:
         """Post this rank's payload, and return all payloads posted so far, by rank. The last rank sees all."""
@@ -168,14 +233,15 @@ class StoreChannel:
         """Record that this rank makes no more calls."""
         post(self._store, f"left/{self.rank}", b"")
 
-    def _key(self, call: int, rank: int) -> str:
-        return f"exchange/{self._name}/{call}/{rank}"
+    def _key(self, call: int, name: int | str) -> str:
+        return f"exchange/{self._name}/{call}/{name}"
 
-    def _wait(self, keys: list[str], call: str, own: RankPosition, timeout_seconds: float) -> None:
+    def _wait(self, number: int, keys: dict[str, int], *, call: str, own: RankPosition, timeout_seconds: float) -> None:
+        """Wait for keys, which these ranks set."""
         # Polls, because a blocking wait would keep the connection from other threads and delay signal handlers.
         began = looked = time.monotonic()
         deadline = began + timeout_seconds
-        missing = [] if self._store.check(keys) else list(reversed(keys))
+        missing = [] if self._store.check(list(keys)) else list(reversed(keys))
         while missing:
             # One key at a time, because checks of a thousand keys would keep the store busy.
             if self._store.check(missing[-1:]):
@@ -185,7 +251,8 @@ class StoreChannel:
                 raise RuntimeError("this rank no longer waits for the others: its run has ended, or theirs have.")
             now = time.monotonic()
             if now > deadline:
-                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                ranks = range(self.world_size)
+                absent = [rank for rank in ranks if not self._store.check([self._key(number, rank)])]
                 raise TimeoutError(
                     f"rank {self.rank} waited {timeout_seconds:g} s in {call} for rank(s) {absent} of {self.world_size}; "
                     "every rank must make this call. Find out what these ranks are doing, or allow more time."
@@ -193,11 +260,11 @@ class StoreChannel:
             if now > looked + LOOK_SECONDS:
                 looked = now
                 self._refuse_left(keys)
-                self._refuse_passed(keys.index(missing[-1]), missing[-1], call, own)
+                self._refuse_passed(keys[missing[-1]], missing[-1], call, own)
             time.sleep(min(max((now - began) * PAUSED_PART, SHORTEST_PAUSE), LONGEST_PAUSE))
 
-    def _refuse_left(self, keys: list[str]) -> None:
-        for rank, key in enumerate(keys):
+    def _refuse_left(self, keys: dict[str, int]) -> None:
+        for key, rank in keys.items():
             # The key is checked again, because the rank may have posted it and left between the first two checks.
             if not self._store.check([key]) and self._store.check([f"left/{rank}"]) and not self._store.check([key]):
                 raise RuntimeError(

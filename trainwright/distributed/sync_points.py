@@ -1,15 +1,15 @@
 """Sync points: boundaries of the loop on which all ranks agree over the key-value store, without a collective.
 
     any rank requests it        -> its watcher thread posts the request, and the watchers of all ranks see it
-    is_reached(step), first     -> posts step + 1 under its rank and returns at once
-    is_reached(step), later     -> once all ranks have posted, the largest number is the agreed step
+    is_reached(step), first     -> raises the posted number to step + 1, counts this rank, and returns at once
+    is_reached(step), later     -> once all ranks have posted, that number is the agreed step
     is_reached(step) is True    at the first boundary not before the agreed step, the same on every rank
 
 No rank misses it, because a collective of the training (the all-reduce of the gradients) lies between two boundaries. A rank at
-a boundary knows that all others have left the previous one, and that the store has their posts from there (`post` waits for the
-store's receipt). All numbers were posted at boundaries before the largest number, m, so every rank sees all of them at m. The
-host only queues an accelerator's collectives, and may be many steps ahead of them. During a round a rank therefore waits for
-its device before it reads.
+a boundary knows that all others have left the previous one, and that the store has their posts from there (the count is the
+store's receipt). All ranks posted at boundaries before the largest number, m, so every rank sees all posts at m. The host only
+queues an accelerator's collectives, and may be many steps ahead of them. During a round a rank therefore waits for its device
+before it reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 
-from trainwright.distributed.job_store import Store, post
+from trainwright.distributed.job_store import Store
 
 REQUESTS = "requests"  # the number of requests so far, the only key that the watchers read while nothing is requested
 
@@ -108,7 +108,7 @@ class SyncPoint:
         current = self._round
         if not self._has_own_request or self._requested_round == current:
             return False
-        store.set(self._request_key(current), "1")  # the count of requests, which is raised next, is the receipt
+        store.set(self._key(current, "requested"), "1")  # the count of requests, which is raised next, is the receipt
         self._requested_round = current
         return True
 
@@ -117,7 +117,7 @@ class SyncPoint:
         current = self._round
         if self._polled == (current, requests):
             return
-        is_pending = store.check([self._request_key(current)])
+        is_pending = store.check([self._key(current, "requested")])
         self._polled = (current, requests)
         if is_pending:
             with self._lock:
@@ -131,20 +131,26 @@ class SyncPoint:
             self._has_own_request = self.is_pending = False
             return True
         if self._posted_round != self._round:
-            post(store, self._step_key(self._round, self.rank), str(step + 1))
+            self._post(store, step + 1)
             self._posted_round = self._round
             return False
         if self._agreed_step is None:
             if self._job.synchronize is not None:
                 self._job.synchronize()  # NOTE: waits for the device
-            keys = [self._step_key(self._round, rank) for rank in range(self._job.world_size)]
-            if not store.check(keys):
+            if store.add(self._key(self._round, "count"), 0) < self._job.world_size:
                 return False
-            self._agreed_step = max(int(store.get(key)) for key in keys)
+            self._agreed_step = int(store.get(self._key(self._round, "step")))
         if step < self._agreed_step:
             return False
         self._finish_round(store)
         return True
+
+    def _post(self, store: Store, step: int) -> None:
+        """Raise the largest number of this round to `step`, and then count this rank."""
+        key, largest = self._key(self._round, "step"), ""
+        while not largest or int(largest) < step:
+            largest = bytes(store.compare_set(key, largest, str(step))).decode()
+        store.add(self._key(self._round, "count"), 1)
 
     def _finish_round(self, store: Store) -> None:
         finished = self._round
@@ -152,13 +158,8 @@ class SyncPoint:
             self._round, self._agreed_step = finished + 1, None
             self._has_own_request = self.is_pending = False  # requests from here on belong to the next round
         # Every rank has posted in this round, so every rank has finished the previous one.
-        if finished > 0:
-            store.delete_key(self._step_key(finished - 1, self.rank))
-            if self.rank == 0:
-                store.delete_key(self._request_key(finished - 1))
+        for name in ("step", "count", "requested") if finished > 0 and self.rank == 0 else ():
+            store.delete_key(self._key(finished - 1, name))
 
-    def _request_key(self, number: int) -> str:
-        return f"{self._name}/{number}/requested"
-
-    def _step_key(self, number: int, rank: int) -> str:
-        return f"{self._name}/{number}/{rank}"
+    def _key(self, number: int, name: str) -> str:
+        return f"{self._name}/{number}/{name}"

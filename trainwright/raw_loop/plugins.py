@@ -21,7 +21,7 @@ FSDP_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """The accepted values of the FSDP plugin's fields. A policy may also be a function."""
 FSDP_REASONS = {
-    "sharding_strategy": "strategy='ddp' keeps the model whole; hybrid sharding is not supported",
+    "sharding_strategy": "strategy='ddp' keeps the model whole; tw.FSDPStrategy(num_replicas=) shards within groups",
     "auto_wrap_policy": "or pass module classes, or a function of a module",
     "use_orig_params": "parameters always keep their names and shapes",
     "ignored_modules": "every parameter is sharded",

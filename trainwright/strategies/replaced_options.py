@@ -36,8 +36,8 @@ OF_DDP = {
 OF_FSDP = {
     "activation_checkpointing": "pass activation_checkpointing_policy=, with the same classes",
     "state_dict_type": "checkpoints have one format, which every strategy loads on any number of processes",
-    "device_mesh": "the module is sharded over all processes; hybrid sharding is missing",
-    "process_group": "the module is sharded over all processes; hybrid sharding is missing",
+    "device_mesh": "pass num_replicas=, the number of groups of processes that each hold the whole model in shards",
+    "process_group": "all processes take part; num_replicas= shards within groups of them",
     "ignored_modules": "every parameter is sharded",
     "ignored_states": "every parameter is sharded",
     "ignored_parameters": "every parameter is sharded",
@@ -105,8 +105,8 @@ def reshards(sharding_strategy: Any, reshard_after_forward: bool) -> bool:
     name = getattr(sharding_strategy, "name", sharding_strategy)  # a text, or a member of torch's enum
     if name not in (None, "FULL_SHARD", "SHARD_GRAD_OP"):
         raise ValueError(
-            f"sharding_strategy={sharding_strategy!r} is not accepted. Choose 'FULL_SHARD' or 'SHARD_GRAD_OP'. 'ddp' keeps the "
-            "model whole, and hybrid sharding is missing."
+            f"sharding_strategy={sharding_strategy!r} is not accepted. Choose 'FULL_SHARD' or 'SHARD_GRAD_OP', with "
+            "num_replicas= for hybrid sharding. 'ddp' keeps the model whole."
         )
     if name == "FULL_SHARD" and not reshard_after_forward:
         raise ValueError(

@@ -94,6 +94,8 @@ class FSDPStrategy(Strategy):
         sync_every_batch: reduce gradients after every batch of an accumulation window and keep only shards. False reduces
             once a window and keeps whole gradients until then.
         sharding_strategy: "FULL_SHARD", or "SHARD_GRAD_OP" for reshard_after_forward=False.
+        num_replicas: the number of groups of neighbouring ranks that each hold the whole model in shards (hybrid sharding). A
+            parameter is gathered within its group, such as a node. Gradients are summed over the groups once a window.
         timeout: seconds (or a timedelta) that a rank waits for the others, by default half an hour.
         elementwise: accept optimizers that are not known to step every element independently.
 
@@ -129,6 +131,7 @@ class FSDPStrategy(Strategy):
         sharding_strategy: str | None = None,
         timeout: float | timedelta | None = None,
         elementwise: bool = False,
+        num_replicas: int = 1,
         **unknown: Any,
     ) -> None:
         super().__init__()
@@ -137,6 +140,9 @@ class FSDPStrategy(Strategy):
         self.timeout_seconds = seconds_of(timeout)
         if isinstance(min_parameters, bool) or not isinstance(min_parameters, int) or min_parameters < 0:
             raise ValueError(f"min_parameters={min_parameters!r} is not accepted; pass an integer of at least 0.")
+        if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
+            raise ValueError(f"num_replicas={num_replicas!r} is not accepted; pass an integer of at least 1.")
+        self.num_replicas = num_replicas
         self.auto_wrap_policy, self.min_parameters = auto_wrap_policy, min_parameters
         check_policy("auto_wrap_policy", auto_wrap_policy)
         check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
@@ -180,7 +186,7 @@ class FSDPStrategy(Strategy):
         low = self.mixed_precision or self._policy()
         root = Root(module, low.param_dtype, groups)
         chosen, self._float32 = set(groups), self._find_float32(module, low)
-        mesh = make_mesh(self.device.type, self.world_size)
+        mesh = self._make_mesh()
         names = {each: name for name, each in module.named_modules()}
         is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
         constructed: list[nn.Module] = []
@@ -209,6 +215,13 @@ class FSDPStrategy(Strategy):
         module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
         module.register_forward_pre_hook(unshard_for_call)
         module.register_forward_hook(reshard_after_call, always_call=True)
+
+    def _make_mesh(self) -> DeviceMesh:
+        """Return the mesh of shards, after a dimension of replicas if there are several. Collective."""
+        sizes = {"shard": self.world_size // self.num_replicas}
+        return make_mesh(
+            self.device.type, {"replicate": self.num_replicas, **sizes} if self.num_replicas > 1 else sizes
+        )
 
     def _find_float32(self, module: nn.Module, low: MixedPrecisionPolicy) -> Float32:
         """Return the parts of a module that are gathered in float32 although others are in a low dtype."""
@@ -309,6 +322,12 @@ class FSDPStrategy(Strategy):
         return list(optimizers)
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
+        if num_processes % self.num_replicas or 1 < num_processes == self.num_replicas:
+            fitting = [str(count) for count in range(1, num_processes) if num_processes % count == 0]
+            raise ValueError(
+                f"num_replicas={self.num_replicas} does not divide {num_processes} processes into groups of several. Pass "
+                f"{' or '.join(fitting) or 1}, or choose strategy='ddp', where every process holds the whole model."
+            )
         if self.cpu_offload and device_type == "cpu":
             rank_zero_warn(
                 "cpu_offload moves what is sharded from a GPU to the host, and this run computes on the CPU: nothing is moved.",
@@ -345,9 +364,11 @@ class FSDPStrategy(Strategy):
 
     def sync_gradients(self, enabled: bool) -> None:
         super().sync_gradients(enabled)
-        if not self.sync_every_batch:
-            for root in self.wrapped.values():
+        for root in self.wrapped.values():
+            if not self.sync_every_batch:
                 root.set_requires_gradient_sync(enabled)
+            elif self.num_replicas > 1:
+                root.set_requires_all_reduce(enabled)
 
     def _finalize(self, optimizer: Optimizer) -> None:
         self._deferred.reduce(optimizer, self.wrapped, self.name)
@@ -399,7 +420,10 @@ class FSDPStrategy(Strategy):
         local: Tensor = value.detach().to_local()  # type: ignore[attr-defined]
         # NOTE: indexing a DTensor communicates, and would hang if ranks hold unequal shards.
         start = vendor.first_row(value) * math.prod(value.shape[1:]) if local.numel() else 0
-        return Piece(name, tuple(value.shape), start, local.view(-1), self.rank)
+        # The first replica writes.
+        return Piece(
+            name, tuple(value.shape), start, local.view(-1), self.rank % (self.world_size // self.num_replicas)
+        )
 
     def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
         self._reshard_roots()
