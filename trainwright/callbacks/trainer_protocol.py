@@ -284,7 +284,13 @@ class TrainerProtocol(Protocol):
         """The checkpoint that this fit was resumed from."""
 
     def save_checkpoint(
-        self, filepath: str, weights_only: bool = False, *, blocking: bool = True, overwrite: bool = False
+        self,
+        filepath: str,
+        weights_only: bool = False,
+        *,
+        blocking: bool = True,
+        overwrite: bool = False,
+        export: str | None = None,
     ) -> bool:
         """Write a checkpoint. Collective (see `Trainer.save_checkpoint`)."""
 

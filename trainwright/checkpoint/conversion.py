@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from trainwright.checkpoint.filesystem import LocalFiles, describe, note_new, resolve, temporary_path
+from trainwright.checkpoint.filesystem import LocalFiles, describe, note_new, temporary_path
 from trainwright.checkpoint.foreign_formats import Weights, read_weights
+from trainwright.checkpoint.library_models import LIBRARY_MODELS, choose
 from trainwright.checkpoint.reader import StoredCheckpoint, open_checkpoint
 from trainwright.checkpoint.shards import METADATA_KEY, host_bytes, render_header
 from trainwright.checkpoint.store import write_checkpoint
-from trainwright.checkpoint.tensors import DTYPES, Piece, TensorEntry
+from trainwright.checkpoint.tensors import DTYPES, Piece, StoredPiece, TensorEntry
+from trainwright.checkpoint.weight_folders import (
+    CHUNK_ELEMENTS,
+    ExportSettings,
+    Recipe,
+    free_target,
+    new_folder,
+    refuse_existing,
+    write_folder,
+)
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 from trainwright.tensor_names import is_extra_state
 
-__all__ = ["EXPORT_DTYPES", "export_safetensors", "import_checkpoint"]
+__all__ = ["export_folder", "export_safetensors", "import_checkpoint"]
 
-CHUNK_ELEMENTS = 1 << 20
-EXPORT_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+TOKENIZER_FILES = (*("*token*.json", "vocab*", "merges.txt", "*.model", "chat_template*", "*processor_config.json"),)
 
 
 class Exported(NamedTuple):
@@ -74,6 +87,52 @@ def export_safetensors(
     exported = _write(place, path, described, chunks, strip_prefix, prefix, dtype)
     state = checkpoint.run_state() if section == "model" else {}
     return exported._replace(extra_states=[name for states in state.get("extra", {}).values() for name in states])
+
+
+def export_folder(
+    path: str, out: str, settings: ExportSettings, *, section: str = "model", tokenizer: str | None = None
+) -> int:
+    """Write a checkpoint's weights as a folder, like Trainer.export, and return the number of tensors.
+
+    Args:
+        tokenizer: a folder whose tokenizer files are copied.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, the folder exists or cannot be written, or there is nothing to write.
+        ValueError: the checkpoint does not have one such model of transformers.
+    """
+    free_target(out)
+    if tokenizer and not any(chain.from_iterable(map(Path(tokenizer).glob, TOKENIZER_FILES))):
+        raise ValueError(f"{tokenizer} has no files of a tokenizer. Pass a folder of its save_pretrained.")
+    checkpoint = open_checkpoint(path)
+    stored = checkpoint.tensors(section)
+    first: dict[Hashable, str] = {}
+    kept = {name: first.setdefault(entry.pieces or name, name) for name, entry in stored.items()}
+    recipe = Recipe(dropped={name: other for name, other in kept.items() if other != name})
+    if settings.format == "huggingface":
+        recipes = checkpoint.run_state().get(LIBRARY_MODELS)
+        if recipes is None:
+            raise CheckpointError(
+                f"{path} does not describe a model of transformers (one of peft is not described). Pass --format safetensors, "
+                "or call trainer.export in the run."
+            )
+        recipe = Recipe(**choose(recipes, settings.model, path)[1])
+    names = recipe.chosen(stored)
+    entries = {
+        name: TensorEntry(stored[own].shape, stored[own].dtype, (StoredPiece("", "", 0, stored[own].numel),))
+        for name, own in names.items()
+    }
+
+    def chunks(name: str) -> Iterator[torch.Tensor]:
+        return _chunks(checkpoint, section, names[name], stored[names[name]])
+
+    def finish(folder: str) -> None:
+        for file in chain.from_iterable(map(Path(tokenizer).glob, TOKENIZER_FILES)) if tokenizer else ():
+            shutil.copyfile(file, f"{folder}/{file.name}")
+
+    ranks = Ranks()
+    new_folder(out, lambda folder: write_folder(folder, recipe, entries, chunks, settings, ranks, finish), ranks)
+    return len(names)
 
 
 def export_tensors(
@@ -130,12 +189,9 @@ def _write(
 
 def _target(out: str) -> tuple[LocalFiles, str]:
     """Return the location of an export. CheckpointError if the name is not accepted, or exists."""
-    files, target = resolve(out)
-    if not isinstance(files, LocalFiles):
-        raise CheckpointError(f"{out} is not on a local disk. Pass a local path, and copy the file from there.")
     if not out.endswith(".safetensors"):
         raise CheckpointError(f"{out} does not end in .safetensors, the format of an export. Pass such a name.")
-    _refuse_existing(files, target)
+    files, target = free_target(out)
     note_new(target)
     return files, target
 
@@ -147,13 +203,6 @@ def _chunks(checkpoint: StoredCheckpoint, section: str, name: str, entry: Tensor
         yield chunk
 
 
-def _refuse_existing(files: LocalFiles, target: str) -> None:
-    if files.exists(target):
-        raise CheckpointError(
-            f"{target} exists already, and an export never overwrites. Remove it or choose another name."
-        )
-
-
 @contextlib.contextmanager
 def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
     """Yield a file to write into. It gets its name when it is complete and synced."""
@@ -163,7 +212,7 @@ def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
         with files.create(temporary) as stream:
             yield stream
         # Again, because another program may have written the file meanwhile, and a rename would replace it.
-        _refuse_existing(files, target)
+        refuse_existing(files, target)
         files.rename(temporary, target)
         files.sync_directory(os.path.dirname(target))
     except OSError as error:

@@ -18,7 +18,7 @@ from trainwright.checkpoint.shards import copy_whole
 from trainwright.checkpoint.tensors import Piece, is_range, shown, stored
 from trainwright.errors import CheckpointError
 
-RESERVED = frozenset({"seed", "extra", "precision", "strategy", "optimizers"})
+RESERVED = frozenset({"seed", "extra", "precision", "strategy", "optimizers", "library_models"})
 """Keys of the engine's state."""
 Edit = Callable[[dict[str, Any]], None]
 """Changes a checkpoint's contents in place."""

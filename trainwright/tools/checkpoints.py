@@ -12,11 +12,12 @@ from typing import Any
 
 from trainwright import CheckpointError
 from trainwright.checkpoint.codec import encode
-from trainwright.checkpoint.conversion import EXPORT_DTYPES, export_safetensors, import_checkpoint
+from trainwright.checkpoint.conversion import export_folder, export_safetensors, import_checkpoint
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.manifest import FORMAT_VERSION
 from trainwright.checkpoint.reader import StoredCheckpoint, Verdict, candidates, examine, open_checkpoint
 from trainwright.checkpoint.tensors import DTYPE_NAMES, TensorEntry
+from trainwright.checkpoint.weight_folders import EXPORT_DTYPES, FORMATS, export_settings
 from trainwright.distributed.masking import shown
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import printable
@@ -66,10 +67,16 @@ def _parser() -> Parser:
     about = "Reads every byte of a checkpoint, or of all checkpoints in a directory, and reports damage."
     verify = command("verify", about, _verify)
     verify.add_argument("path", metavar="PATH")
-    about = "Writes the weights as one safetensors file, for safetensors, transformers and others."
+    about = "Writes the weights as one safetensors file, or as a folder for transformers and others."
     export = command("export", about, _export)
+    export.set_defaults(refuse=export.error)
     export.add_argument("path", metavar="PATH")
-    export.add_argument("out", metavar="OUT.safetensors", type=_export_name)
+    export.add_argument("out", metavar="OUT", help="OUT.safetensors, or with --format a folder")
+    about = "write a folder: huggingface for from_pretrained, safetensors under the module's names"
+    export.add_argument("--format", choices=FORMATS, help=about)
+    export.add_argument("--max-shard-size", metavar="SIZE", help="of the folder's files, by default 5GB")
+    export.add_argument("--tokenizer", metavar="DIR", help="a folder whose tokenizer is copied")
+    export.add_argument("--model", metavar="NAME", help="the attribute with the model, if there are several")
     sections = "model (the default), optimizer, or training and average of averaged weights"
     export.add_argument("--section", default="model", help=f"the section to export: {sections}")
     shortens = "export only names that begin with this, without it"
@@ -146,14 +153,24 @@ def _verdict_text(verdict: Verdict) -> str:
     return "\n".join([f"{head}ok, step {verdict.step}, {verdict.num_files} files, {_bytes(verdict.num_bytes)}", *extra])
 
 
-def _export_name(text: str) -> str:
-    if not text.endswith(".safetensors"):
-        raise argparse.ArgumentTypeError(f"{text} does not end in .safetensors, the format of an export")
-    return text
-
-
 def _export(options: argparse.Namespace) -> int:
     dtype = EXPORT_DTYPES[options.dtype] if options.dtype else None
+    folder = {"--max-shard-size": options.max_shard_size, "--tokenizer": options.tokenizer, "--model": options.model}
+    excluded = {"--strip-prefix": options.strip_prefix, "--prefix": options.prefix} if options.format else folder
+    if wrong := next((name for name, value in excluded.items() if value), None):
+        options.refuse(f"{wrong} is not accepted {'with' if options.format else 'without'} --format.")
+    if options.format:
+        settings = export_settings(options.format, dtype, options.max_shard_size or "5GB", options.model)
+        count = export_folder(options.path, options.out, settings, section=options.section, tokenizer=options.tokenizer)
+        size = sum(entry.stat().st_size for entry in os.scandir(options.out))
+        print(f"{printable(options.out)}: {count} tensors, {_bytes(size)}")
+        if options.format == "huggingface" and not options.tokenizer:
+            print("  without a tokenizer: copy it into the folder, or pass --tokenizer DIR")
+        return 0
+    if not options.out.endswith(".safetensors"):
+        options.refuse(
+            f"{options.out} does not end in .safetensors, the format of an export. Pass --format for a folder."
+        )
     names = {"section": options.section, "strip_prefix": options.strip_prefix, "prefix": options.prefix}
     done = export_safetensors(options.path, options.out, dtype=dtype, **names)
     print(f"{printable(options.out)}: {len(done.names)} tensors, {_bytes(os.path.getsize(options.out))}")

@@ -13,6 +13,7 @@ from trainwright.checkpoint.contents import encode_state
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.checkpoint.shards import check_storable
+from trainwright.checkpoint.weight_folders import ExportSettings, export_settings
 from trainwright.data.datamodule import DataModule
 from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import rng_state
@@ -100,22 +101,53 @@ def check_state(run: TrainingRun) -> None:
     engine.ranks.run_on_all(look, "the start of fit", subject=subject)
 
 
-def save_checkpoint(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> bool:
+def save_checkpoint(
+    run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool, export: str | None
+) -> bool:
     """Write a checkpoint as Trainer.save_checkpoint does. Return False if it waits until the run may be saved. Collective."""
+    settings = None if export is None else export_settings(export)
+    if settings and not blocking:
+        raise ValueError(f"export={export!r} writes within the call. Leave out blocking=False.")
     weights_only = check_save(run, weights_only)
-    return run.save(weights_only, partial(_write, run, path, weights_only, blocking, overwrite))
+    return run.save(weights_only, partial(_write, run, path, weights_only, blocking, overwrite, settings))
 
 
-def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool) -> None:
+def export_weights(run: Run, path: str, settings: ExportSettings) -> bool:
+    """Write a folder as Trainer.export does. Return False if it waits until a window ends. Collective."""
+    if not run.engine.modules:
+        raise RuntimeError("there is nothing to export: export works from fit's beginning on.")
+
+    def write() -> None:
+        has_tokenizer = run.engine.export(path, settings, _parts(run), _owners(run))
+        if settings.format == "huggingface" and not has_tokenizer:
+            run.trainer.print(f"{path} has no tokenizer: save it there, or make it an attribute of the module.")
+
+    return run.save(True, write)
+
+
+def _parts(run: Run) -> dict[str, Mapping[str, Tensor]]:
+    """Return the tensors that callbacks store instead of the model's, or beside them. Collective."""
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    for sections in run.hooks.call("sharded_state_dict"):
+        parts |= sections or {}
+    return parts
+
+
+def _owners(run: Run) -> tuple[object, ...]:
+    """Return the objects besides the module that may have its tokenizer."""
+    return () if run.datamodule is None else (run.datamodule,)
+
+
+def _write(
+    run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool, export: ExportSettings | None
+) -> None:
     """Write a checkpoint of the run's present state. Collective."""
     if run.logbook.is_row_due:
         run.logbook.log_step()  # no resumed run would write it
     number = run.state.count_save()  # before the state is read, because the checkpoint contains its number
     data = None if weights_only or run.trained.data is None else run.trained.data.state_dict()
     state, own = run_state(run, data), None if data is None else rank_state(run, data)
-    parts: dict[str, Mapping[str, Tensor]] = {}
-    for sections in run.hooks.call("sharded_state_dict"):
-        parts |= sections or {}
+    parts = _parts(run)
     run.logbook.note_checkpoint(path)
     run.engine.save(
         path,
@@ -129,6 +161,8 @@ def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: b
         blocking=blocking,
         overwrite=overwrite,
         parts=parts,
+        export=export,
+        owners=_owners(run),
     )
 
 
