@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -66,16 +65,16 @@ def loader() -> DataLoader[Any]:
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that any operation returned on this rank."""
+    """The bytes of the largest tensor that any operation returned on this rank."""
 
-    elements = 0
+    bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                self.elements = max(self.elements, local.numel())
+                self.bytes = max(self.bytes, local.nbytes)
         return result
 
 
@@ -105,7 +104,7 @@ def exported(strategy: str, folder: Path, adapter: bool) -> dict[str, int]:
         torch.save(
             {name: value.clone() for name, value in whole.inner["net"].state_dict().items()}, folder / "whole.pt"
         )
-    return {"bytes": sum(sizes), "elements": largest.elements}
+    return {"written": sum(sizes), "largest": largest.bytes}
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
@@ -136,12 +135,12 @@ def test_transformers_loads_the_weights_of_two_ranks(strategy: str, job: Any, ca
     assert_equal(read(folder / "as it is"), whole)
     assert_equal(read(folder / "bf16"), {name: value.bfloat16() for name, value in whole.items()})
     files = [each.stat().st_size for each in (folder / "as it is").glob("model-*")]
-    assert len(files) > 5
+    assert len(files) > 3
     sizes = [value.nbytes for name, value in whole.items() if name != "lm_head.weight"]
-    assert sum(work["bytes"] for work in works) == sum(sizes)
-    assert max(work["bytes"] for work in works) < 0.7 * sum(sizes)
+    assert sum(work["written"] for work in works) == sum(sizes)
+    assert max(work["written"] for work in works) < 0.7 * sum(sizes)
     if strategy in ("fsdp", "deepspeed_stage_3"):
-        assert max(work["elements"] for work in works) <= math.ceil(max(sizes) / 4 / 2)
+        assert max(work["largest"] for work in works) <= max(sizes) // 2
     # The checkpoint's folder has the weights that the checkpoint has.
     (kept,) = (folder / "kept").glob("step=*")
     assert checkpoint_command(["verify", str(kept)]) == 0

@@ -48,7 +48,7 @@ from trainwright.callbacks.checkpoint_policy import (
 )
 from trainwright.checkpoint.discovery import same_path
 from trainwright.checkpoint.filesystem import LocalFiles, resolve
-from trainwright.checkpoint.weight_folders import export_settings
+from trainwright.checkpoint.weight_files import export_settings
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn, say

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from trainwright.checkpoint.filesystem import LocalFiles, describe, note_new, temporary_path
 from trainwright.checkpoint.foreign_formats import Weights, read_weights
-from trainwright.checkpoint.library_models import LIBRARY_MODELS, choose
-from trainwright.checkpoint.reader import StoredCheckpoint, open_checkpoint
-from trainwright.checkpoint.shards import METADATA_KEY, host_bytes, render_header
+from trainwright.checkpoint.library_models import LIBRARY_MODELS, choose, recipe_from, write_tensors
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.store import write_checkpoint
-from trainwright.checkpoint.tensors import DTYPES, Piece, StoredPiece, TensorEntry
-from trainwright.checkpoint.weight_folders import (
-    CHUNK_ELEMENTS,
-    ExportSettings,
-    Recipe,
-    free_target,
-    new_folder,
-    refuse_existing,
-    write_folder,
-)
+from trainwright.checkpoint.tensors import DTYPES, Piece, StoredPiece, TensorEntry, tied_groups
+from trainwright.checkpoint.weight_files import CHUNK_ELEMENTS, ExportSettings, Recipe, free_target, write_weights
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 from trainwright.tensor_names import is_extra_state
 
-__all__ = ["export_folder", "export_safetensors", "import_checkpoint"]
+__all__ = ["export_safetensors", "import_checkpoint"]
 
-
-TOKENIZER_FILES = (*("*token*.json", "vocab*", "merges.txt", "*.model", "chat_template*", "*processor_config.json"),)
+TOKENIZER_FILES = ("*token*.json", "vocab*", "merges.txt", "*.model", "chat_template*", "*processor_config.json")
 
 
 class Exported(NamedTuple):
@@ -58,81 +45,80 @@ def export_safetensors(
     strip_prefix: str = "",
     prefix: str = "",
     dtype: torch.dtype | None = None,
+    settings: ExportSettings | None = None,
+    tokenizer: str | None = None,
 ) -> Exported:
-    """Write the tensors of a checkpoint's section as one safetensors file, a few MiB at a time.
+    """Write the tensors of a checkpoint's section as safetensors files, a few MiB at a time.
 
     Tied tensors are stored once, under the model's first name for them, which is the embedding in a language model. The
     file's metadata lists the other names, like save_model of the safetensors library.
 
     Args:
-        path, out: the checkpoint, which is verified first, and the file to write, on a local disk.
+        path, out: the checkpoint, which is verified first, and a local file that ends in .safetensors, or a folder.
         strip_prefix: export only the tensors whose names begin with this, without it.
         prefix: added before every name.
         dtype: the dtype to convert floating-point tensors to.
+        settings: the other form of a folder. For "huggingface" the names come from the checkpoint.
+        tokenizer: a folder whose files of a tokenizer are copied.
 
     Raises:
         CheckpointError: the checkpoint is damaged, the file exists or cannot be written, or there is nothing to write.
     """
-    place = _target(out)
-    checkpoint = open_checkpoint(path)
-    entries = checkpoint.tensors(section)
-    described = {
-        name: ((entry.pieces or name, entry.shape, entry.dtype), entry.dtype, entry.shape)
-        for name, entry in entries.items()
-    }
-
-    def chunks(name: str) -> Iterator[torch.Tensor]:
-        return _chunks(checkpoint, section, name, entries[name])
-
-    exported = _write(place, path, described, chunks, strip_prefix, prefix, dtype)
-    state = checkpoint.run_state() if section == "model" else {}
-    return exported._replace(extra_states=[name for states in state.get("extra", {}).values() for name in states])
-
-
-def export_folder(
-    path: str, out: str, settings: ExportSettings, *, section: str = "model", tokenizer: str | None = None
-) -> int:
-    """Write a checkpoint's weights as a folder, like Trainer.export, and return the number of tensors.
-
-    Args:
-        tokenizer: a folder whose tokenizer files are copied.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, the folder exists or cannot be written, or there is nothing to write.
-        ValueError: the checkpoint does not have one such model of transformers.
-    """
+    settings = settings or ExportSettings(dtype=dtype)
     free_target(out)
-    if tokenizer and not any(chain.from_iterable(map(Path(tokenizer).glob, TOKENIZER_FILES))):
-        raise ValueError(f"{tokenizer} has no files of a tokenizer. Pass a folder of its save_pretrained.")
+    files = [*chain.from_iterable(map(Path(tokenizer).glob, TOKENIZER_FILES))] if tokenizer else []
+    if tokenizer and not files:
+        raise CheckpointError(f"{tokenizer} has no files of a tokenizer. Pass a folder of its save_pretrained.")
     checkpoint = open_checkpoint(path)
-    stored = checkpoint.tensors(section)
-    first: dict[Hashable, str] = {}
-    kept = {name: first.setdefault(entry.pieces or name, name) for name, entry in stored.items()}
-    recipe = Recipe(dropped={name: other for name, other in kept.items() if other != name})
+    entries, state = checkpoint.tensors(section), checkpoint.run_state() if section == "model" else {}
     if settings.format == "huggingface":
-        recipes = checkpoint.run_state().get(LIBRARY_MODELS)
-        if recipes is None:
+        if not (recipes := checkpoint.run_state().get(LIBRARY_MODELS)):
             raise CheckpointError(
-                f"{path} does not describe a model of transformers (one of peft is not described). Pass --format safetensors, "
-                "or call trainer.export in the run."
+                f"{path} does not describe a model of transformers (those with an adapter of peft are not described). Pass "
+                "--format safetensors, or call trainer.export in the run."
             )
         recipe = Recipe(**choose(recipes, settings.model, path)[1])
-    names = recipe.chosen(stored)
-    entries = {
-        name: TensorEntry(stored[own].shape, stored[own].dtype, (StoredPiece("", "", 0, stored[own].numel),))
-        for name, own in names.items()
+        if missing := [name for name in recipe.names.values() if name not in entries]:
+            raise CheckpointError(f"{path} has no {section} tensor {missing[0]!r}, which the model needs.")
+    else:
+        tied: dict[Hashable, list[str]] = {}
+        for name, entry in entries.items():
+            tied.setdefault(entry.pieces or name, []).append(name)
+        recipe = _renamed(tied.values(), path, strip_prefix, prefix)
+    whole = {
+        name: TensorEntry(entry.shape, entry.dtype, (StoredPiece("", "", 0, entry.numel),))
+        for name, entry in ((name, entries[stored]) for name, stored in recipe.names.items())
     }
 
     def chunks(name: str) -> Iterator[torch.Tensor]:
-        return _chunks(checkpoint, section, names[name], stored[names[name]])
+        stored, entry = recipe.names[name], whole[name]
+        for start in range(0, entry.numel, CHUNK_ELEMENTS):
+            chunk = torch.empty(min(CHUNK_ELEMENTS, entry.numel - start), dtype=entry.dtype)
+            checkpoint.read_part(section, Piece(stored, entry.shape, start, chunk))
+            yield chunk
 
     def finish(folder: str) -> None:
-        for file in chain.from_iterable(map(Path(tokenizer).glob, TOKENIZER_FILES)) if tokenizer else ():
+        for file in files:
             shutil.copyfile(file, f"{folder}/{file.name}")
 
-    ranks = Ranks()
-    new_folder(out, lambda folder: write_folder(folder, recipe, entries, chunks, settings, ranks, finish), ranks)
-    return len(names)
+    write_weights(out, recipe, whole, chunks, settings, Ranks(), finish)
+    taken = {*recipe.names.values(), *(name for name in entries if name.startswith(strip_prefix))}
+    extra = [name for states in state.get("extra", {}).values() for name in states]
+    return Exported([*recipe.names], dict(recipe.shared), sorted(entries.keys() - taken), extra)
+
+
+def _renamed(tied: Iterable[Sequence[str]], origin: str, strip_prefix: str, prefix: str) -> Recipe:
+    """Return the recipe for the names that begin with `strip_prefix`."""
+    groups = [[name.removeprefix(strip_prefix) for name in names if name.startswith(strip_prefix)] for names in tied]
+    recipe = recipe_from(filter(None, groups), strip_prefix)
+    if not recipe.names:
+        some = ", ".join([names[0] for names in tied][:3]) or "none"
+        raise CheckpointError(
+            f"{origin} has no tensor whose name begins with {strip_prefix!r}; its names are for example {some}. Pass another "
+            "prefix."
+        )
+    names = {prefix + name: stored for name, stored in recipe.names.items()}
+    return Recipe(names, {prefix + name: prefix + kept for name, kept in recipe.shared.items()})
 
 
 def export_tensors(
@@ -140,86 +126,10 @@ def export_tensors(
 ) -> None:
     """Write the tensors of a state_dict in the same format as `export_safetensors`."""
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
-    described = {}
-    for name, tensor in tensors.items():
-        # Empty tensors all have the address 0, and are not tied.
-        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        described[name] = (memory if tensor.numel() else name, tensor.dtype, tuple(tensor.shape))
-    _write(_target(out), "the state_dict", described, lambda name: iter([tensors[name]]), strip_prefix, prefix, dtype)
-
-
-def _write(
-    place: tuple[LocalFiles, str],
-    origin: str,
-    described: Mapping[str, tuple[Hashable, torch.dtype, tuple[int, ...]]],
-    chunks: Callable[[str], Iterator[torch.Tensor]],
-    strip_prefix: str,
-    prefix: str,
-    dtype: torch.dtype | None,
-) -> Exported:
-    """Write the tensors with the requested prefix. `described` has their identities, equal for tied ones, dtypes and shapes."""
-    taken = {name: content for name, content in described.items() if name.startswith(strip_prefix)}
-    if not taken:
-        some = ", ".join(list(described)[:3]) or "none"
-        raise CheckpointError(
-            f"{origin} has no tensor whose name begins with {strip_prefix!r}; its names are for example {some}. Pass another "
-            "prefix."
-        )
-    first: dict[Hashable, str] = {}
-    shared: dict[str, str] = {}  # a safetensors file stores a tensor under one name only
-    layout: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = {}
-    for name, (identity, kind, shape) in taken.items():
-        new = prefix + name.removeprefix(strip_prefix)
-        if identity in first:
-            shared[new] = first[identity]
-        else:
-            first[identity] = new
-            layout[new] = (name, dtype if dtype and kind.is_floating_point else kind, shape)
-    if METADATA_KEY in (*layout, *shared):
-        raise CheckpointError(f"a tensor is called {METADATA_KEY!r}, which safetensors reserves. Pass a --prefix.")
-    ordered = sorted(layout, key=lambda new: -layout[new][1].itemsize)  # so every tensor is aligned, as in the library
-    with _new_file(*place) as stream:
-        stream.write(render_header(place[1], [(new, *layout[new][1:]) for new in ordered], shared))
-        for new in ordered:
-            name, kind, _ = layout[new]
-            for chunk in chunks(name):
-                stream.write(host_bytes(chunk.to(kind)))
-    return Exported(list(layout), shared, sorted(described.keys() - taken.keys()), [])
-
-
-def _target(out: str) -> tuple[LocalFiles, str]:
-    """Return the location of an export. CheckpointError if the name is not accepted, or exists."""
-    if not out.endswith(".safetensors"):
-        raise CheckpointError(f"{out} does not end in .safetensors, the format of an export. Pass such a name.")
-    files, target = free_target(out)
-    note_new(target)
-    return files, target
-
-
-def _chunks(checkpoint: StoredCheckpoint, section: str, name: str, entry: TensorEntry) -> Iterator[torch.Tensor]:
-    for start in range(0, entry.numel, CHUNK_ELEMENTS):
-        chunk = torch.empty(min(CHUNK_ELEMENTS, entry.numel - start), dtype=entry.dtype)
-        checkpoint.read_part(section, Piece(name, entry.shape, start, chunk))
-        yield chunk
-
-
-@contextlib.contextmanager
-def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
-    """Yield a file to write into. It gets its name when it is complete and synced."""
-    temporary = temporary_path(target)
-    try:
-        files.make_directories(os.path.dirname(target))
-        with files.create(temporary) as stream:
-            yield stream
-        # Again, because another program may have written the file meanwhile, and a rename would replace it.
-        refuse_existing(files, target)
-        files.rename(temporary, target)
-        files.sync_directory(os.path.dirname(target))
-    except OSError as error:
-        raise CheckpointError(f"{target} was not written: {describe(error, temporary)}.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            files.remove_file(temporary)
+    pieces = [Piece(name, tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()]
+    tied = [[piece.name for piece in group] for group in tied_groups(pieces)]
+    recipe = _renamed(tied, "the state_dict", strip_prefix, prefix)
+    write_tensors(out, recipe, {piece.name: piece for piece in pieces}, ExportSettings(dtype=dtype), Ranks())
 
 
 def import_checkpoint(source: str, path: str) -> Weights:

@@ -1,13 +1,12 @@
-"""Models of transformers and peft in a module: their tensors, names and documents for a folder that these libraries read.
+"""Models of transformers and peft in a module: their tensors, names and documents for files that these libraries read.
 
-Neither library is imported: their models are known by their methods.
+Neither library is imported before a model of it is found: models are known by their methods.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry, assign_writers
-from trainwright.checkpoint.weight_folders import CHUNK_ELEMENTS, EXPORT, ExportSettings, Recipe, write_folder
+from trainwright.checkpoint.weight_files import CHUNK_ELEMENTS, EXPORT, ExportSettings, Recipe, write_weights
 from trainwright.distributed.ranks import Ranks
 from trainwright.tensor_names import clean_name, state_entries
 
@@ -26,7 +25,7 @@ LIBRARY_MODELS = "library_models"
 Found = TypeVar("Found")
 
 
-def library_models(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def library_models(module: nn.Module, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the outermost models of transformers and peft by their clean paths."""
     # By their classes, because a wrapper such as torch.compile's shows the attributes of the wrapped model.
     if callable(getattr(type(module), "save_pretrained", None)) and (is_adapter(module) or _has_config(module)):
@@ -46,76 +45,90 @@ def _has_config(module: nn.Module) -> bool:
 
 
 def choose(found: Mapping[str, Found], model: str | None, owner: str) -> tuple[str, Found]:
-    """Return the model of this attribute, or the only one (ValueError)."""
-    matches = {p: each for p, each in found.items() if model is None or p == model or p.startswith(f"{model}.")}
+    """Return the path and the model of this attribute, or the only ones (ValueError)."""
+    matches = [path for path in found if model is None or path == model or path.startswith(f"{model}.")]
     if len(matches) == 1:
-        return next(iter(matches.items()))
+        return matches[0], found[matches[0]]
     if not found:
         raise ValueError(
-            f"{owner} has no model of transformers or peft. Use the format 'safetensors', which writes the module's own names "
+            f"{owner} has no model of transformers or peft. Choose the format 'safetensors', which writes the module's names "
             "and no config."
         )
-    raise ValueError(
-        f"{owner} has {'several models' if model is None else f'no single model {model!r}'}: choose one of "
-        f"{', '.join(map(repr, found))} as the model."
+    problem = "several models" if model is None else f"no single model {model!r}"
+    raise ValueError(f"{owner} has {problem}: choose one of {', '.join(map(repr, found))} as the model.")
+
+
+def recipe_of(path: str, model: Any) -> Recipe:
+    """Return the recipe for a model of transformers, or for any module under its own names (ValueError)."""
+    documents: dict[str, Any] = {}
+    omitted: Iterable[str] = ()
+    if _has_config(model):
+        if getattr(model, "hf_quantizer", None) is not None or getattr(model, "peft_config", None):
+            raise ValueError(
+                f"{type(model).__name__} is quantized or contains an adapter, and an export writes plain weights. Wrap it with "
+                "peft.get_peft_model, or call save_pretrained of the model in tw.gather_module(module)."
+            )
+        key = "dtype" if hasattr(model.config, "dtype") else "torch_dtype"  # its value follows from the weights
+        about = {"architectures": [type(model).__name__.removeprefix("FSDP")], key: None}
+        documents["config.json"] = json.loads(model.config.to_json_string()) | about
+        if getattr(model, "generation_config", None) is not None and model.can_generate():
+            documents["generation_config.json"] = json.loads(model.generation_config.to_json_string())
+        omitted = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    tied: dict[Tensor, list[str]] = {}
+    for name, tensor, _ in state_entries(model):
+        if name not in omitted:
+            tied.setdefault(tensor, []).append(name)
+    return recipe_from(
+        tied.values(), f"{path}." if path else "", documents, getattr(model, "all_tied_weights_keys", ())
     )
 
 
-def recipe_of(path: str, model: nn.Module) -> Recipe:
-    """Return the recipe for a model of transformers, or for any module under its own names (ValueError)."""
-    prefix, documents = f"{path}." if path else "", {}
-    ignored: Iterable[str] = ()
-    if _has_config(model):
-        config: Any = copy.deepcopy(model.config)
-        if getattr(model, "hf_quantizer", None) is not None or getattr(model, "_hf_peft_config_loaded", False):
-            raise ValueError(
-                f"{type(model).__name__} is quantized or contains an adapter, and an export writes plain weights. Wrap it with "
-                "peft.get_peft_model, or call save_pretrained of tw.gather_module(module)."
-            )
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        documents["config.json"] = json.loads(config.to_json_string())
-        documents["config.json"]["dtype" if hasattr(config, "dtype") else "torch_dtype"] = None  # set when it is known
-        if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
-            documents["generation_config.json"] = json.loads(model.generation_config.to_json_string())  # type: ignore[union-attr, operator]
-        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    names: dict[Tensor, list[str]] = {}
-    for name, tensor, _ in state_entries(model):
-        if name not in ignored:
-            names.setdefault(tensor, []).append(name)
-    second = getattr(model, "all_tied_weights_keys", None) or ()
-    dropped = dict.fromkeys(ignored, "")
-    for group in names.values():
+def recipe_from(
+    tied: Iterable[Sequence[str]],
+    prefix: str = "",
+    documents: Mapping[str, Any] | None = None,
+    second: Iterable[str] = (),
+) -> Recipe:
+    """Return the recipe for groups of tied names, of which the first one that is not in `second` is stored."""
+    names: dict[str, str] = {}
+    shared: dict[str, str] = {}
+    for group in tied:
         kept = next((name for name in group if name not in second), group[0])
-        dropped |= {name: kept for name in group if name != kept}
-    return Recipe(prefix, dropped, documents, len(names))
+        names[kept] = prefix + kept
+        shared |= {name: kept for name in group if name != kept}
+    return Recipe(names, shared, documents or {})
 
 
 def _adapter_recipe(path: str, model: Any, pieces: Iterable[Piece]) -> Recipe:
     """Return the recipe for the active adapter of a PeftModel (ValueError if peft computes its tensors)."""
     from peft import get_peft_model_state_dict
 
-    prefix = f"{path}." if path else ""
-    tensors = {
-        p.name: torch.empty(p.shape, dtype=p.tensor.dtype, device="meta") for p in pieces if p.name.startswith(prefix)
-    }
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    adapter = model.active_adapter
-    kind = str(getattr(model.peft_config[adapter].peft_type, "value", ""))
+    prefix, adapter = f"{path}." if path else "", model.active_adapter
+    config, base = model.peft_config[adapter], model.get_base_model()
+    below = [piece for piece in pieces if piece.name.startswith(prefix)]
+    state = {piece.name.removeprefix(prefix): torch.empty(piece.shape, device="meta") for piece in below}
+    places = {id(tensor): prefix + name for name, tensor in state.items()}
     try:
         chosen = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
-        return Recipe(prefix, names={name: names[id(tensor)] for name, tensor in chosen.items()}, stem="adapter_model")
+        names = {name: places[id(tensor)] for name, tensor in chosen.items()}
     except (KeyError, NotImplementedError, RuntimeError) as error:
         raise ValueError(
-            f"peft computes the weights of an adapter of kind {kind} when it saves them, so they cannot be exported in parts. "
-            "Call save_pretrained of the model in tw.gather_module(module)."
+            f"peft computes the weights of an adapter of kind {config.peft_type.value} when it saves them, so they cannot be "
+            "exported in parts. Call save_pretrained of the model in tw.gather_module(module)."
         ) from error
+    document = {key: [*value] if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    document |= {"inference_mode": True}
+    document["base_model_name_or_path"] = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
+    if config.task_type is None:
+        kind = {"base_model_class": type(base).__name__.removeprefix("FSDP"), "parent_library": type(base).__module__}
+        document["auto_mapping"] = kind
+    return Recipe(names, {}, {"adapter_config.json": document}, "adapter_model")
 
 
-def stored_recipes(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> dict[str, Any]:
+def stored_recipes(modules: Sequence[nn.Module], prefixes: Iterable[str]) -> dict[str, Any]:
     """Return the recipes of all models of transformers for a checkpoint's state, by their paths."""
     recipes: dict[str, Any] = {}
-    for prefix, module in zip(prefixes, modules, strict=True):
+    for prefix, module in zip(prefixes, modules, strict=False):
         for path, model in library_models(module):
             with suppress(Exception):  # of a config, since a checkpoint is also useful without a recipe
                 recipes |= {} if is_adapter(model) else {prefix + path: recipe_of(prefix + path, model)._asdict()}
@@ -123,59 +136,59 @@ def stored_recipes(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> dic
 
 
 def write_pieces(
-    folder: str,
+    path: str,
     module: nn.Module,
     pieces: Sequence[Piece],
     settings: ExportSettings,
     ranks: Ranks,
     owners: Sequence[object] = (),
+    is_staged: bool = False,
 ) -> bool:
-    """Write the model in a module as a new folder, from the ranks' pieces. Return whether an owner had a tokenizer. Collective.
+    """Write the model in a module, from the ranks' pieces. Return whether an owner had a tokenizer. Collective.
 
     Raises:
         ValueError: on every rank, if the module has no such model, or peft computes its weights.
-        CheckpointError: on every rank.
+        CheckpointError: on every rank. See `write_weights`.
     """
     by_name = {piece.name: piece for piece in pieces}
-    path, model = "", module
+    place, model = "", module
     if settings.format == "huggingface":
-        path, model = choose(dict(library_models(module)), settings.model, type(module).__name__)
-    make = partial(_adapter_recipe, path, model, pieces) if is_adapter(model) else partial(recipe_of, path, model)
-    recipe = Recipe(*ranks.decide(make, EXPORT))
-    names = recipe.chosen(by_name)
-    mine = {
-        each.name for each in assign_writers([by_name[name] for name in names.values()], ranks.rank, ranks.world_size)
-    }
+        place, model = choose(dict(library_models(module)), settings.model, type(module).__name__)
+        owners = [*module.modules(), *owners]
+    recipe = partial(_adapter_recipe, pieces=pieces) if is_adapter(model) else recipe_of
+    chosen = Recipe(*ranks.decide(partial(recipe, place, model), EXPORT))
+    return bool(write_tensors(path, chosen, by_name, settings, ranks, partial(_add_tokenizer, owners), is_staged))
+
+
+def write_tensors(
+    path: str,
+    recipe: Recipe,
+    pieces: Mapping[str, Piece],
+    settings: ExportSettings,
+    ranks: Ranks,
+    finish: Callable[[str], Any] = str,
+    is_staged: bool = False,
+) -> Any:
+    """Write this rank's pieces, by their names, as `write_weights` does. Collective."""
+    parts = {name: pieces[stored] for name, stored in recipe.names.items()}
+    mine = {id(part) for part in assign_writers([*parts.values()], ranks.rank, ranks.world_size)}
     entries = {}
-    for name, stored in names.items():
-        tensor = by_name[stored].tensor
-        part = StoredPiece("", "", by_name[stored].start, tensor.numel())
-        entries[name] = TensorEntry(tuple(by_name[stored].shape), tensor.dtype, (part,) if stored in mine else ())
+    for name, part in parts.items():
+        ranges = (StoredPiece("", "", part.start, part.tensor.numel()),) if id(part) in mine else ()
+        entries[name] = TensorEntry(tuple(part.shape), part.tensor.dtype, ranges)
 
     def chunks(name: str) -> Iterable[Tensor]:
-        check_storable(name, by_name[names[name]].tensor)
-        return torch.split(by_name[names[name]].tensor.detach().reshape(-1), CHUNK_ELEMENTS)
+        check_storable(name, parts[name].tensor)
+        return torch.split(parts[name].tensor.detach().reshape(-1), CHUNK_ELEMENTS)
 
-    holders = [*module.modules(), *owners] if settings.format == "huggingface" else []
-    finish = partial(_add_files, model if is_adapter(model) else None, holders)
-    return bool(write_folder(folder, recipe, entries, chunks, settings, ranks, finish))
+    return write_weights(path, recipe, entries, chunks, settings, ranks, finish, is_staged)
 
 
-def _add_files(adapter: Any, holders: Iterable[object], folder: str) -> bool:
-    """Save the adapter's config and a holder's tokenizer in the folder. Return whether there is a tokenizer."""
-    if adapter is not None:
-        config = copy.copy(adapter.peft_config[adapter.active_adapter])
-        base = adapter.get_base_model()
-        config.inference_mode = True
-        config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
-        kind = {"base_model_class": type(base).__name__.removeprefix("FSDP"), "parent_library": type(base).__module__}
-        config.save_pretrained(folder, auto_mapping_dict=kind if config.task_type is None else None)
-    for holder in holders:
-        for value in vars(holder).values():
-            is_tokenizer = (
-                hasattr(value, "get_vocab") or hasattr(value, "tokenizer") or hasattr(value, "image_processor")
-            )
-            if is_tokenizer and not isinstance(value, nn.Module) and callable(getattr(value, "save_pretrained", None)):
-                value.save_pretrained(folder)
-                return True
+def _add_tokenizer(owners: Iterable[object], folder: str) -> bool:
+    """Save the first tokenizer or processor that is an attribute of an owner. Return whether there is one."""
+    for value in (value for owner in owners for value in vars(owner).values()):
+        is_one = any(hasattr(type(value), name) for name in ("get_vocab", "tokenizer_class", "get_attributes"))
+        if is_one and callable(getattr(value, "save_pretrained", None)):
+            value.save_pretrained(folder)
+            return True
     return False

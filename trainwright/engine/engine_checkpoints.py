@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +23,10 @@ from trainwright.checkpoint.contents import (
 from trainwright.checkpoint.discovery import is_checkpoint
 from trainwright.checkpoint.editing import Edit, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.filesystem import describe
-from trainwright.checkpoint.library_models import stored_recipes, write_pieces
+from trainwright.checkpoint.library_models import stored_recipes
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import SAVE, CheckpointWriter
 from trainwright.checkpoint.tensors import Piece
-from trainwright.checkpoint.weight_folders import EXPORT, ExportSettings, new_folder
 from trainwright.data.seeding import check_generator_states, derive_seed, derived_rng_state, rng_state
 from trainwright.devices.generators import is_generator_state, owned, taken_over
 from trainwright.devices.hardware import use, using
@@ -114,8 +113,6 @@ class EngineCheckpoints:
         overwrite: bool = False,
         directory: str | None = None,
         parts: Mapping[str, Mapping[str, Tensor]] | None = None,
-        export: ExportSettings | None = None,
-        owners: Sequence[object] = (),
     ) -> None:
         """Write a checkpoint of the modules, the optimizers and the caller's state. Collective: call on every rank.
 
@@ -129,11 +126,9 @@ class EngineCheckpoints:
             blocking: False returns once everything is copied to host memory. A thread writes, and the next save waits for it.
             number: orders several saves of one step.
             overwrite: replace a complete checkpoint at the path, once the new one is committed.
-            directory: the folder that the writer's `stage` returned for this path. Its files become part of the checkpoint.
+            directory: the folder that the writer's `staged` yields for this path. Its files become part of the checkpoint.
             parts: tensors of the shapes of this rank's pieces, by section and name. Those of "model" replace the model's.
                 Other sections are stored beside it, unless weights_only.
-            export: also write the first module's weights as the checkpoint's folder "huggingface".
-            owners: objects besides the module that may have its tokenizer.
 
         Raises:
             CheckpointError: on every rank, of this save, which leaves nothing at the path, or of an earlier one in flight.
@@ -162,16 +157,7 @@ class EngineCheckpoints:
                 state, pieces = self._edited(path, state, pieces, {"epoch": epoch, "global_step": step}, edit)
             extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
             contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
-            if self.ranks.rank == 0:
-                contents |= stored_recipes(self.modules, [*map(prefix_of, range(len(self.modules)))])
-            if export is not None:
-                directory = self.writer.stage(path, overwrite)
-                try:
-                    folder = f"{directory}/{export.format}"
-                    write_pieces(folder, self.modules[0], pieces, export, self.ranks, owners)
-                except BaseException:
-                    self.writer.drop_stage(path, directory)
-                    raise
+            contents |= stored_recipes(self.modules, map(prefix_of, count())) if self.ranks.rank == 0 else {}
             if weights_only:
                 sections, rank_state = {}, None
             else:
@@ -198,28 +184,6 @@ class EngineCheckpoints:
                 overwrite=overwrite,
                 directory=directory,
             )
-
-    def export(
-        self,
-        path: str,
-        settings: ExportSettings,
-        parts: Mapping[str, Mapping[str, Tensor]] | None = None,
-        owners: Sequence[object] = (),
-    ) -> bool:
-        """Write the first module's weights as a folder, and return whether it has a tokenizer. Collective.
-
-        Raises:
-            CheckpointError, ValueError: on every rank. There is nothing at the path.
-        """
-        with using(self.device):
-            self.ranks.wait(EXPORT)
-            self.strategy.check_gradients(partial(self.ranks.exchange, call=EXPORT))
-            pieces = with_parts(model_pieces(self.strategy, self.modules), parts or {})[MODEL]
-
-            def write(folder: str) -> bool:
-                return write_pieces(folder, self.modules[0], pieces, settings, self.ranks, owners)
-
-            return bool(new_folder(path, write, self.ranks))
 
     def find_fault(self) -> str:
         """Return a text that names weights that are not finite on any rank, or "" if all are. Collective.

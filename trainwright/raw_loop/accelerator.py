@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.arguments import check_flags, refuse_unknown, refuses_unknown
 from trainwright.checkpoint.reader import Verify
-from trainwright.checkpoint.weight_folders import size_of
+from trainwright.checkpoint.weight_files import size_of
 from trainwright.data.seeding import rng_state, set_rng_state
 from trainwright.duration import seconds_of
 from trainwright.engine.engine import Engine

@@ -18,7 +18,7 @@ from trainwright.checkpoint.filesystem import Files, describe, resolve, temporar
 from trainwright.checkpoint.manifest import load_json
 from trainwright.checkpoint.shards import check_storable, host_bytes, render_header
 from trainwright.checkpoint.tensors import Piece, tied_groups
-from trainwright.checkpoint.weight_folders import divided, index_of
+from trainwright.checkpoint.weight_files import divided, index_of
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.paths import absolute

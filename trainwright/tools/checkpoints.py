@@ -8,16 +8,17 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainwright import CheckpointError
 from trainwright.checkpoint.codec import encode
-from trainwright.checkpoint.conversion import export_folder, export_safetensors, import_checkpoint
+from trainwright.checkpoint.conversion import export_safetensors, import_checkpoint
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.manifest import FORMAT_VERSION
 from trainwright.checkpoint.reader import StoredCheckpoint, Verdict, candidates, examine, open_checkpoint
 from trainwright.checkpoint.tensors import DTYPE_NAMES, TensorEntry
-from trainwright.checkpoint.weight_folders import EXPORT_DTYPES, FORMATS, export_settings
+from trainwright.checkpoint.weight_files import EXPORT_DTYPES, FORMATS, export_settings
 from trainwright.distributed.masking import shown
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import printable
@@ -154,26 +155,23 @@ def _verdict_text(verdict: Verdict) -> str:
 
 
 def _export(options: argparse.Namespace) -> int:
-    dtype = EXPORT_DTYPES[options.dtype] if options.dtype else None
-    folder = {"--max-shard-size": options.max_shard_size, "--tokenizer": options.tokenizer, "--model": options.model}
-    excluded = {"--strip-prefix": options.strip_prefix, "--prefix": options.prefix} if options.format else folder
-    if wrong := next((name for name, value in excluded.items() if value), None):
-        options.refuse(f"{wrong} is not accepted {'with' if options.format else 'without'} --format.")
-    if options.format:
-        settings = export_settings(options.format, dtype, options.max_shard_size or "5GB", options.model)
-        count = export_folder(options.path, options.out, settings, section=options.section, tokenizer=options.tokenizer)
-        size = sum(entry.stat().st_size for entry in os.scandir(options.out))
-        print(f"{printable(options.out)}: {count} tensors, {_bytes(size)}")
-        if options.format == "huggingface" and not options.tokenizer:
-            print("  without a tokenizer: copy it into the folder, or pass --tokenizer DIR")
-        return 0
-    if not options.out.endswith(".safetensors"):
+    is_described, size = options.format == "huggingface", options.max_shard_size
+    described = {"--tokenizer": options.tokenizer, "--model": options.model}
+    renaming = {"--strip-prefix": options.strip_prefix, "--prefix": options.prefix}
+    if wrong := [name for name, value in (renaming if is_described else described).items() if value]:
+        options.refuse(f"{wrong[0]} is not accepted {'with' if is_described else 'without'} --format huggingface")
+    if not options.format and not options.out.endswith(".safetensors"):
         options.refuse(
-            f"{options.out} does not end in .safetensors, the format of an export. Pass --format for a folder."
+            f"{options.out} does not end in .safetensors, the format of an export. Pass --format for a folder"
         )
+    dtype = EXPORT_DTYPES[options.dtype] if options.dtype else None
+    settings = export_settings(options.format or "safetensors", dtype, size or "5GB", options.model)
     names = {"section": options.section, "strip_prefix": options.strip_prefix, "prefix": options.prefix}
-    done = export_safetensors(options.path, options.out, dtype=dtype, **names)
-    print(f"{printable(options.out)}: {len(done.names)} tensors, {_bytes(os.path.getsize(options.out))}")
+    done = export_safetensors(options.path, options.out, settings=settings, tokenizer=options.tokenizer, **names)
+    files = [*Path(options.out).glob("*")] or [options.out]
+    print(f"{printable(options.out)}: {len(done.names)} tensors, {_bytes(sum(map(os.path.getsize, files)))}")
+    if is_described and not options.tokenizer:
+        print("  without a tokenizer: copy it into the folder, or pass --tokenizer DIR")
     for name, other in done.shared.items():
         print(f"  {printable(name)} is the same tensor as {printable(other)}, and stored under that name")
     if done.skipped:

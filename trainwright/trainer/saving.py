@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
-from trainwright.checkpoint.contents import encode_state
+from trainwright.checkpoint.contents import MODEL, encode_state, with_parts
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
+from trainwright.checkpoint.library_models import write_pieces
 from trainwright.checkpoint.shards import check_storable
-from trainwright.checkpoint.weight_folders import ExportSettings, export_settings
+from trainwright.checkpoint.weight_files import EXPORT, ExportSettings, export_settings
 from trainwright.data.datamodule import DataModule
 from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import rng_state
 from trainwright.data.transfer import map_leaves
+from trainwright.devices.hardware import using
 from trainwright.engine.named_state import computed_keys, held_gradients, model_pieces
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden
@@ -113,16 +116,26 @@ def save_checkpoint(
 
 
 def export_weights(run: Run, path: str, settings: ExportSettings) -> bool:
-    """Write a folder as Trainer.export does. Return False if it waits until a window ends. Collective."""
+    """Write files as Trainer.export does. Return False if that waits until a window ends. Collective."""
     if not run.engine.modules:
         raise RuntimeError("there is nothing to export: export works from fit's beginning on.")
 
     def write() -> None:
-        has_tokenizer = run.engine.export(path, settings, _parts(run), _owners(run))
-        if settings.format == "huggingface" and not has_tokenizer:
+        if not _export(run, path, settings, _parts(run)) and settings.format == "huggingface":
             run.trainer.print(f"{path} has no tokenizer: save it there, or make it an attribute of the module.")
 
     return run.save(True, write)
+
+
+def _export(
+    run: Run, path: str, settings: ExportSettings, parts: Mapping[str, Mapping[str, Tensor]], is_staged: bool = False
+) -> bool:
+    """Write the scored weights, and return whether there is a tokenizer. Collective."""
+    engine, owners = run.engine, () if run.datamodule is None else (run.datamodule,)
+    with using(engine.device):
+        engine.strategy.check_gradients(partial(engine.ranks.exchange, call=EXPORT))
+        pieces = with_parts(model_pieces(engine.strategy, engine.modules), parts)[MODEL]
+        return write_pieces(path, engine.modules[0], pieces, settings, engine.ranks, owners, is_staged)
 
 
 def _parts(run: Run) -> dict[str, Mapping[str, Tensor]]:
@@ -131,11 +144,6 @@ def _parts(run: Run) -> dict[str, Mapping[str, Tensor]]:
     for sections in run.hooks.call("sharded_state_dict"):
         parts |= sections or {}
     return parts
-
-
-def _owners(run: Run) -> tuple[object, ...]:
-    """Return the objects besides the module that may have its tokenizer."""
-    return () if run.datamodule is None else (run.datamodule,)
 
 
 def _write(
@@ -149,21 +157,23 @@ def _write(
     state, own = run_state(run, data), None if data is None else rank_state(run, data)
     parts = _parts(run)
     run.logbook.note_checkpoint(path)
-    run.engine.save(
-        path,
-        step=run.state.step,
-        epoch=run.state.epoch,
-        state=state,
-        rank_state=own,
-        weights_only=weights_only,
-        number=number,
-        edit=edit_with_hooks(run, SAVE_HOOK),
-        blocking=blocking,
-        overwrite=overwrite,
-        parts=parts,
-        export=export,
-        owners=_owners(run),
-    )
+    with nullcontext() if export is None else run.engine.writer.staged(path, overwrite) as directory:
+        if export is not None:
+            _export(run, f"{directory}/{export.format}", export, parts, is_staged=True)
+        run.engine.save(
+            path,
+            step=run.state.step,
+            epoch=run.state.epoch,
+            state=state,
+            rank_state=own,
+            weights_only=weights_only,
+            number=number,
+            edit=edit_with_hooks(run, SAVE_HOOK),
+            blocking=blocking,
+            overwrite=overwrite,
+            directory=directory,
+            parts=parts,
+        )
 
 
 def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from trainwright.arguments import refuse_unknown, refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
-from trainwright.checkpoint.weight_folders import export_settings
+from trainwright.checkpoint.weight_files import export_settings
 from trainwright.data.datamodule import DataModule
 from trainwright.devices import cuda
 from trainwright.duration import seconds_of
