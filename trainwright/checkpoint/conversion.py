@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ def export_safetensors(
         strip_prefix: export only the tensors whose names begin with this, without it.
         prefix: added before every name.
         dtype: the dtype to convert floating-point tensors to.
-        settings: the other form of a folder. For "huggingface" the names come from the checkpoint.
+        settings: instead of `dtype`. In the format "huggingface" the names come from the checkpoint.
         tokenizer: a folder whose files of a tokenizer are copied.
 
     Raises:
@@ -70,16 +70,9 @@ def export_safetensors(
     if tokenizer and not files:
         raise CheckpointError(f"{tokenizer} has no files of a tokenizer. Pass a folder of its save_pretrained.")
     checkpoint = open_checkpoint(path)
-    entries, state = checkpoint.tensors(section), checkpoint.run_state() if section == "model" else {}
+    entries, state = checkpoint.tensors(section), checkpoint.run_state()
     if settings.format == "huggingface":
-        if not (recipes := checkpoint.run_state().get(LIBRARY_MODELS)):
-            raise CheckpointError(
-                f"{path} does not describe a model of transformers (those with an adapter of peft are not described). Pass "
-                "--format safetensors, or call trainer.export in the run."
-            )
-        recipe = Recipe(**choose(recipes, settings.model, path)[1])
-        if missing := [name for name in recipe.names.values() if name not in entries]:
-            raise CheckpointError(f"{path} has no {section} tensor {missing[0]!r}, which the model needs.")
+        recipe = _stored_recipe(path, state, settings.model, entries)
     else:
         tied: dict[Hashable, list[str]] = {}
         for name, entry in entries.items():
@@ -103,8 +96,22 @@ def export_safetensors(
 
     write_weights(out, recipe, whole, chunks, settings, Ranks(), finish)
     taken = {*recipe.names.values(), *(name for name in entries if name.startswith(strip_prefix))}
-    extra = [name for states in state.get("extra", {}).values() for name in states]
-    return Exported([*recipe.names], dict(recipe.shared), sorted(entries.keys() - taken), extra)
+    extra = state.get("extra", {}).values() if section == "model" else ()
+    skipped, extra_states = sorted(entries.keys() - taken), [name for states in extra for name in states]
+    return Exported([*recipe.names], dict(recipe.shared), skipped, extra_states)
+
+
+def _stored_recipe(path: str, state: Mapping[str, Any], model: str | None, entries: Container[str]) -> Recipe:
+    """Return the recipe that a run stored (CheckpointError if it stored none, or a tensor is missing)."""
+    if not (recipes := state.get(LIBRARY_MODELS)):
+        raise CheckpointError(
+            f"{path} does not describe a model of transformers (those with an adapter of peft are not described). Pass "
+            "--format safetensors, or call trainer.export in the run."
+        )
+    recipe = Recipe(**choose(recipes, model, path)[1])
+    if missing := [name for name in recipe.names.values() if name not in entries]:
+        raise CheckpointError(f"{path} has no tensor {missing[0]!r} in this section, but the model needs it.")
+    return recipe
 
 
 def _renamed(tied: Iterable[Sequence[str]], origin: str, strip_prefix: str, prefix: str) -> Recipe:

@@ -157,7 +157,7 @@ class EngineCheckpoints:
                 state, pieces = self._edited(path, state, pieces, {"epoch": epoch, "global_step": step}, edit)
             extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
             contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **state}
-            contents |= stored_recipes(self.modules, map(prefix_of, count())) if self.ranks.rank == 0 else {}
+            contents |= stored_recipes(self.modules, map(prefix_of, count()))
             if weights_only:
                 sections, rank_state = {}, None
             else:

@@ -154,8 +154,9 @@ def _verdict_text(verdict: Verdict) -> str:
     return "\n".join([f"{head}ok, step {verdict.step}, {verdict.num_files} files, {_bytes(verdict.num_bytes)}", *extra])
 
 
-def _export(options: argparse.Namespace) -> int:
-    is_described, size = options.format == "huggingface", options.max_shard_size
+def _check_export(options: argparse.Namespace) -> None:
+    """Reject arguments that exclude each other, with the usage."""
+    is_described = options.format == "huggingface"
     described = {"--tokenizer": options.tokenizer, "--model": options.model}
     renaming = {"--strip-prefix": options.strip_prefix, "--prefix": options.prefix}
     if wrong := [name for name, value in (renaming if is_described else described).items() if value]:
@@ -164,13 +165,17 @@ def _export(options: argparse.Namespace) -> int:
         options.refuse(
             f"{options.out} does not end in .safetensors, the format of an export. Pass --format for a folder"
         )
-    dtype = EXPORT_DTYPES[options.dtype] if options.dtype else None
-    settings = export_settings(options.format or "safetensors", dtype, size or "5GB", options.model)
+
+
+def _export(options: argparse.Namespace) -> int:
+    _check_export(options)
+    size = options.max_shard_size or "5GB"
+    settings = export_settings(options.format or "safetensors", options.dtype, size, options.model)
     names = {"section": options.section, "strip_prefix": options.strip_prefix, "prefix": options.prefix}
     done = export_safetensors(options.path, options.out, settings=settings, tokenizer=options.tokenizer, **names)
     files = [*Path(options.out).glob("*")] or [options.out]
     print(f"{printable(options.out)}: {len(done.names)} tensors, {_bytes(sum(map(os.path.getsize, files)))}")
-    if is_described and not options.tokenizer:
+    if options.format == "huggingface" and not options.tokenizer:
         print("  without a tokenizer: copy it into the folder, or pass --tokenizer DIR")
     for name, other in done.shared.items():
         print(f"  {printable(name)} is the same tensor as {printable(other)}, and stored under that name")

@@ -405,25 +405,23 @@ class Trainer(Status):
         max_shard_size: int | str = "5GB",
         model: str | None = None,
     ) -> bool:
-        """Write the weights as a folder that other libraries load, under every strategy. Collective: call on every rank.
+        """Write the weights for other libraries, under every strategy. Collective: call on every rank.
 
-        Every rank writes its own part in place, so no rank needs memory for the whole model. A kill at any moment leaves the
-        whole folder or nothing at the path. Within an accumulation window the export waits for its end, and returns False.
+        Every rank writes its part in place, so no rank needs memory for the whole model. A kill at any moment leaves the whole
+        folder or nothing at the path. Within an accumulation window the export waits for its end, and returns False.
 
         Args:
-            path: a local folder that does not exist.
+            path: a local folder that does not exist. In the format "safetensors", a name with that suffix is one file.
             format: "huggingface" for the model of transformers in an attribute of the module, with its config, generation
-                config and tokenizer, for `from_pretrained`. Of a PeftModel it is the folder of its active adapter.
-                "safetensors" writes all weights of the module under its own names.
-            dtype: "bf16", "f16", "f32" or a torch.dtype to convert floating-point tensors to. None keeps the dtypes that a
-                checkpoint has.
-            max_shard_size: the most bytes of a file ("5GB", "512MiB"). A larger tensor has its own file.
+                config and tokenizer, for `from_pretrained`. From a PeftModel only its active adapter is written.
+                "safetensors" writes all weights of the module under their names in checkpoints.
+            dtype: "bf16", "f16", "f32" or a torch.dtype to convert floating-point tensors to. None keeps a checkpoint's.
+            max_shard_size: the most bytes of a file ("5GB", "512MiB"). A larger tensor has a file by itself.
             model: the attribute with the model, if the module has several.
 
         Raises:
-            ValueError: on every rank, if an argument is not accepted or the module has no such model.
-            CheckpointError: on every rank, if the folder exists or was not written.
-            RuntimeError: no call has begun.
+            ValueError: an argument is not accepted, or the module has no such model.
+            CheckpointError: on every rank, if the path exists or was not written.
 
         >>> trainer = tw.Trainer(max_epochs=1, enable_model_summary=False)
         >>> trainer.fit(module, loader)
