@@ -1,4 +1,4 @@
-"""Exported folders of weights: one process with its own kind of library model, kills and errors."""
+"""Exported folders of weights on one process, with a stand-in for a model of transformers: contents, kills and errors."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from small import QUIET, assert_equal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import trainwright as tw
@@ -65,17 +66,20 @@ def loader() -> DataLoader[Any]:
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that any operation returned on this rank."""
+    """The bytes of the largest memory that an operation has allocated on this rank."""
 
     bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                self.bytes = max(self.bytes, local.nbytes)
+        known = {each.data_ptr() for each in storages((args, kwargs))}
+        self.bytes = max([self.bytes, *(each.nbytes() for each in storages(result) if each.data_ptr() not in known)])
         return result
+
+
+def storages(values: Any) -> list[Any]:
+    tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor) and not each.is_meta]
+    return [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
 
 
 def exported(strategy: str, folder: Path, adapter: bool) -> dict[str, int]:
