@@ -139,6 +139,8 @@ def test_wrong_exports_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ValueError, match=r"Classifier has no model of transformers or peft\. Choose the format 'safetensors'"
     ):
         evaluated(Classifier()).export("new")
+    with pytest.raises(tw.CheckpointError, match=r"model.bin does not end in \.safetensors"):
+        Classifier().export("model.bin")
     with pytest.raises(RuntimeError, match="there is nothing to export"):
         tw.Trainer(**QUIET).export("new")
     with pytest.raises(ValueError, match=r"export='safetensors' writes within the call\. Leave out blocking=False"):

@@ -90,7 +90,8 @@ class ModelCheckpoint(Checkpoint):
         async_save: block the loop only until everything is copied to host memory. A thread writes and commits. The next save
             and the end of the run wait for it and raise its error. Replaced checkpoints are removed once it has committed.
         export: "huggingface" also writes the saved weights as the folder `huggingface` in every checkpoint, for
-            `from_pretrained`, and "safetensors" as `safetensors` (see `Trainer.export`). Local disks only, without async_save.
+            `from_pretrained`, and "safetensors" as `safetensors` (see `Trainer.export`). Local disks only, without
+            async_save, and not in a save by save_on_exception.
 
     Rank 0 decides for all ranks, by its own metrics and files. Nothing is saved with fast_dev_run, and no weights that are not
     finite on some rank (NaN or infinity in a trained parameter or a norm's running statistics): a warning says so. A checkpoint

@@ -132,6 +132,8 @@ def export_tensors(
     state: Mapping[str, Any], out: str, *, strip_prefix: str = "", prefix: str = "", dtype: torch.dtype | None = None
 ) -> None:
     """Write the tensors of a state_dict in the same format as `export_safetensors`."""
+    if not out.endswith(".safetensors"):
+        raise CheckpointError(f"{out} does not end in .safetensors, the format of an export. Pass such a name.")
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
     pieces = [Piece(name, tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()]
     tied = [[piece.name for piece in group] for group in tied_groups(pieces)]
