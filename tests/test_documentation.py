@@ -14,6 +14,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +23,7 @@ import torch
 from jobs import run_job
 from reader import Classifier, Example, examples, failures_of, make_loader, run_block, run_examples
 from test_architecture import LAYERS
+from torch import nn
 from torch.distributed.run import get_args_parser
 
 import trainwright as tw
@@ -86,6 +88,7 @@ def marked(block: Block) -> Any:
 
 @pytest.mark.parametrize("block", [marked(block) for block in PYTHON])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # from torch's compiler
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # from peft
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # from MLflow's use of SQLAlchemy
 def test_a_code_block_runs(block: Block, tmp_path: Path) -> None:
@@ -260,10 +263,18 @@ def test_torchrun_accepts_what_is_shown() -> None:
         assert get_args_parser().parse_args(words).training_script == "train.py"
 
 
+class LibraryModel(nn.Linear):
+    """It has the methods by which a model of transformers is known."""
+
+    config = SimpleNamespace(to_json_string=lambda: "{}")
+    save_pretrained = print
+
+
 @pytest.mark.parametrize("words", CHECKPOINTS, ids=" ".join)
 def test_trainwright_checkpoint_does_what_is_shown(words: list[str], monkeypatch: Any, capsys: Any) -> None:
-    trainer = tw.Trainer(max_epochs=1, barebones=True)
-    trainer.fit(Classifier(), make_loader())
+    trainer, module = tw.Trainer(max_epochs=1, barebones=True), Classifier()
+    module.described = LibraryModel(1, 1)
+    trainer.fit(module, make_loader())
     trainer.save_checkpoint("run.ckpt")
     torch.save(Classifier().state_dict(), "weights.pt")
     monkeypatch.setattr("sys.argv", ["trainwright", "checkpoint", *(PLACEHOLDERS.get(word, word) for word in words)])

@@ -47,7 +47,7 @@ METHODS = {
         setup_module setup_optimizers skip_step step sync_gradients""",
     tw.Precision: """backward backward_context check convert_batch convert_module forward_context init_context
         load_state_dict release reset restore_module state_dict step step_context track unscale""",
-    tw.Trainer: """fit init_module predict print save_checkpoint stop_soon test trial validate""",
+    tw.Trainer: """export fit init_module predict print save_checkpoint stop_soon test trial validate""",
     tw.DataModule: """load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader
         prepare_data save_hyperparameters setup state_dict teardown test_dataloader train_dataloader transfer_batch_to_device
         val_dataloader""",
@@ -91,7 +91,7 @@ def test_arguments_of_log_are_lightnings() -> None:
 
 def test_arguments_of_saves_are_listed() -> None:
     saves = {
-        tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite trained_only",
+        tw.Trainer.save_checkpoint: "filepath weights_only storage_options blocking overwrite trained_only export",
         tw.Accelerator.save_state: "output_dir safe_serialization blocking overwrite trained_only unknown",
         tw.Engine.save: "path step epoch state rank_state weights_only trained_only edit blocking number overwrite directory "
         "parts",

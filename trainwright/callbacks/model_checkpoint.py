@@ -47,6 +47,8 @@ from trainwright.callbacks.checkpoint_policy import (
     scalar,
 )
 from trainwright.checkpoint.discovery import same_path
+from trainwright.checkpoint.filesystem import LocalFiles, resolve
+from trainwright.checkpoint.weight_files import export_settings
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
 from trainwright.rank_zero import rank_zero_warn, say
@@ -91,6 +93,9 @@ class ModelCheckpoint(Checkpoint):
             adapter. A checkpoint stores their digests instead, and a load compares these with the module, which is
             constructed with the same pretrained weights. Digests detect mistakes, not attacks. They are computed once for
             the same frozen parameters, which only a write by your own code can change between two saves.
+        export: "huggingface" also writes the saved weights as the folder `huggingface` in every checkpoint, for
+            `from_pretrained`, and "safetensors" as `safetensors` (see `Trainer.export`). Local disks only, without
+            async_save, and not in a save by save_on_exception.
 
     Rank 0 decides for all ranks, by its own metrics and files. Nothing is saved with fast_dev_run, and no weights that are not
     finite on some rank (NaN or infinity in a trained parameter or a norm's running statistics): a warning says so. A checkpoint
@@ -142,6 +147,7 @@ class ModelCheckpoint(Checkpoint):
         enable_version_counter: bool = True,
         async_save: bool = False,
         trained_only: bool = False,
+        export: str | None = None,
     ) -> None:
         check_choices(save_last, save_top_k, filename, monitor)
         check_template(filename or "")
@@ -157,6 +163,11 @@ class ModelCheckpoint(Checkpoint):
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
+        self.export = export
+        if export is not None:
+            export_settings(export)
+            if async_save:
+                raise ValueError(f"export={export!r} writes within the save. Leave out async_save=True.")
         self._is_fitting = self._has_warned_of_weights = False
         self._score, self._ranking = MonitoredScore(monitor), Ranking(monitor, self.mode, save_top_k)
         self._begin()
@@ -236,6 +247,8 @@ class ModelCheckpoint(Checkpoint):
             self._begin()
         if self._is_fitting:
             folder = self.folder_in(trainer)
+            if self.export is not None and not isinstance(resolve(folder)[0], LocalFiles):
+                raise ValueError(f"export={self.export!r} needs a local dirpath, but this one is {folder}.")
             if self.given_dirpath is None:
                 self.dirpath = self._default_dirpath = folder
 
@@ -371,8 +384,8 @@ class ModelCheckpoint(Checkpoint):
     def _write(self, trainer: TrainerProtocol, before: Kept, weights_only: bool = False, blocking: bool = True) -> bool:
         """Write the newest checkpoint. If that fails, keep the previous checkpoints. Collective."""
         try:
-            path, trained_only = self._kept["written_to"], self.trained_only
-            return trainer.save_checkpoint(path, weights_only, blocking=blocking, trained_only=trained_only)
+            settings: dict[str, Any] = {"trained_only": self.trained_only, "export": self.export}
+            return trainer.save_checkpoint(self._kept["written_to"], weights_only, blocking=blocking, **settings)
         except BaseException:
             self._keep(before)
             raise

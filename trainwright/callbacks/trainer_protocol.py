@@ -291,6 +291,7 @@ class TrainerProtocol(Protocol):
         blocking: bool = True,
         overwrite: bool = False,
         trained_only: bool = False,
+        export: str | None = None,
     ) -> bool:
         """Write a checkpoint. Collective (see `Trainer.save_checkpoint`)."""
 

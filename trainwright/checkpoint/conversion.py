@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple
+import shutil
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from trainwright.checkpoint.filesystem import LocalFiles, describe, note_new, resolve, temporary_path
 from trainwright.checkpoint.foreign_formats import Weights, read_weights
 from trainwright.checkpoint.frozen_base import FROZEN_BASE
-from trainwright.checkpoint.reader import StoredCheckpoint, open_checkpoint
-from trainwright.checkpoint.shards import METADATA_KEY, host_bytes, render_header
+from trainwright.checkpoint.library_models import LIBRARY_MODELS, choose, recipe_from, write_tensors
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.store import write_checkpoint
-from trainwright.checkpoint.tensors import DTYPES, Piece, TensorEntry
+from trainwright.checkpoint.tensors import DTYPES, Piece, StoredPiece, TensorEntry, tied_groups
+from trainwright.checkpoint.weight_files import CHUNK_ELEMENTS, ExportSettings, Recipe, free_target, write_weights
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 from trainwright.tensor_names import is_extra_state
 
-__all__ = ["EXPORT_DTYPES", "export_safetensors", "import_checkpoint"]
+__all__ = ["export_safetensors", "import_checkpoint"]
 
-CHUNK_ELEMENTS = 1 << 20
-EXPORT_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+TOKENIZER_FILES = ("*token*.json", "vocab*", "merges.txt", "*.model", "chat_template*", "*processor_config.json")
 
 
 class Exported(NamedTuple):
@@ -46,132 +46,100 @@ def export_safetensors(
     strip_prefix: str = "",
     prefix: str = "",
     dtype: torch.dtype | None = None,
+    settings: ExportSettings | None = None,
+    tokenizer: str | None = None,
 ) -> Exported:
-    """Write the tensors of a checkpoint's section as one safetensors file, a few MiB at a time.
+    """Write the tensors of a checkpoint's section as safetensors files, a few MiB at a time.
 
     Tied tensors are stored once, under the model's first name for them, which is the embedding in a language model. The
     file's metadata lists the other names, like save_model of the safetensors library.
 
     Args:
-        path, out: the checkpoint, which is verified first, and the file to write, on a local disk.
+        path, out: the checkpoint, which is verified first, and a local file that ends in .safetensors, or a folder.
         strip_prefix: export only the tensors whose names begin with this, without it.
         prefix: added before every name.
         dtype: the dtype to convert floating-point tensors to.
+        settings: instead of `dtype`. In the format "huggingface" the names come from the checkpoint.
+        tokenizer: a folder whose files of a tokenizer are copied.
 
     Raises:
         CheckpointError: the checkpoint is damaged, the file exists or cannot be written, or there is nothing to write.
     """
-    place = _target(out)
+    settings = settings or ExportSettings(dtype=dtype)
+    free_target(out)
+    files = [*chain.from_iterable(map(Path(tokenizer).glob, TOKENIZER_FILES))] if tokenizer else []
+    if tokenizer and not files:
+        raise CheckpointError(f"{tokenizer} has no files of a tokenizer. Pass a folder of its save_pretrained.")
     checkpoint = open_checkpoint(path)
-    entries = checkpoint.tensors(section)
-    described = {
-        name: ((entry.pieces or name, entry.shape, entry.dtype), entry.dtype, entry.shape)
-        for name, entry in entries.items()
+    entries, state = checkpoint.tensors(section), checkpoint.run_state()
+    if settings.format == "huggingface":
+        recipe = _stored_recipe(path, state, settings.model, entries)
+    else:
+        tied: dict[Hashable, list[str]] = {}
+        for name, entry in entries.items():
+            tied.setdefault(entry.pieces or name, []).append(name)
+        recipe = _renamed(tied.values(), path, strip_prefix, prefix)
+    whole = {
+        name: TensorEntry(entry.shape, entry.dtype, (StoredPiece("", "", 0, entry.numel),))
+        for name, entry in ((name, entries[stored]) for name, stored in recipe.names.items())
     }
 
     def chunks(name: str) -> Iterator[torch.Tensor]:
-        return _chunks(checkpoint, section, name, entries[name])
+        stored, entry = recipe.names[name], whole[name]
+        for start in range(0, entry.numel, CHUNK_ELEMENTS):
+            chunk = torch.empty(min(CHUNK_ELEMENTS, entry.numel - start), dtype=entry.dtype)
+            checkpoint.read_part(section, Piece(stored, entry.shape, start, chunk))
+            yield chunk
 
-    exported = _write(place, path, described, chunks, strip_prefix, prefix, dtype)
-    state = checkpoint.run_state() if section == "model" else {}
-    return exported._replace(extra_states=[name for states in state.get("extra", {}).values() for name in states])
+    def finish(folder: str) -> None:
+        for file in files:
+            shutil.copyfile(file, f"{folder}/{file.name}")
+
+    write_weights(out, recipe, whole, chunks, settings, Ranks(), finish)
+    taken = {*recipe.names.values(), *(name for name in entries if name.startswith(strip_prefix))}
+    extra = state.get("extra", {}).values() if section == "model" else ()
+    skipped, extra_states = sorted(entries.keys() - taken), [name for states in extra for name in states]
+    return Exported([*recipe.names], dict(recipe.shared), skipped, extra_states)
+
+
+def _stored_recipe(path: str, state: Mapping[str, Any], model: str | None, entries: Container[str]) -> Recipe:
+    """Return the recipe that a run stored (CheckpointError if it stored none, or a tensor is missing)."""
+    if not (recipes := state.get(LIBRARY_MODELS)):
+        raise CheckpointError(
+            f"{path} does not describe a model of transformers (those with an adapter of peft are not described). Pass "
+            "--format safetensors, or call trainer.export in the run."
+        )
+    recipe = Recipe(**choose(recipes, model, path)[1])
+    if missing := [name for name in recipe.names.values() if name not in entries]:
+        raise CheckpointError(f"{path} has no tensor {missing[0]!r} in this section, but the model needs it.")
+    return recipe
+
+
+def _renamed(tied: Iterable[Sequence[str]], origin: str, strip_prefix: str, prefix: str) -> Recipe:
+    """Return the recipe for the names that begin with `strip_prefix`."""
+    groups = [[name.removeprefix(strip_prefix) for name in names if name.startswith(strip_prefix)] for names in tied]
+    recipe = recipe_from(filter(None, groups), strip_prefix)
+    if not recipe.names:
+        some = ", ".join([names[0] for names in tied][:3]) or "none"
+        raise CheckpointError(
+            f"{origin} has no tensor whose name begins with {strip_prefix!r}; its names are for example {some}. Pass another "
+            "prefix."
+        )
+    names = {prefix + name: stored for name, stored in recipe.names.items()}
+    return Recipe(names, {prefix + name: prefix + kept for name, kept in recipe.shared.items()})
 
 
 def export_tensors(
     state: Mapping[str, Any], out: str, *, strip_prefix: str = "", prefix: str = "", dtype: torch.dtype | None = None
 ) -> None:
     """Write the tensors of a state_dict in the same format as `export_safetensors`."""
-    tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
-    described = {}
-    for name, tensor in tensors.items():
-        # Empty tensors all have the address 0, and are not tied.
-        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        described[name] = (memory if tensor.numel() else name, tensor.dtype, tuple(tensor.shape))
-    _write(_target(out), "the state_dict", described, lambda name: iter([tensors[name]]), strip_prefix, prefix, dtype)
-
-
-def _write(
-    place: tuple[LocalFiles, str],
-    origin: str,
-    described: Mapping[str, tuple[Hashable, torch.dtype, tuple[int, ...]]],
-    chunks: Callable[[str], Iterator[torch.Tensor]],
-    strip_prefix: str,
-    prefix: str,
-    dtype: torch.dtype | None,
-) -> Exported:
-    """Write the tensors with the requested prefix. `described` has their identities, equal for tied ones, dtypes and shapes."""
-    taken = {name: content for name, content in described.items() if name.startswith(strip_prefix)}
-    if not taken:
-        some = ", ".join(list(described)[:3]) or "none"
-        raise CheckpointError(
-            f"{origin} has no tensor whose name begins with {strip_prefix!r}; its names are for example {some}. Pass another "
-            "prefix."
-        )
-    first: dict[Hashable, str] = {}
-    shared: dict[str, str] = {}  # a safetensors file stores a tensor under one name only
-    layout: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = {}
-    for name, (identity, kind, shape) in taken.items():
-        new = prefix + name.removeprefix(strip_prefix)
-        if identity in first:
-            shared[new] = first[identity]
-        else:
-            first[identity] = new
-            layout[new] = (name, dtype if dtype and kind.is_floating_point else kind, shape)
-    if METADATA_KEY in (*layout, *shared):
-        raise CheckpointError(f"a tensor is called {METADATA_KEY!r}, which safetensors reserves. Pass a --prefix.")
-    ordered = sorted(layout, key=lambda new: -layout[new][1].itemsize)  # so every tensor is aligned, as in the library
-    with _new_file(*place) as stream:
-        stream.write(render_header(place[1], [(new, *layout[new][1:]) for new in ordered], shared))
-        for new in ordered:
-            name, kind, _ = layout[new]
-            for chunk in chunks(name):
-                stream.write(host_bytes(chunk.to(kind)))
-    return Exported(list(layout), shared, sorted(described.keys() - taken.keys()), [])
-
-
-def _target(out: str) -> tuple[LocalFiles, str]:
-    """Return the location of an export. CheckpointError if the name is not accepted, or exists."""
-    files, target = resolve(out)
-    if not isinstance(files, LocalFiles):
-        raise CheckpointError(f"{out} is not on a local disk. Pass a local path, and copy the file from there.")
     if not out.endswith(".safetensors"):
         raise CheckpointError(f"{out} does not end in .safetensors, the format of an export. Pass such a name.")
-    _refuse_existing(files, target)
-    note_new(target)
-    return files, target
-
-
-def _chunks(checkpoint: StoredCheckpoint, section: str, name: str, entry: TensorEntry) -> Iterator[torch.Tensor]:
-    for start in range(0, entry.numel, CHUNK_ELEMENTS):
-        chunk = torch.empty(min(CHUNK_ELEMENTS, entry.numel - start), dtype=entry.dtype)
-        checkpoint.read_part(section, Piece(name, entry.shape, start, chunk))
-        yield chunk
-
-
-def _refuse_existing(files: LocalFiles, target: str) -> None:
-    if files.exists(target):
-        raise CheckpointError(
-            f"{target} exists already, and an export never overwrites. Remove it or choose another name."
-        )
-
-
-@contextlib.contextmanager
-def _new_file(files: LocalFiles, target: str) -> Iterator[BinaryIO]:
-    """Yield a file to write into. It gets its name when it is complete and synced."""
-    temporary = temporary_path(target)
-    try:
-        files.make_directories(os.path.dirname(target))
-        with files.create(temporary) as stream:
-            yield stream
-        # Again, because another program may have written the file meanwhile, and a rename would replace it.
-        _refuse_existing(files, target)
-        files.rename(temporary, target)
-        files.sync_directory(os.path.dirname(target))
-    except OSError as error:
-        raise CheckpointError(f"{target} was not written: {describe(error, temporary)}.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            files.remove_file(temporary)
+    tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    pieces = [Piece(name, tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()]
+    tied = [[piece.name for piece in group] for group in tied_groups(pieces)]
+    recipe = _renamed(tied, "the state_dict", strip_prefix, prefix)
+    write_tensors(out, recipe, {piece.name: piece for piece in pieces}, ExportSettings(dtype=dtype), Ranks())
 
 
 def import_checkpoint(source: str, path: str) -> Weights:

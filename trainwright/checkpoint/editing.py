@@ -21,7 +21,7 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 from trainwright.tensor_names import clean_name
 
-RESERVED = frozenset({"seed", "extra", "precision", "strategy", "optimizers", FROZEN_BASE})
+RESERVED = frozenset({"seed", "extra", "precision", "strategy", "optimizers", "library_models", FROZEN_BASE})
 """Keys of the engine's state."""
 Edit = Callable[[dict[str, Any]], None]
 """Changes a checkpoint's contents in place."""

@@ -17,7 +17,7 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Any, BinaryIO
@@ -74,7 +74,7 @@ class CheckpointWriter:
     ) -> None:
         """Write a checkpoint, or start to write it. Collective.
 
-        CheckpointError on every rank if this save or the save in flight fails. `directory` comes from `stage` for this path.
+        CheckpointError on every rank if this save or the save in flight fails. `directory` comes from `staged` for this path.
         """
         # The save in flight uses the same host memory and channel.
         self.finish()
@@ -90,8 +90,11 @@ class CheckpointWriter:
         self.in_flight = save  # after the start, because a thread that cannot start is never done
         atexit.register(self._finish_at_exit)
 
-    def stage(self, path: str, overwrite: bool) -> str:
-        """Return the directory for the next save of this path, in which hooks may write files. Collective.
+    @contextlib.contextmanager
+    def staged(self, path: str, overwrite: bool) -> Iterator[str]:
+        """Yield the directory for the block's save of this path, in which files may be added. Collective.
+
+        If the block fails, the directory is removed. In an object store its files stay, without a manifest.
 
         Raises:
             CheckpointError: on every rank, if the path cannot be written, or the save in flight has failed.
@@ -101,14 +104,13 @@ class CheckpointWriter:
         work = partial(_stage, files, inside, overwrite) if self._ranks.rank == 0 else None
         subject = f"checkpoint {path} was not written"
         directory = self._ranks.run_on_all(work, SAVE, subject=subject, describe=partial(describe, path=inside))[0]
-        return str(directory)
-
-    def drop_stage(self, path: str, directory: str) -> None:
-        """Remove the directory of `stage` after a failure. In an object store its files stay, without a manifest."""
-        files, _ = resolve(path)
-        if files.has_rename and self._ranks.rank == 0:
-            with contextlib.suppress(OSError):
-                files.remove_tree(directory)
+        try:
+            yield str(directory)
+        except BaseException:
+            if files.has_rename and self._ranks.rank == 0:
+                with contextlib.suppress(OSError):
+                    files.remove_tree(directory)
+            raise
 
     def finish(self) -> None:
         """Wait for a save in flight. CheckpointError on every rank if it failed. Collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from trainwright.checkpoint.discovery import is_checkpoint
 from trainwright.checkpoint.editing import Edit, base_pieces, check_model, edit_for_load, edit_for_save, fill
 from trainwright.checkpoint.filesystem import describe
 from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base, check_base
+from trainwright.checkpoint.library_models import stored_recipes
 from trainwright.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
 from trainwright.checkpoint.store import SAVE, CheckpointWriter
 from trainwright.checkpoint.tensors import Piece
@@ -131,7 +132,7 @@ class EngineCheckpoints:
             blocking: False returns once everything is copied to host memory. A thread writes, and the next save waits for it.
             number: orders several saves of one step.
             overwrite: replace a complete checkpoint at the path, once the new one is committed.
-            directory: the folder that the writer's `stage` returned for this path. Its files become part of the checkpoint.
+            directory: the folder that the writer's `staged` yields for this path. Its files become part of the checkpoint.
             parts: tensors of the shapes of this rank's pieces, by section and name. Those of "model" replace the model's.
                 Other sections are stored beside it, unless weights_only.
 
@@ -163,6 +164,7 @@ class EngineCheckpoints:
                 state, pieces = self._edited(path, state, pieces, {"epoch": epoch, "global_step": step}, edit)
             extra = {str(number): extra_states(module) for number, module in enumerate(self.modules)}
             contents: dict[str, Any] = {"seed": self.seed, "extra": extra, **base, **state}
+            contents |= stored_recipes(self.modules, map(prefix_of, count()))
             if weights_only:
                 sections, rank_state = {}, None
             else:

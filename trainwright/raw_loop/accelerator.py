@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.arguments import check_flags, refuse_unknown, refuses_unknown
 from trainwright.checkpoint.reader import Verify
+from trainwright.checkpoint.weight_files import size_of
 from trainwright.data.seeding import rng_state, set_rng_state
 from trainwright.duration import seconds_of
 from trainwright.engine.engine import Engine
@@ -36,7 +37,7 @@ from trainwright.raw_loop.job_states import AcceleratorState, GradientState
 from trainwright.raw_loop.loop_objects import Preparation, PreparationOptions, check_kind
 from trainwright.raw_loop.loop_settings import REPLACED, LoopSettings, word_for
 from trainwright.raw_loop.loss_check import LossCheck
-from trainwright.raw_loop.model_files import load_object, save_model, save_object, size_of, state_dict_of
+from trainwright.raw_loop.model_files import load_object, save_model, save_object, state_dict_of
 from trainwright.raw_loop.options import AutocastKwargs, ProfileKwargs, profiled
 from trainwright.raw_loop.plugins import (
     DeepSpeedPlugin,

@@ -18,6 +18,7 @@ from trainwright.checkpoint.filesystem import Files, describe, resolve, temporar
 from trainwright.checkpoint.manifest import load_json
 from trainwright.checkpoint.shards import check_storable, host_bytes, render_header
 from trainwright.checkpoint.tensors import Piece, tied_groups
+from trainwright.checkpoint.weight_files import divided, index_of
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
 from trainwright.paths import absolute
@@ -28,10 +29,6 @@ from trainwright.tensor_names import clean_name
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
-_UNITS = {"": 1}
-for power, letter in enumerate("KMGT", 1):
-    _UNITS |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
-_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})", re.ASCII | re.IGNORECASE)
 STRUCTURE = "trainwright.structure"
 """The key in a file's metadata with the plain data that its tensors belong to."""
 ORDER = "trainwright.order"
@@ -54,16 +51,6 @@ def state_dict_of(model: nn.Module, strategy: Strategy) -> dict[str, Any]:
 
     whole = gather_module(module) if is_sharded(module) else module
     return {} if whole is None else {clean_name(name): value for name, value in whole.state_dict().items()}
-
-
-def size_of(text: int | str) -> int:
-    """Return a size in bytes: a number, or one with a unit such as "10GB" or "512MiB" (ValueError)."""
-    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
-        return text
-    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match is None or not float(match[1]):
-        raise ValueError(f"max_shard_size={text!r} is not accepted. Pass bytes, or for example '10GB' or '512MiB'.")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def save_model(model: nn.Module, folder: str, limit: int, strategy: Strategy, ranks: Ranks) -> None:
@@ -93,9 +80,9 @@ def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int
     # All before the first file is written, so that a refused one leaves the earlier files.
     for name, tensor in kept.items():
         check_storable(name, tensor)
-    shards = _divided(kept, limit)
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    names = names if len(shards) > 1 else [WHOLE]
+    sizes = {name: tensor.nbytes for name, tensor in kept.items()}
+    names = divided(sizes, limit)
+    shards = [{name: kept[name] for name in shard} for shard in names.values()]
     files.make_directories(folder)
     earlier = {name for name in files.listing(folder) if name in (WHOLE, INDEX) or _SHARD.fullmatch(name)}
     written = _write_shards(files, [f"{folder}/{name}" for name in names], shards, tied)
@@ -107,11 +94,8 @@ def _write_model(state: Mapping[str, Any], files: Files, folder: str, limit: int
         _move(files, path, f"{folder}/{name}")
     # The index comes last: without it readers find no model, and so no part of one.
     if len(shards) > 1:
-        total = sum(each.nbytes for each in kept.values())
-        homes = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
         with _new_file(files, f"{folder}/{INDEX}") as out:
-            out.write(f"{json.dumps(index, indent=2)}\n".encode())
+            out.write(index_of(names, sizes))
     files.sync_directory(folder)
 
 
@@ -130,19 +114,6 @@ def _write_shards(files: Files, paths: list[str], shards: list[dict[str, Tensor]
                 files.remove_file(path)
         raise
     return written
-
-
-def _divided(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """Return the tensors in groups of at most `limit` bytes, in their order. A larger tensor has a group by itself."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    return shards
 
 
 def _write_tensors(out: BinaryIO, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

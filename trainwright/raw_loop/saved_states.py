@@ -184,17 +184,13 @@ class SavedStates:
         if not self._save_hooks:
             yield None
             return
-        writer, models = self._engine.writer, list(preparation.models)
-        directory = writer.stage(path, overwrite)
-        try:
+        models = list(preparation.models)
+        with self._engine.writer.staged(path, overwrite) as directory:
             is_whole = self._engine.strategy.capabilities.holds_modules
             weights = [model.state_dict() for model in models] if is_whole else []
             models = [extract_model_from_parallel(model) for model in models]
             self._run(self._save_hooks, "save_state", models, weights, directory)
             yield directory
-        except BaseException:
-            writer.drop_stage(path, directory)
-            raise
 
     def _run(self, hooks: OrderedDict[int, Hook], call: str, *arguments: Any) -> None:
         """Call the hooks, and raise an error of any rank on all ranks (CheckpointError). Collective."""

@@ -8,15 +8,17 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainwright import CheckpointError
 from trainwright.checkpoint.codec import encode
-from trainwright.checkpoint.conversion import EXPORT_DTYPES, export_safetensors, import_checkpoint
+from trainwright.checkpoint.conversion import export_safetensors, import_checkpoint
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.manifest import FORMAT_VERSION
 from trainwright.checkpoint.reader import StoredCheckpoint, Verdict, candidates, examine, open_checkpoint
 from trainwright.checkpoint.tensors import DTYPE_NAMES, TensorEntry
+from trainwright.checkpoint.weight_files import EXPORT_DTYPES, FORMATS, export_settings
 from trainwright.distributed.masking import shown
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import printable
@@ -66,10 +68,16 @@ def _parser() -> Parser:
     about = "Reads every byte of a checkpoint, or of all checkpoints in a directory, and reports damage."
     verify = command("verify", about, _verify)
     verify.add_argument("path", metavar="PATH")
-    about = "Writes the weights as one safetensors file, for safetensors, transformers and others."
+    about = "Writes the weights as one safetensors file, or as a folder for transformers and others."
     export = command("export", about, _export)
+    export.set_defaults(refuse=export.error)
     export.add_argument("path", metavar="PATH")
-    export.add_argument("out", metavar="OUT.safetensors", type=_export_name)
+    export.add_argument("out", metavar="OUT", help="OUT.safetensors, or with --format a folder")
+    about = "write a folder: huggingface for from_pretrained, safetensors under the module's names"
+    export.add_argument("--format", choices=FORMATS, help=about)
+    export.add_argument("--max-shard-size", metavar="SIZE", help="of the folder's files, by default 5GB")
+    export.add_argument("--tokenizer", metavar="DIR", help="a folder whose tokenizer is copied")
+    export.add_argument("--model", metavar="NAME", help="the attribute with the model, if there are several")
     sections = "model (the default), optimizer, or training and average of averaged weights"
     export.add_argument("--section", default="model", help=f"the section to export: {sections}")
     shortens = "export only names that begin with this, without it"
@@ -151,17 +159,29 @@ def _verdict_text(verdict: Verdict) -> str:
     return "\n".join([f"{head}ok, step {verdict.step}, {verdict.num_files} files, {_bytes(verdict.num_bytes)}", *extra])
 
 
-def _export_name(text: str) -> str:
-    if not text.endswith(".safetensors"):
-        raise argparse.ArgumentTypeError(f"{text} does not end in .safetensors, the format of an export")
-    return text
+def _check_export(options: argparse.Namespace) -> None:
+    """Reject arguments that exclude each other, with the usage."""
+    is_described = options.format == "huggingface"
+    described = {"--tokenizer": options.tokenizer, "--model": options.model}
+    renaming = {"--strip-prefix": options.strip_prefix, "--prefix": options.prefix}
+    if wrong := [name for name, value in (renaming if is_described else described).items() if value]:
+        options.refuse(f"{wrong[0]} is not accepted {'with' if is_described else 'without'} --format huggingface")
+    if not options.format and not options.out.endswith(".safetensors"):
+        options.refuse(
+            f"{options.out} does not end in .safetensors, the format of an export. Pass --format for a folder"
+        )
 
 
 def _export(options: argparse.Namespace) -> int:
-    dtype = EXPORT_DTYPES[options.dtype] if options.dtype else None
+    _check_export(options)
+    size = options.max_shard_size or "5GB"
+    settings = export_settings(options.format or "safetensors", options.dtype, size, options.model)
     names = {"section": options.section, "strip_prefix": options.strip_prefix, "prefix": options.prefix}
-    done = export_safetensors(options.path, options.out, dtype=dtype, **names)
-    print(f"{printable(options.out)}: {len(done.names)} tensors, {_bytes(os.path.getsize(options.out))}")
+    done = export_safetensors(options.path, options.out, settings=settings, tokenizer=options.tokenizer, **names)
+    files = [*Path(options.out).glob("*")] or [options.out]
+    print(f"{printable(options.out)}: {len(done.names)} tensors, {_bytes(sum(map(os.path.getsize, files)))}")
+    if options.format == "huggingface" and not options.tokenizer:
+        print("  without a tokenizer: copy it into the folder, or pass --tokenizer DIR")
     for name, other in done.shared.items():
         print(f"  {printable(name)} is the same tensor as {printable(other)}, and stored under that name")
     if done.skipped:

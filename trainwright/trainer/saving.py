@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from trainwright.callbacks.base import Callback
-from trainwright.checkpoint.contents import encode_state
+from trainwright.checkpoint.contents import MODEL, encode_state, with_parts
 from trainwright.checkpoint.editing import Edit
 from trainwright.checkpoint.foreign_formats import is_plain
+from trainwright.checkpoint.library_models import write_pieces
 from trainwright.checkpoint.shards import check_storable
+from trainwright.checkpoint.weight_files import EXPORT, ExportSettings, export_settings
 from trainwright.data.datamodule import DataModule
 from trainwright.data.loader_state import LoaderState
 from trainwright.data.seeding import rng_state
 from trainwright.data.transfer import map_leaves
+from trainwright.devices.hardware import using
 from trainwright.engine.named_state import computed_keys, held_gradients, model_pieces
 from trainwright.hyperparameters import HyperParameters, hyper_parameter_entries
 from trainwright.module import Module, is_overridden
@@ -101,38 +105,75 @@ def check_state(run: TrainingRun) -> None:
 
 
 def save_checkpoint(
-    run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool, trained_only: bool
+    run: Run, path: str, *, weights_only: bool, blocking: bool, export: str | None, **options: bool
 ) -> bool:
     """Write a checkpoint as Trainer.save_checkpoint does. Return False if it waits until the run may be saved. Collective."""
-    weights_only = check_save(run, weights_only)
-    return run.save(weights_only, partial(_write, run, path, weights_only, blocking, overwrite, trained_only))
+    settings = None if export is None else export_settings(export)
+    if settings and not blocking:
+        raise ValueError(f"export={export!r} writes within the call. Leave out blocking=False.")
+    options |= {"weights_only": check_save(run, weights_only), "blocking": blocking}
+    return run.save(options["weights_only"], partial(_write, run, path, settings, **options))
 
 
-def _write(run: Run, path: str, weights_only: bool, blocking: bool, overwrite: bool, trained_only: bool) -> None:
+def export_weights(run: Run, path: str, settings: ExportSettings) -> bool:
+    """Write files as Trainer.export does. Return False if that waits until a window ends. Collective."""
+    if not run.engine.modules:
+        raise RuntimeError("there is nothing to export: export works from fit's beginning on.")
+
+    def write() -> None:
+        if not _export(run, path, settings, _parts(run)) and settings.format == "huggingface":
+            run.trainer.print(f"{path} has no tokenizer: save it there, or make it an attribute of the module.")
+
+    return run.save(True, write)
+
+
+def _export(
+    run: Run, path: str, settings: ExportSettings, parts: Mapping[str, Mapping[str, Tensor]], is_staged: bool = False
+) -> bool:
+    """Write the scored weights, and return whether there is a tokenizer. Collective."""
+    engine, owners = run.engine, () if run.datamodule is None else (run.datamodule,)
+    with using(engine.device):
+        engine.strategy.check_gradients(partial(engine.ranks.exchange, call=EXPORT))
+        pieces = with_parts(model_pieces(engine.strategy, engine.modules), parts)[MODEL]
+        return write_pieces(path, engine.modules[0], pieces, settings, engine.ranks, owners, is_staged)
+
+
+def _parts(run: Run) -> dict[str, Mapping[str, Tensor]]:
+    """Return the tensors that callbacks store instead of the model's, or beside them. Collective."""
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    for sections in run.hooks.call("sharded_state_dict"):
+        parts |= sections or {}
+    return parts
+
+
+def _write(
+    run: Run, path: str, export: ExportSettings | None, *, weights_only: bool, overwrite: bool, **options: bool
+) -> None:
     """Write a checkpoint of the run's present state. Collective."""
     if run.logbook.is_row_due:
         run.logbook.log_step()  # no resumed run would write it
     number = run.state.count_save()  # before the state is read, because the checkpoint contains its number
     data = None if weights_only or run.trained.data is None else run.trained.data.state_dict()
     state, own = run_state(run, data), None if data is None else rank_state(run, data)
-    parts: dict[str, Mapping[str, Tensor]] = {}
-    for sections in run.hooks.call("sharded_state_dict"):
-        parts |= sections or {}
+    parts = _parts(run)
     run.logbook.note_checkpoint(path)
-    run.engine.save(
-        path,
-        step=run.state.step,
-        epoch=run.state.epoch,
-        state=state,
-        rank_state=own,
-        weights_only=weights_only,
-        trained_only=trained_only,
-        number=number,
-        edit=edit_with_hooks(run, SAVE_HOOK),
-        blocking=blocking,
-        overwrite=overwrite,
-        parts=parts,
-    )
+    with nullcontext() if export is None else run.engine.writer.staged(path, overwrite) as directory:
+        if export is not None:
+            _export(run, f"{directory}/{export.format}", export, parts, is_staged=True)
+        run.engine.save(
+            path,
+            step=run.state.step,
+            epoch=run.state.epoch,
+            state=state,
+            rank_state=own,
+            weights_only=weights_only,
+            number=number,
+            edit=edit_with_hooks(run, SAVE_HOOK),
+            overwrite=overwrite,
+            directory=directory,
+            parts=parts,
+            **options,
+        )
 
 
 def rank_state(run: Run, data: LoaderState) -> dict[str, Any]:

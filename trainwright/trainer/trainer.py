@@ -17,6 +17,7 @@ import torch
 from trainwright.arguments import refuse_unknown, refuses_unknown
 from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.reader import Verify
+from trainwright.checkpoint.weight_files import export_settings
 from trainwright.data.datamodule import DataModule
 from trainwright.devices import cuda
 from trainwright.duration import seconds_of
@@ -51,7 +52,7 @@ from trainwright.trainer.remote_call import call_remotely, changes
 from trainwright.trainer.resume import Resumption, restore_datamodule
 from trainwright.trainer.run import Parts, Run
 from trainwright.trainer.run_position import Position
-from trainwright.trainer.saving import edit_with_hooks, save_checkpoint
+from trainwright.trainer.saving import edit_with_hooks, export_weights, save_checkpoint
 from trainwright.trainer.settings import REPLACED, Settings
 from trainwright.trainer.sources import find_source
 from trainwright.trainer.status import Status
@@ -368,6 +369,7 @@ class Trainer(Status):
         overwrite: bool = True,
         *,
         trained_only: bool = False,
+        export: str | None = None,
     ) -> bool:
         """Write a checkpoint, and return whether it is written, or begun with blocking=False. Collective: call on every rank.
 
@@ -383,7 +385,8 @@ class Trainer(Status):
                 the path. Where the file system cannot exchange two directories (NFS), the new one may be at a path with `-v1`.
                 A file, a link, a damaged checkpoint, and on an object store any checkpoint, are rejected. False rejects every
                 path that exists.
-
+            export: "huggingface" or "safetensors" also writes the weights as `export` does, into a folder of this name in the
+                checkpoint. Local disks only.
             trained_only: omit the parameters that require no gradients and that no optimizer steps, as
                 `ModelCheckpoint(trained_only=True)` does.
 
@@ -396,7 +399,41 @@ class Trainer(Status):
         """
         if storage_options is not None:
             raise ValueError("storage_options is not accepted. Put them into the fsspec URL or its configuration.")
-        return save_checkpoint(self.run, str(filepath), weights_only, blocking, overwrite, trained_only)
+        options = {"blocking": blocking, "overwrite": overwrite, "trained_only": trained_only}
+        return save_checkpoint(self.run, str(filepath), weights_only=weights_only, export=export, **options)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: str = "huggingface",
+        dtype: str | torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+        model: str | None = None,
+    ) -> bool:
+        """Write the weights for other libraries, under every strategy. Collective: call on every rank.
+
+        Every rank writes its part in place, so no rank needs memory for the whole model. A kill at any moment leaves the whole
+        folder or nothing at the path. Within an accumulation window the export waits for its end, and returns False.
+
+        Args:
+            path: a local folder that does not exist. In the format "safetensors", a name with that suffix is one file.
+            format: "huggingface" for the model of transformers in an attribute of the module, with its config, generation
+                config and tokenizer, for `from_pretrained`. From a PeftModel only its active adapter is written.
+                "safetensors" writes all weights of the module under their names in checkpoints.
+            dtype: "bf16", "f16", "f32" or a torch.dtype to convert floating-point tensors to. None keeps a checkpoint's.
+            max_shard_size: the most bytes of a file ("5GB", "512MiB"). A larger tensor has a file by itself.
+            model: the attribute with the model, if the module has several.
+
+        Raises:
+            ValueError: an argument is not accepted, or the module has no such model.
+            CheckpointError: on every rank, if the path exists or was not written.
+
+        >>> trainer = tw.Trainer(max_epochs=1, enable_model_summary=False)
+        >>> trainer.fit(module, loader)
+        >>> trainer.export("exported", format="safetensors")
+        True
+        """
+        return export_weights(self.run, absolute(path), export_settings(format, dtype, max_shard_size, model))
 
     def stop_soon(self) -> None:
         """Stop all ranks at the same optimizer step of this fit. Call it on any rank and from any thread.
