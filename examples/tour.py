@@ -30,14 +30,13 @@ class Example(NamedTuple):
 
 
 REVIEWS, ORIGINALS = sorted(FOLDER.glob("imdb/[0-9]*.py")), sorted(FOLDER.glob("first/*.py"))
-DIGITS, ENGINES = (
-    ["digits.py", "four_tricks.py", "raw_loop.py"],
-    {"6_deepspeed": "deepspeed", "8_ddp_sharded": "fairscale"},
-)
+DIGITS = ["digits.py", "four_tricks.py", "raw_loop.py"]
+ENGINES = {"6_deepspeed": "deepspeed", "8_ddp_sharded": "fairscale"}
 IMDB, BERT, KERNEL = "--reviews 2400 --epochs 1", "transformers tokenizers", "matplotlib nbclient nbformat ipykernel"
 LOOP_RESULT, SCORE = r"(?:epoch \d+: )?(\D*(?:val_acc|distance).*)", r"((?:test.acc\w*|accuracy|val_acc|val_loss): .*)"
 GALLERY = {"first.py": "sklearn", "text.py": "", "graph.py": "matplotlib", "stream.py": "datasets"}
 STORY, NOTEBOOKS, ENDS = FOLDER / "faults/story.py", ["first", "gpt", "graph", "raw_loop/notebook"], ["py", "ipynb"]
+GALLERY = {"first.py": "sklearn", "text.py": "", "graph.py": "matplotlib", "stream.py": "datasets"}
 EXAMPLES = [
     *(Example(name, "", SCORE, needs) for name, needs in GALLERY.items()),
     *(Example(f"first/{path.name}", "", SCORE, f"sklearn {path.stem.partition('_')[2]}") for path in ORIGINALS),

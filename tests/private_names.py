@@ -159,8 +159,6 @@ USES = (
         "find this rank's share of a parameter in the masters (strategies/zero/vendor.py)"),
     Use("deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator",
         "let DeepSpeed go of a module that is not trained any more (strategies/zero/vendor.py)"),
-    Use("transformers.modeling_utils.PreTrainedModel", "_keys_to_ignore_on_save",
-        "omit the weights that save_pretrained omits (checkpoint/library_models.py)"),
     Use("transformers.modeling_utils.PreTrainedModel", "_gradient_checkpointing_func",
         "reject reentrant recomputation on several ranks (strategies/ddp/vendor.py)"),
     Use("datasets.IterableDataset", "_ex_iterable", "know a stream that is split after a shuffle (data/vendor.py)"),

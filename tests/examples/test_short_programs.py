@@ -15,7 +15,7 @@ import pytest
 from forked import run_python
 
 FOLDER = Path(__file__).parents[2] / "examples"
-SHORT = ("first", "four_tricks", "gpt", "graph", "images", "interruption", "lora", "stream", "sweep", "text", "tour")
+SHORT = ("first", "four_tricks", "gpt", "graph", "images", "interruption", "lora", "stream", "sweep", "text")
 
 
 def needs(*modules: str) -> Any:

@@ -92,12 +92,12 @@ class ModelCheckpoint(Checkpoint):
         trained_only: omit the parameters that require no gradients and that no optimizer steps, such as the base model of an
             adapter. A checkpoint stores their digests instead, and a load compares these with the module, which is
             constructed with the same pretrained weights. Digests detect mistakes, not attacks. They are computed once for
-            the same frozen parameters, which only a write by your own code can change between two saves.
+            the same frozen parameters, which only a write by your code can change between two saves.
         export: "huggingface" also writes the saved weights as the folder `huggingface` in every checkpoint, for
             `from_pretrained`, and "safetensors" as `safetensors` (see `Trainer.export`). Local disks only, without
             async_save, and not in a save by save_on_exception.
 
-    Rank 0 decides for all ranks, by its own metrics and files. Nothing is saved with fast_dev_run, and no weights that are not
+    Rank 0 decides for all ranks, by its metrics and files. Nothing is saved with fast_dev_run, and no weights that are not
     finite on some rank (NaN or infinity in a trained parameter or a norm's running statistics): a warning says so. A checkpoint
     whose metric is not finite never counts among the best. Until one is finite, the newest is kept. The newest checkpoint and
     the resume source are never deleted before another one exists. A fit from scratch keeps the files of an earlier fit.

@@ -111,7 +111,11 @@ def _stored_recipe(path: str, state: Mapping[str, Any], model: str | None, entri
         )
     recipe = Recipe(**choose(recipes, model, path)[1])
     if missing := [name for name in recipe.names.values() if name not in entries]:
-        raise CheckpointError(f"{path} has no tensor {missing[0]!r} in this section, but the model needs it.")
+        reason = "stores only the trained parameters" if FROZEN_BASE in state else "has another section"
+        raise CheckpointError(
+            f"{path} {reason}: {missing[0]!r} is missing, which the model needs. Call trainer.export in the run, or pass "
+            "--format safetensors for the tensors that are there."
+        )
     return recipe
 
 

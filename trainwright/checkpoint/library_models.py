@@ -61,7 +61,6 @@ def choose(found: Mapping[str, Found], model: str | None, owner: str) -> tuple[s
 def recipe_of(path: str, model: Any) -> Recipe:
     """Return the recipe for a model of transformers, or for any module under its own names (ValueError)."""
     documents: dict[str, Any] = {}
-    omitted: Iterable[str] = ()
     if _has_config(model):
         if getattr(model, "hf_quantizer", None) is not None or getattr(model, "peft_config", None):
             raise ValueError(
@@ -73,11 +72,9 @@ def recipe_of(path: str, model: Any) -> Recipe:
         documents["config.json"] = json.loads(model.config.to_json_string()) | about
         if getattr(model, "generation_config", None) is not None and model.can_generate():
             documents["generation_config.json"] = json.loads(model.generation_config.to_json_string())
-        omitted = getattr(model, "_keys_to_ignore_on_save", None) or ()
     tied: dict[Tensor, list[str]] = {}
     for name, tensor, _ in state_entries(model):
-        if name not in omitted:
-            tied.setdefault(tensor, []).append(name)
+        tied.setdefault(tensor, []).append(name)
     return recipe_from(
         tied.values(), f"{path}." if path else "", documents, getattr(model, "all_tied_weights_keys", ())
     )

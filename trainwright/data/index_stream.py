@@ -147,7 +147,8 @@ class IndexStream(StreamShard):
 
     def drawn(self, pass_number: int, start: int = 0) -> Iterable[Any]:
         is_trimmed = self._trimmed and pass_number == self.start_pass
-        if self.is_split and not is_trimmed and (samples := self._samples(pass_number)) is not None:
+        is_sliced = self.world_size > 1 and self.is_split and not is_trimmed
+        if is_sliced and (samples := self._samples(pass_number)) is not None:
             return Slices(samples, int(self.source.batch_size), self.source.drop_last, start)
         items = islice(self._drawn_whole(pass_number), start, None)
         if not is_trimmed:

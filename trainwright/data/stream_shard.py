@@ -43,21 +43,21 @@ class StreamPosition(TypedDict):
     """A description of the sampler, or empty if unknown. Missing in older checkpoints."""
 
 
-class Slices(Sequence[list[int]]):
+class Slices(Sequence[Any]):
     """The batches of torch's BatchSampler, each made when it is read, so that a rank makes only its own."""
 
     def __init__(self, samples: Sequence[int], size: int, drop_last: bool, start: int) -> None:
-        self._samples, self._size, self._start = samples, size, start
-        self._stop = len(samples) // size if drop_last else -(-len(samples) // size)
+        stop = len(samples) // size * size if drop_last else len(samples)
+        self._samples, self._size = samples, size
+        self._starts = range(start * size, stop, size)
+        """The first sample of every batch."""
 
     def __len__(self) -> int:
-        return max(0, self._stop - self._start)
+        return len(self._starts)
 
     def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        begin = (self._start + number) * self._size
-        return list(self._samples[begin : begin + self._size])
+        start = self._starts[number]
+        return list(self._samples[start : start + self._size])
 
 
 class StreamShard:

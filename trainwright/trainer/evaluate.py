@@ -112,7 +112,7 @@ class Evaluation:
             return self.source.load()
 
     def is_alone(self, loader: Shard) -> bool:
-        """Return whether every rank has a loader of its own."""
+        """Return whether every rank has a separate loader."""
         return self.run.engine.world_size > 1 and not loader.is_sharded
 
     def refuse_empty(self, index: int, is_empty: bool) -> None:

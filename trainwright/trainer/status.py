@@ -321,6 +321,27 @@ class Status:
         """Return whether a validation, the sanity check or a test runs."""
         return self.validating or self.testing or self.sanity_checking
 
+    def stop_soon(self) -> None:
+        """Stop all ranks at the same optimizer step of this fit. Call it on any rank and from any thread.
+
+        On several ranks that needs steps that average gradients. Under manual optimization without any, set should_stop on
+        every rank.
+        """
+        self.run.stop.request_soon()
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it to True, on any rank, to end the run.
+
+        One process ends after this optimizer step, several after this validation or epoch if it is set there, otherwise
+        within the next two steps.
+        """
+        return self.run.stop.requested
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self.run.stop.request(value)
+
     @property
     def received_sigterm(self) -> bool:
         """Return whether SIGTERM stops or has stopped the fit, as far as this rank knows."""

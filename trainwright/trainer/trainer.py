@@ -68,7 +68,7 @@ class Trainer(Status):
         strategy: how processes share the work: "auto" (single_device, or ddp on several processes), a name, or a Strategy.
         devices: number of processes on this node, one per device, or a list of device numbers, or -1 for all devices (CPU: all
             cores). "auto": the launcher's number if launched, otherwise all GPUs, otherwise 1.
-        num_nodes: nodes of the job. torchrun, srun or `trainwright launch` starts more than one, or the script on each node
+        num_nodes: nodes of the job. torchrun, srun or `trainwright launch` starts more than one, or the script on every node
             with NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
         precision: "32-true", "16-mixed", "bf16-mixed", "fp8-mixed", "16-true", "bf16-true" or "64-true", the short forms 32,
             16, "bf16", "fp8" and 64, or a Precision.
@@ -79,7 +79,7 @@ class Trainer(Status):
         min_epochs, min_steps: what is trained even if should_stop is set before.
         max_steps: optimizer steps to train, -1 for no limit.
         max_time: time to train: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch on each rank, as
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch on every rank, as
             a number (int) or a fraction (float), None for all.
         overfit_batches: train and validate on this number or fraction of batches, without shuffling.
         val_check_interval: validate within an epoch after each such fraction of it (float), number of training batches (int)
@@ -329,7 +329,7 @@ class Trainer(Status):
             weights_only, verify: as in `fit`.
 
         Returns:
-            A list of dicts, each loader's metrics by name, over all ranks with each sample counted once.
+            A list of dicts, every loader's metrics by name, over all ranks with every sample counted once.
         """
         return self._measure("test", "test", (model, dataloaders, ckpt_path, datamodule, verify), verbose)
 
@@ -351,7 +351,7 @@ class Trainer(Status):
         its own outputs, of any kind. Where the call starts the processes, those of rank 0.
 
         Returns:
-            A list with an entry for each batch; with several loaders a list of such lists; None with return_predictions=False.
+            A list with an entry for every batch; with several loaders a list of such lists; None with return_predictions=False.
         """
         if return_predictions not in (None, True, False, "own"):
             raise ValueError(f"return_predictions={return_predictions!r} is not accepted. Pass True, False or 'own'.")
@@ -435,14 +435,6 @@ class Trainer(Status):
         """
         return export_weights(self.run, absolute(path), export_settings(format, dtype, max_shard_size, model))
 
-    def stop_soon(self) -> None:
-        """Stop all ranks at the same optimizer step of this fit. Call it on any rank and from any thread.
-
-        On several ranks that needs steps that average gradients. Under manual optimization without any, set should_stop on
-        every rank.
-        """
-        self.run.stop.request_soon()
-
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
         """Return a context that makes modules in the run's dtype and on its device, without values if `empty_init`."""
@@ -455,19 +447,6 @@ class Trainer(Status):
             kwargs.setdefault("flush", True)
             bar = self.progress_bar_callback if self.run.running_call is not None else None
             (builtins.print if bar is None else bar.print)(*args, **kwargs)  # above a live bar, not through it
-
-    @property
-    def should_stop(self) -> bool:
-        """Set it to True, on any rank, to end the run.
-
-        One process ends after this optimizer step, several after this validation or epoch if it is set there, otherwise
-        within the next two steps.
-        """
-        return self.run.stop.requested
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        self.run.stop.request(value)
 
     def __reduce__(self) -> Any:
         raise TypeError("A Trainer cannot be copied or pickled. Make another Trainer with the same arguments.")

@@ -61,6 +61,7 @@ from trainwright.strategies.fsdp2.wrap_policy import (
     choose_groups,
     find_float32,
     recomputed,
+    refuse_mixed,
 )
 from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
 from trainwright.strategies.placement import innermost_first, materialize, move
@@ -264,7 +265,7 @@ class FSDPStrategy(Strategy):
         # FSDP2 shards rows, which 0-dim parameters lack, and cannot reduce empty ones.
         kept = {each for each in whole if each.dim() == 0 or each.numel() == 0}.union(self._float32.parameters(group))
         sharded = {each for each in whole if each not in kept}
-        self._refuse_mixed(group, sharded)
+        refuse_mixed(group, sharded)
         for parameter in whole:
             parameter.data = parameter.data.contiguous()
         writes = vendor.WriteCheck(group, sharded)
@@ -283,16 +284,6 @@ class FSDPStrategy(Strategy):
         if not is_root:
             group.register_forward_pre_hook(writes.record)
         return writes
-
-    def _refuse_mixed(self, group: nn.Module, whole: set[nn.Parameter]) -> None:
-        dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
-        if len(dtypes) > 1:
-            names = {parameter.dtype: name for name, parameter in group.named_parameters() if parameter.dtype in dtypes}
-            found = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
-            raise ValueError(
-                f"fsdp gathers the parameters of a group in one dtype, but here are {found}. Convert the module to one dtype, "
-                "or put parameters of another dtype into a submodule that is a separate group (auto_wrap_policy)."
-            )
 
     def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
         """Adopt parameters that were created after sharding: whole on every rank, averaged before a step.

@@ -98,6 +98,18 @@ def recomputed(module: nn.Module, policy: WrapPolicy | bool | None, groups: list
     return choose_groups(module, policy)
 
 
+def refuse_mixed(group: nn.Module, whole: set[nn.Parameter]) -> None:
+    """Raise ValueError if the trained parameters of a group have several dtypes."""
+    dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
+    if len(dtypes) > 1:
+        names = {parameter.dtype: name for name, parameter in group.named_parameters() if parameter.dtype in dtypes}
+        found = ", ".join(f"{name!r} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
+        raise ValueError(
+            f"fsdp gathers the parameters of a group in one dtype, but here are {found}. Convert the module to one dtype, "
+            "or put parameters of another dtype into a submodule that is a separate group (auto_wrap_policy)."
+        )
+
+
 def _is_one_of(policy: object) -> Callable[[nn.Module], bool]:
     kinds = tuple(policy) if isinstance(policy, Iterable) else (policy,)
     if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
