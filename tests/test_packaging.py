@@ -19,7 +19,7 @@ import trainwright as tw
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OPTIONAL = ("omegaconf", "onnxscript", "pydantic")
+OPTIONAL = ("omegaconf", "onnxscript", "peft", "pydantic")
 """Imported where a user's objects come from it, by the one method that needs it, or for the types of DeepSpeed."""
 DISTRIBUTION_OF = {"yaml": "PyYAML"}
 """Modules whose distribution has another name."""
