@@ -189,6 +189,17 @@ def features() -> Iterator[Row]:
     kills = load("test_soak.py").test_runs_of_other_strategies_survive_a_kill
     yield Row("a killed run, resumed, ends with the same bits", kills, values(kills, "strategy"))
 
+    folders = load("programs/test_library_folders.py")
+    exports = folders.test_transformers_loads_the_weights_of_two_ranks
+    yield Row("weights for transformers, and adapters for peft", exports, values(exports, "strategy"))
+    bases = load("checkpoint/test_frozen_base.py")
+    yield Row(
+        "checkpoints of only the trained parameters", bases.test_an_adapter_resumes_exactly_under_every_strategy,
+        bases.STRATEGIES,
+    )  # fmt: skip
+    hybrid = load("strategies/test_hybrid_sharding.py").test_hybrid_shards_train_save_and_resume_as_whole_ones
+    yield Row("hybrid sharding (`num_replicas=`)", hybrid, ["fsdp"])
+
     averaged = load("strategies/test_averaged.py")
     of_all = averaged.test_averages_match_one_process_under_every_strategy
     yield Row("averaged weights (EMA, SWA)", of_all, averaged.PARALLEL)

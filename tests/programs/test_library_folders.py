@@ -22,7 +22,6 @@ from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.tools.checkpoints import checkpoint_command
 
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")]
 
 STRATEGIES = ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3")
@@ -51,8 +50,10 @@ class Language(tw.Module):
         torch.manual_seed(4)
         self.inner = nn.ModuleDict({"net": transformers.GPT2LMHeadModel(gpt2()).train()})
         if adapter:
-            lora = peft.LoraConfig(r=4, lora_dropout=0.0, target_modules=["c_attn"], fan_in_fan_out=True)
-            self.inner["net"] = peft.get_peft_model(self.inner["net"], lora)
+            from peft import LoraConfig, get_peft_model
+
+            lora = LoraConfig(r=4, lora_dropout=0.0, target_modules=["c_attn"], fan_in_fan_out=True)
+            self.inner["net"] = get_peft_model(self.inner["net"], lora)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.inner["net"](input_ids=batch, labels=batch).loss
@@ -161,6 +162,8 @@ def test_transformers_loads_the_weights_of_two_ranks(strategy: str, job: Any, ca
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_peft_loads_the_adapter_of_two_ranks(strategy: str, job: Any, capsys: Any) -> None:
+    from peft import PeftModel
+
     folder = job[0] / f"{strategy}-True"
     trained = Language(True).inner["net"]
     trained.load_state_dict(torch.load(folder / "whole.pt"))
@@ -171,7 +174,7 @@ def test_peft_loads_the_adapter_of_two_ranks(strategy: str, job: Any, capsys: An
         assert all(
             value.any() for name, value in load_file(path / "adapter_model.safetensors").items() if "lora_B" in name
         )
-        loaded = peft.PeftModel.from_pretrained(Language().inner["net"], path)
+        loaded = PeftModel.from_pretrained(Language().inner["net"], path)
         assert torch.equal(loaded.eval()(words).logits, trained.eval()(words).logits)
     assert checkpoint_command(["export", str(kept), str(folder / "later"), "--format=huggingface"]) == 77
     assert "Pass --format safetensors" in capsys.readouterr().err
@@ -220,8 +223,10 @@ def tokenizer() -> Any:
 
 def test_computed_adapters_are_rejected(tmp_path: Path) -> None:
     module = Language()
-    tuned = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    module.inner["net"] = peft.get_peft_model(module.inner["net"], tuned)
+    from peft import PromptTuningConfig, get_peft_model
+
+    tuned = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    module.inner["net"] = get_peft_model(module.inner["net"], tuned)
     trainer = tw.Trainer(max_steps=1, **QUIET)
     trainer.fit(module, loader())
     with pytest.raises(ValueError, match=r"an adapter of kind PROMPT_TUNING when .* tw\.gather_module"):
