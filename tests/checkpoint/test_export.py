@@ -76,6 +76,7 @@ def test_one_of_several_models_is_exported(tmp_path: Path, capsys: pytest.Captur
     assert files == {*shards, "config.json", "tokenizer.json", "model.safetensors.index.json"}
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert config == {"model_type": "tiny", "dtype": "float16", "architectures": ["LibraryModel"]}
+    assert tw.load_weights(tmp_path / "a").keys() == module.student.state_dict().keys()  # both names of the tied tensor
     stored = {name: value for shard in shards for name, value in load_file(tmp_path / "a" / shard).items()}
     kept = ("0.bias", "1.bias", "1.weight", "2.bias", "2.weight")
     assert_equal(stored, {name: module.student.state_dict()[name].half() for name in kept})
