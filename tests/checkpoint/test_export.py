@@ -150,6 +150,11 @@ def test_wrong_exports_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     keep = tw.ModelCheckpoint("memory://there", export="safetensors")
     with pytest.raises(ValueError, match=r"export='safetensors' needs a local dirpath, but this one is memory://there"):
         tw.Trainer(**{**QUIET, "enable_checkpointing": True}, callbacks=[keep]).fit(Classifier(), make_loader(8))
+    keep, module = tw.ModelCheckpoint(tmp_path, export="huggingface"), Classifier()
+    unfit = tw.Trainer(max_epochs=1, **{**QUIET, "enable_checkpointing": True}, callbacks=[keep])
+    with pytest.raises(ValueError, match=r"Classifier has no model of transformers or peft"):
+        unfit.fit(module, make_loader(8))
+    assert unfit.global_step == 0
     monkeypatch.setattr("trainwright.checkpoint.weight_files.os.pwrite", full)
     with pytest.raises(tw.CheckpointError, match=r"new was not written: the disk is full"):
         trainer.export("new", model="a")
