@@ -93,7 +93,8 @@ class ModelCheckpoint(Checkpoint):
         trained_only: omit the parameters that require no gradients and that no optimizer steps, such as the base model of an
             adapter. A checkpoint stores their digests instead, and a load compares these with the module, which is
             constructed with the same pretrained weights. Digests detect mistakes, not attacks. They are computed once for
-            the same frozen parameters, which only a write by your code can change between two saves.
+            the same frozen parameters. Do not use it if your code writes some of these, as into a momentum teacher: a
+            checkpoint would lack them, and no load would accept it.
         export: "huggingface" also writes the saved weights as the folder `huggingface` in every checkpoint, for
             `from_pretrained`, and "safetensors" as `safetensors` (see `Trainer.export`). Local disks only, without
             async_save, and not in a save by save_on_exception.
