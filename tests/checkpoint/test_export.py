@@ -76,6 +76,7 @@ def test_one_of_several_models_is_exported(tmp_path: Path, capsys: pytest.Captur
     assert files == {*shards, "config.json", "tokenizer.json", "model.safetensors.index.json"}
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert config == {"model_type": "tiny", "dtype": "float16", "architectures": ["LibraryModel"]}
+    assert tw.load_weights(tmp_path / "a").keys() == module.student.state_dict().keys()  # both names of the tied tensor
     stored = {name: value for shard in shards for name, value in load_file(tmp_path / "a" / shard).items()}
     kept = ("0.bias", "1.bias", "1.weight", "2.bias", "2.weight")
     assert_equal(stored, {name: module.student.state_dict()[name].half() for name in kept})
@@ -149,6 +150,11 @@ def test_wrong_exports_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     keep = tw.ModelCheckpoint("memory://there", export="safetensors")
     with pytest.raises(ValueError, match=r"export='safetensors' needs a local dirpath, but this one is memory://there"):
         tw.Trainer(**{**QUIET, "enable_checkpointing": True}, callbacks=[keep]).fit(Classifier(), make_loader(8))
+    keep, module = tw.ModelCheckpoint(tmp_path, export="huggingface"), Classifier()
+    unfit = tw.Trainer(max_epochs=1, **{**QUIET, "enable_checkpointing": True}, callbacks=[keep])
+    with pytest.raises(ValueError, match=r"Classifier has no model of transformers or peft"):
+        unfit.fit(module, make_loader(8))
+    assert unfit.global_step == 0
     monkeypatch.setattr("trainwright.checkpoint.weight_files.os.pwrite", full)
     with pytest.raises(tw.CheckpointError, match=r"new was not written: the disk is full"):
         trainer.export("new", model="a")

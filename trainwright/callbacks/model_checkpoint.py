@@ -48,6 +48,7 @@ from trainwright.callbacks.checkpoint_policy import (
 )
 from trainwright.checkpoint.discovery import same_path
 from trainwright.checkpoint.filesystem import LocalFiles, resolve
+from trainwright.checkpoint.library_models import choose, library_models
 from trainwright.checkpoint.weight_files import export_settings
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
@@ -92,7 +93,8 @@ class ModelCheckpoint(Checkpoint):
         trained_only: omit the parameters that require no gradients and that no optimizer steps, such as the base model of an
             adapter. A checkpoint stores their digests instead, and a load compares these with the module, which is
             constructed with the same pretrained weights. Digests detect mistakes, not attacks. They are computed once for
-            the same frozen parameters, which only a write by your code can change between two saves.
+            the same frozen parameters. Do not use it if your code writes some of these, as into a momentum teacher: a
+            checkpoint would lack them, and no load would accept it.
         export: "huggingface" also writes the saved weights as the folder `huggingface` in every checkpoint, for
             `from_pretrained`, and "safetensors" as `safetensors` (see `Trainer.export`). Local disks only, without
             async_save, and not in a save by save_on_exception.
@@ -159,11 +161,10 @@ class ModelCheckpoint(Checkpoint):
         self._plain_filename = f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
         self.filename = filename if filename is not None else self._plain_filename
         self.monitor, self.verbose, self.async_save, self.trained_only = monitor, verbose, async_save, trained_only
-        self.mode = chosen_mode(mode, monitor, type(self).__name__)
+        self.mode, self.export = chosen_mode(mode, monitor, type(self).__name__), export
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
-        self.export = export
         if export is not None:
             export_settings(export)
             if async_save:
@@ -262,6 +263,8 @@ class ModelCheckpoint(Checkpoint):
         return None if self.dirpath == self._default_dirpath else self.dirpath
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
+        if self._is_fitting and self.export == "huggingface":
+            choose(dict(library_models(module)), None, type(module).__name__)
         self._saved_at = time.monotonic()
         source, folder = trainer.resume_source or "", self.dirpath or ""
         if self._loaded is not None and same_path(source.rpartition("/")[0], folder):

@@ -157,21 +157,22 @@ def _from_index(path: str, data: bytes) -> Weights:
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f'{path} has no "weight_map" of tensors and files; expected {ACCEPTED}.')
-    parts: dict[str, Weights] = {}
+    parts, tensors = dict[str, Weights](), dict[str, Any]()
     for file in sorted(set(files.values())):
         if not FILE_NAME.fullmatch(file) or file.endswith(INDEX_SUFFIX):
             raise CheckpointError(
                 f"{path} names the file {file[:200]!r}; expected names of files in its directory. Do not use it."
             )
         parts[file] = read_weights(f"{path.rpartition('/')[0] or '.'}/{file}")
+        tensors |= parts[file].state_dict  # with all names of a tied tensor, of which the index lists one
     missing = [name for name, file in files.items() if clean_name(name) not in parts[file].state_dict]
     if missing:
         raise CheckpointError(
             f"{path}: {files[missing[0]]} has no {missing[0]!r}, though the index lists it there ({len(missing)} in all). "
             "Get the files that belong to this index."
         )
-    names = {clean_name(name): file for name, file in files.items()}
-    return Weights({name: parts[file].state_dict[name] for name, file in names.items()}, "safetensors")
+    listed = {clean_name(name): parts[file].state_dict[clean_name(name)] for name, file in files.items()}
+    return Weights(tensors | listed, "safetensors")
 
 
 def is_plain(value: Any, largest_tensor: int = LARGEST_PLAIN_TENSOR) -> bool:
