@@ -120,7 +120,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({}, ValueError, r"Holds has several models: choose one of 'a', 'b' as the model"),
     ({"model": "c"}, ValueError, r"Holds has no single model 'c': choose one of 'a', 'b'"),
     ({"path": "memory://there"}, tw.CheckpointError, r"is not on a local disk. Pass a local path"),
-    ({"path": "."}, tw.CheckpointError, r"exists already, and an export never overwrites"),
+    ({"path": "."}, tw.CheckpointError, r"exists already, and no export replaces it without overwrite=True\. Remove it or"),
     (
         {"path": "a.safetensors", "model": "a"},
         tw.CheckpointError,

@@ -53,8 +53,8 @@ _ENGINES = {
 """Files by which another library's sharded checkpoint is recognized, with its name and its converter."""
 Source = str | BinaryIO
 """A local path, or an open file of another file system."""
-_HUGGING_FACE = ("model.safetensors", f"model.safetensors{INDEX_SUFFIX}")
-"""The weights in a folder of transformers' save_pretrained."""
+_HUGGING_FACE = ("model.safetensors", f"model.safetensors{INDEX_SUFFIX}", "adapter_model.safetensors")
+"""The weights in a folder of save_pretrained, of transformers or peft."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
             return read_weights(f"{path}/{file}")
         engine, command = next((engine for name, engine in _ENGINES.items() if name in names), ("", ""))
         kind = f"a sharded checkpoint of {engine}" if engine else f"a directory without a {MANIFEST_NAME}"
-        remedy = f" Convert it first: {command.format(path)}" if engine else ""
+        remedy = f" Convert it first: {command.format(path)}" if engine else " Pass the file with the weights, if it has one."
         raise CheckpointError(f"{path} is {kind}; expected {ACCEPTED}.{remedy}")
     checkpoint = open_checkpoint(path, verify)
     if "model" not in checkpoint.sections:

@@ -45,6 +45,7 @@ class ExportSettings(NamedTuple):
     dtype: torch.dtype | None = None
     limit: int = sys.maxsize
     model: str | None = None
+    overwrite: bool = False
 
 
 class Recipe(NamedTuple):
@@ -60,7 +61,11 @@ class Recipe(NamedTuple):
 
 
 def export_settings(
-    format: str, dtype: Any = None, max_shard_size: int | str = "5GB", model: str | None = None
+    format: str,
+    dtype: Any = None,
+    max_shard_size: int | str = "5GB",
+    model: str | None = None,
+    overwrite: bool = False,
 ) -> ExportSettings:
     """Return checked settings (ValueError)."""
     if format not in FORMATS:
@@ -69,7 +74,7 @@ def export_settings(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         accepted = ", ".join(map(repr, EXPORT_DTYPES))
         raise ValueError(f"dtype={dtype!r} is not accepted. Pass {accepted}, a floating-point torch.dtype or None.")
-    return ExportSettings(format, dtype, size_of(max_shard_size), model)
+    return ExportSettings(format, dtype, size_of(max_shard_size), model, overwrite)
 
 
 def size_of(text: int | str) -> int:
@@ -104,15 +109,19 @@ def index_of(files: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> by
     return f"{json.dumps(index, indent=2)}\n".encode()
 
 
-def free_target(out: str) -> tuple[LocalFiles, str]:
-    """Return the location of an export. CheckpointError if it is not on a local disk, or exists."""
+def free_target(out: str, overwrite: bool = False) -> tuple[LocalFiles, str]:
+    """Return the location of an export. CheckpointError if it is not on a local disk, or exists and is not to be replaced."""
     files, target = resolve(out)
     if not isinstance(files, LocalFiles):
         raise CheckpointError(f"{out} is not on a local disk. Pass a local path, and copy the file from there.")
-    if files.exists(target):
-        raise CheckpointError(
-            f"{target} exists already, and an export never overwrites. Remove it or choose another name."
+    is_export = os.path.isdir(target) and any(name.endswith(SUFFIX) for name in os.listdir(target))
+    if files.exists(target) and not (overwrite and (is_export or out.endswith(SUFFIX))):
+        hint = (
+            "contains no weights, so it is not replaced"
+            if overwrite
+            else "no export replaces it without overwrite=True"
         )
+        raise CheckpointError(f"{target} exists already, and {hint}. Remove it or choose another name.")
     return files, target
 
 
@@ -151,7 +160,7 @@ def write_weights(
         table = table_to_json(entries)
         if not is_first or is_staged:
             return table, path, path
-        files, target = free_target(path)
+        files, target = free_target(path, settings.overwrite)
         note_new(target)
         files.make_directories(os.path.dirname(target))
         return table, temporary_path(target), target
@@ -161,8 +170,12 @@ def write_weights(
     folder, target = begun[0][1:]
 
     def commit() -> None:
-        files, _ = free_target(target)  # again, because another program may have written it meanwhile
-        files.rename(f"{folder}/{recipe.stem}{SUFFIX}" if is_file else folder, target)
+        files, _ = free_target(target, settings.overwrite)  # another program may have written it meanwhile
+        if os.path.isdir(target):
+            if not files.exchange(folder, target):
+                raise CheckpointError(f"{target} exists, and its file system cannot replace a folder. Remove it first.")
+        else:
+            files.rename(f"{folder}/{recipe.stem}{SUFFIX}" if is_file else folder, target)
         files.sync_directory(os.path.dirname(target))
 
     try:
@@ -170,7 +183,7 @@ def write_weights(
         result = run(lambda: plan.write(folder, entries, chunks, finish if is_first else None))[0]
         run(commit if is_first and not is_staged else None)
     finally:
-        if is_first and not is_staged:  # after a success it is gone or empty
+        if is_first and not is_staged:  # after a success it is gone or empty, or has the replaced files
             with contextlib.suppress(OSError):
                 LocalFiles().remove_tree(folder)
     return result

@@ -18,7 +18,7 @@ from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.manifest import FORMAT_VERSION
 from trainwright.checkpoint.reader import StoredCheckpoint, Verdict, candidates, examine, open_checkpoint
 from trainwright.checkpoint.tensors import DTYPE_NAMES, TensorEntry
-from trainwright.checkpoint.weight_files import EXPORT_DTYPES, FORMATS, export_settings
+from trainwright.checkpoint.weight_files import EXPORT_DTYPES, FORMATS, export_settings, size_of
 from trainwright.distributed.masking import shown
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import printable
@@ -75,7 +75,7 @@ def _parser() -> Parser:
     export.add_argument("out", metavar="OUT", help="OUT.safetensors, or with --format a folder")
     about = "write a folder: huggingface for from_pretrained, safetensors under the module's names"
     export.add_argument("--format", choices=FORMATS, help=about)
-    export.add_argument("--max-shard-size", metavar="SIZE", help="of the folder's files, by default 5GB")
+    export.add_argument("--max-shard-size", metavar="SIZE", type=_size, help="of the folder's files, by default 5GB")
     export.add_argument("--tokenizer", metavar="DIR", help="a folder whose tokenizer is copied")
     export.add_argument("--model", metavar="NAME", help="the attribute with the model, if there are several")
     sections = "model (the default), optimizer, or training and average of averaged weights"
@@ -170,6 +170,13 @@ def _check_export(options: argparse.Namespace) -> None:
         options.refuse(
             f"{options.out} does not end in .safetensors, the format of an export. Pass --format for a folder"
         )
+
+
+def _size(text: str) -> int:
+    try:
+        return size_of(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size. Pass bytes, or for example 10GB or 512MiB.") from None
 
 
 def _export(options: argparse.Namespace) -> int:

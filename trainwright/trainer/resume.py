@@ -119,10 +119,9 @@ class Resumption:
                 optimizer._opt_called = True  # it stepped before this process began, and torch would warn of the order
         run.logbook.load_state_dict(state.get("metrics", {}), self._unfinished_metrics(checkpoint, own))
         last, epoch = run.settings.last_epoch, run.state.epoch
-        if last is not None and epoch >= last and run.state.batch == 0:
-            run.trainer.print(
-                f"{path} was saved at the end of epoch {epoch - 1}, and max_epochs is {last}: nothing is left to train."
-            )
+        if last is not None and epoch >= last:
+            place = f"in epoch {epoch}" if run.state.batch else f"at the end of epoch {epoch - 1}"
+            run.trainer.print(f"{path} was saved {place}, and max_epochs is {last}: nothing is left to train.")
         else:
             run.trainer.print(f"resuming from {path}: epoch {epoch}, batch {run.state.batch}, step {run.state.step}")
 

@@ -409,6 +409,7 @@ class Trainer(Status):
         dtype: str | torch.dtype | None = None,
         max_shard_size: int | str = "5GB",
         model: str | None = None,
+        overwrite: bool = False,
     ) -> bool:
         """Write the weights for other libraries, under every strategy. Collective: call on every rank.
 
@@ -423,6 +424,7 @@ class Trainer(Status):
             dtype: "bf16", "f16", "f32" or a torch.dtype to convert floating-point tensors to. None keeps a checkpoint's.
             max_shard_size: the most bytes of a file ("5GB", "512MiB"). A larger tensor has a file by itself.
             model: the attribute with the model, if the module has several.
+            overwrite: replace a folder that contains weights, in one step, so that a script can be repeated.
 
         Raises:
             ValueError: an argument is not accepted, or the module has no such model.
@@ -433,7 +435,8 @@ class Trainer(Status):
         >>> trainer.export("exported", format="safetensors")
         True
         """
-        return export_weights(self.run, absolute(path), export_settings(format, dtype, max_shard_size, model))
+        settings = export_settings(format, dtype, max_shard_size, model, overwrite)
+        return export_weights(self.run, absolute(path), settings)
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
