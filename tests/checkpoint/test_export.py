@@ -96,8 +96,20 @@ def test_a_folder_has_all_weights_of_a_module(tmp_path: Path, capsys: pytest.Cap
     trainer = tw.Trainer(max_epochs=1, **{**QUIET, "enable_checkpointing": True}, callbacks=[keep])
     trainer.fit(module, make_loader(8))
     assert_equal(load_file(tmp_path / "a.ckpt" / "safetensors" / "model.safetensors"), weights(module))
-    trainer.export(tmp_path / "one.safetensors", "safetensors", max_shard_size=1)
-    assert_equal(load_file(tmp_path / "one.safetensors"), weights(module))
+    for again in (False, True):
+        trainer.export(tmp_path / "one.safetensors", "safetensors", max_shard_size=1, overwrite=again)
+        trainer.export(tmp_path / "folder", "safetensors", overwrite=again)
+        assert_equal(load_file(tmp_path / "one.safetensors"), weights(module))
+        assert_equal(load_file(tmp_path / "folder" / "model.safetensors"), weights(module))
+        (tmp_path / "folder" / "earlier.txt").touch()
+        with pytest.raises(
+            tw.CheckpointError, match="exists already, and no export replaces it without overwrite=True"
+        ):
+            trainer.export(tmp_path / "folder", "safetensors")
+    assert trainer.export(tmp_path / "folder", "safetensors", overwrite=True)
+    assert os.listdir(tmp_path / "folder") == ["model.safetensors"]
+    with pytest.raises(tw.CheckpointError, match="exists already, and is not an export, so it is not replaced"):
+        trainer.export(tmp_path, "safetensors", overwrite=True)
     run = ["export", keep.best_model_path, str(tmp_path / "b"), "--format=safetensors"]
     assert checkpoint_command(["verify", keep.best_model_path]) == 0
     assert checkpoint_command([*run, "--max-shard-size=200", "--strip-prefix=net."]) == 0
@@ -120,7 +132,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({}, ValueError, r"Holds has several models: choose one of 'a', 'b' as the model"),
     ({"model": "c"}, ValueError, r"Holds has no single model 'c': choose one of 'a', 'b'"),
     ({"path": "memory://there"}, tw.CheckpointError, r"is not on a local disk. Pass a local path"),
-    ({"path": "."}, tw.CheckpointError, r"exists already, and no export replaces it without overwrite=True\. Remove it or"),
+    (
+        {"path": "."},
+        tw.CheckpointError,
+        r"exists already, and no export replaces it without overwrite=True\. Remove it or",
+    ),
     (
         {"path": "a.safetensors", "model": "a"},
         tw.CheckpointError,

@@ -239,6 +239,35 @@ def test_a_hook_changes_the_trained_parameters(tmp_path: Path) -> None:
     assert_equal(weights(Editing.load_from_checkpoint(str(tmp_path / "a.ckpt"))), weights(module))
 
 
+class Taught(Adapted):
+    """Its frozen head is a momentum teacher, which follows the adapter."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.head.bias.lerp_(self.adapter.bias, 0.1)
+
+
+def test_a_frozen_parameter_that_the_module_writes_is_stored(tmp_path: Path) -> None:
+    def run(folder: Path, source: Path | None = None) -> dict[str, Tensor]:
+        module, keep = (
+            Taught(freezes=False),
+            tw.ModelCheckpoint(folder, filename="{step}", save_top_k=-1, trained_only=True),
+        )
+        trainer = tw.Trainer(max_epochs=2, **{**QUIET, "enable_checkpointing": True}, callbacks=[keep])
+        trainer.fit(module, make_loader(), ckpt_path=source)
+        return weights(module)
+
+    whole, first = (
+        run(tmp_path / "a"),
+        min((tmp_path / "a").iterdir(), key=lambda path: int(path.stem.partition("=")[2])),
+    )
+    written = {"head.bias", "net.3.bias"}
+    assert open_checkpoint(str(first)).run_state()["frozen_base"].keys() == FROZEN - written
+    assert_equal(run(tmp_path / "b", first), whole)
+    for path in (tmp_path / "b").iterdir():  # a run that was resumed knows which it has loaded
+        assert open_checkpoint(str(path)).run_state()["frozen_base"].keys() == FROZEN - written
+
+
 def test_a_save_computes_the_digests_of_what_is_frozen_then(tmp_path: Path) -> None:
     module, trainer, bases = Adapted(), tw.Trainer(max_epochs=1, **QUIET), []
     for number in range(2):

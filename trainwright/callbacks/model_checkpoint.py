@@ -91,10 +91,8 @@ class ModelCheckpoint(Checkpoint):
         async_save: block the loop only until everything is copied to host memory. A thread writes and commits. The next save
             and the end of the run wait for it and raise its error. Replaced checkpoints are removed once it has committed.
         trained_only: omit the parameters that require no gradients and that no optimizer steps, such as the base model of an
-            adapter. A checkpoint stores their digests instead, and a load compares these with the module, which is
-            constructed with the same pretrained weights. Digests detect mistakes, not attacks. They are computed once for
-            the same frozen parameters. Do not use it if your code writes some of these, as into a momentum teacher: a
-            checkpoint would lack them, and no load would accept it.
+            adapter, unless they have changed in the run. A checkpoint stores their digests instead, and a load compares these
+            with the module, which is constructed with the same pretrained weights. Digests detect mistakes, not attacks.
         export: "huggingface" also writes the saved weights as the folder `huggingface` in every checkpoint, for
             `from_pretrained`, and "safetensors" as `safetensors` (see `Trainer.export`). Local disks only, without
             async_save, and not in a save by save_on_exception.
@@ -263,6 +261,8 @@ class ModelCheckpoint(Checkpoint):
         return None if self.dirpath == self._default_dirpath else self.dirpath
 
     def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
+        if self._is_fitting and self.trained_only:
+            trainer.engine.note_base()
         if self._is_fitting and self.export == "huggingface":
             choose(dict(library_models(module)), None, type(module).__name__)
         self._saved_at = time.monotonic()

@@ -196,7 +196,11 @@ def _from_directory(path: str, names: set[str], verify: Verify) -> Weights:
             return read_weights(f"{path}/{file}")
         engine, command = next((engine for name, engine in _ENGINES.items() if name in names), ("", ""))
         kind = f"a sharded checkpoint of {engine}" if engine else f"a directory without a {MANIFEST_NAME}"
-        remedy = f" Convert it first: {command.format(path)}" if engine else " Pass the file with the weights, if it has one."
+        remedy = (
+            f" Convert it first: {command.format(path)}"
+            if engine
+            else " Pass the file with the weights, if it has one."
+        )
         raise CheckpointError(f"{path} is {kind}; expected {ACCEPTED}.{remedy}")
     checkpoint = open_checkpoint(path, verify)
     if "model" not in checkpoint.sections:

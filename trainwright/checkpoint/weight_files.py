@@ -114,15 +114,23 @@ def free_target(out: str, overwrite: bool = False) -> tuple[LocalFiles, str]:
     files, target = resolve(out)
     if not isinstance(files, LocalFiles):
         raise CheckpointError(f"{out} is not on a local disk. Pass a local path, and copy the file from there.")
-    is_export = os.path.isdir(target) and any(name.endswith(SUFFIX) for name in os.listdir(target))
-    if files.exists(target) and not (overwrite and (is_export or out.endswith(SUFFIX))):
+    if files.exists(target) and not (overwrite and _is_replaceable(target)):
         hint = (
-            "contains no weights, so it is not replaced"
-            if overwrite
-            else "no export replaces it without overwrite=True"
+            "is not an export, so it is not replaced" if overwrite else "no export replaces it without overwrite=True"
         )
         raise CheckpointError(f"{target} exists already, and {hint}. Remove it or choose another name.")
     return files, target
+
+
+def _is_replaceable(target: str) -> bool:
+    """Return whether this is a file of weights, or a folder of an export without other folders in it."""
+    if not os.path.isdir(target):
+        return target.endswith(SUFFIX)
+    entries = list(os.scandir(target))
+    names = {entry.name.removesuffix(".index.json") for entry in entries}
+    return all(entry.is_file() for entry in entries) and not names.isdisjoint(
+        {f"model{SUFFIX}", f"adapter_model{SUFFIX}"}
+    )
 
 
 def write_weights(

@@ -105,7 +105,7 @@ class Engine(EngineCheckpoints):
         self.optimization, self.script = Optimization(), ScriptSettings()
         self.replaced = ReplacedParameters()
         self._is_known_finite = False
-        self._base = {}
+        self._base = self._base_names = None
         self._trained: dict[str, nn.Parameter] = {}
         """Which parameters of each module required gradients at the strategy's last setup or refresh."""
 
@@ -132,7 +132,8 @@ class Engine(EngineCheckpoints):
             self.strategy.setup_module(module, optimization)
         self.strategy.note_module(module)
         self.modules.append(module)
-        self._trained, self._base = _trained(self.modules), {}
+        self._trained = _trained(self.modules)
+        self._base = self._base_names = None
 
     def refresh_trainable(self, *, if_changed: bool = False) -> None:
         """Update the strategy to the parameters that require gradients now. Collective: call at every epoch's start.
@@ -162,7 +163,7 @@ class Engine(EngineCheckpoints):
         self.script.note_optimizers(optimizers, is_first=not self.optimizers)
         self.optimizers = self.strategy.setup_optimizers(self.modules, optimizers, self.optimization)
         self.precision.track(self.optimizers)
-        self._base = {}  # parameters of an earlier optimizer may be frozen now
+        self._base = None  # parameters of an earlier optimizer may be frozen now
         return self.optimizers
 
     def prepare_loader(

@@ -94,8 +94,10 @@ class EngineCheckpoints:
     seed: int
     _is_known_finite: bool
     """Whether the weights have been found finite for the next save, equal on all ranks."""
-    _base: Base
-    """The frozen parameters of the latest save of only the trained ones, as their digests are computed once."""
+    _base: Base | None
+    """The frozen parameters as the module was constructed, or None before `note_base` and the first save of the others."""
+    _base_names: Collection[str] | None
+    """The only names that may belong to the base after a load, or None for all."""
 
     @property
     def precision(self) -> Precision:
@@ -192,13 +194,20 @@ class EngineCheckpoints:
                 directory=directory,
             )
 
+    def note_base(self) -> None:
+        """Take the digests of the frozen parameters, so that saves store those that change from now on. Collective."""
+        self._base = frozen_base(self.strategy, self.modules, self.optimizers, self.ranks, self._base_names)
+
     def _without_base(
         self, sections: dict[str, list[Piece]], trained_only: bool
     ) -> tuple[dict[str, Base], dict[str, list[Piece]]]:
         """Return the frozen base as an entry of the state, if it is omitted, and the sections to store. Collective."""
         if not trained_only:
             return {}, sections
-        base = self._base = frozen_base(self.strategy, self.modules, self.optimizers, self.ranks, self._base)
+        first, now = self._base, frozen_base(self.strategy, self.modules, self.optimizers, self.ranks, self._base_names)
+        if first is None:
+            first = self._base = now
+        base = {name: entry for name, entry in now.items() if first.get(name) == entry}
         stored = {name: [each for each in pieces if each.name not in base] for name, pieces in sections.items()}
         return {FROZEN_BASE: base}, stored
 
@@ -332,7 +341,7 @@ class EngineCheckpoints:
         run_on_all(fits)
         if fit.base:
             check_base(checkpoint.path, fit.base, fit.frozen, self.ranks)
-        self._base = {}
+        self._base, self._base_names = None, frozenset(fit.base)
         run_on_all(lambda: fit.load_wholes(strict))
         if not weights_only:
             load_optimizers(checkpoint, state, self.strategy, named, fresh)

@@ -117,12 +117,13 @@ def stray_pieces(strategy: Strategy, modules: Iterable[nn.Module], optimizers: S
 
 
 def frozen_base(
-    strategy: Strategy, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], ranks: Ranks, known: Base
+    strategy: Strategy,
+    modules: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    ranks: Ranks,
+    among: Collection[str] | None,
 ) -> Base:
-    """Return the parameters that require no gradients and that no optimizer steps, with their digests. Collective.
-
-    The `known` base is returned if it has the same names, so that the parameters are read once.
-    """
+    """Return the parameters that require no gradients and that no optimizer steps, with their digests. Collective."""
     trained = {parameter for _, _, parameter in _stepped(optimizers)}
     names = {
         prefix_of(number) + name
@@ -130,8 +131,7 @@ def frozen_base(
         for name, tensor in named_tensors(module)
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and tensor not in trained
     }
-    if known.keys() == names:
-        return known
+    names = names if among is None else names.intersection(among)
     return describe_base([piece for piece in model_pieces(strategy, modules) if piece.name in names], ranks)
 
 

@@ -424,7 +424,7 @@ class Trainer(Status):
             dtype: "bf16", "f16", "f32" or a torch.dtype to convert floating-point tensors to. None keeps a checkpoint's.
             max_shard_size: the most bytes of a file ("5GB", "512MiB"). A larger tensor has a file by itself.
             model: the attribute with the model, if the module has several.
-            overwrite: replace a folder that contains weights, in one step, so that a script can be repeated.
+            overwrite: replace an earlier export at the path, in one step, so that a script can be repeated.
 
         Raises:
             ValueError: an argument is not accepted, or the module has no such model.
