@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PAGE = ROOT / "docs/support.md"
+ABOUT_TEXTS = "The tests compare these parts of the messages. `...` replaces words that vary."
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 STRATEGIES = ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 ALONE = "single_device"
@@ -325,7 +326,18 @@ def tables() -> str:
     rows, more = ([row._replace(trained=[*row.trained]) for row in found] for found in (precisions(), features()))
     lines = ["### Precisions", "", *table(rows, (ALONE, *STRATEGIES), "precision"), ""]
     lines += ["### Features", "", *table(more, STRATEGIES, "feature"), ""]
-    lines += ["### The texts of errors", "", *reasons([*rows, *more]), "", "### Runs on a GPU", "", *on_a_gpu(), ""]
+    lines += [
+        "### The texts of errors",
+        "",
+        ABOUT_TEXTS,
+        "",
+        *reasons([*rows, *more]),
+        "",
+        "### Runs on a GPU",
+        "",
+        *on_a_gpu(),
+        "",
+    ]
     return "\n".join([*lines, "### Versions", "", *versions()])
 
 

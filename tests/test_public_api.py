@@ -29,7 +29,7 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
     barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams
     hang_timeout accumulate_by activation_checkpointing compile fused_optimizers unknown"""
 METHODS = {
-    tw.Engine: """backward barrier broadcast close find_fault finish_save gather load open prepare_loader
+    tw.Engine: """backward barrier broadcast close find_fault finish_save gather load note_base open prepare_loader
         prepare_module prepare_optimizers rank_zero_first reduce refresh_trainable run save step sync_gradients
         take_seed verified""",
     tw.Accelerator: """accumulate autocast backward broadcast check_trigger clear clip_grad_norm_

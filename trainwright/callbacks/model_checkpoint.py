@@ -48,7 +48,7 @@ from trainwright.callbacks.checkpoint_policy import (
 )
 from trainwright.checkpoint.discovery import same_path
 from trainwright.checkpoint.filesystem import LocalFiles, resolve
-from trainwright.checkpoint.library_models import choose, library_models
+from trainwright.checkpoint.library_models import check_model
 from trainwright.checkpoint.weight_files import export_settings
 from trainwright.errors import CheckpointError
 from trainwright.paths import absolute
@@ -163,10 +163,8 @@ class ModelCheckpoint(Checkpoint):
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
-        if export is not None:
-            export_settings(export)
-            if async_save:
-                raise ValueError(f"export={export!r} writes within the save. Leave out async_save=True.")
+        if export is not None and export_settings(export) and async_save:
+            raise ValueError(f"export={export!r} writes within the save. Leave out async_save=True.")
         self._is_fitting = self._has_warned_of_weights = False
         self._score, self._ranking = MonitoredScore(monitor), Ranking(monitor, self.mode, save_top_k)
         self._begin()
@@ -264,7 +262,7 @@ class ModelCheckpoint(Checkpoint):
         if self._is_fitting and self.trained_only:
             trainer.engine.note_base()
         if self._is_fitting and self.export == "huggingface":
-            choose(dict(library_models(module)), None, type(module).__name__)
+            check_model(module)
         self._saved_at = time.monotonic()
         source, folder = trainer.resume_source or "", self.dirpath or ""
         if self._loaded is not None and same_path(source.rpartition("/")[0], folder):

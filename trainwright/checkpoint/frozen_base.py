@@ -9,6 +9,7 @@ import torch
 
 from trainwright.checkpoint.shards import check_storable
 from trainwright.checkpoint.tensors import DTYPE_NAMES, DTYPES, Piece, assign_writers
+from trainwright.checkpoint.weight_files import CHUNK_ELEMENTS
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
@@ -16,7 +17,6 @@ FROZEN_BASE = "frozen_base"
 """The key of the base in the state of a checkpoint."""
 Base = dict[str, tuple[str, list[int], int]]
 """The dtype, the shape and the digest of every frozen parameter."""
-CHUNK_ELEMENTS = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STEP, _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
 
@@ -34,7 +34,7 @@ def check_base(path: str, base: Base, pieces: Sequence[Piece], ranks: Ranks) -> 
     if not unlike:
         return
     first, there, here = unlike[0].name, base[unlike[0].name][0], DTYPE_NAMES.get(unlike[0].tensor.dtype)
-    dtypes = f", {there} there and {here} here" if there != here else ""
+    dtypes = f", {there} there and {here} here (use the precision of the saved run)" if there != here else ""
     raise CheckpointError(
         f"{path} stores only the trained parameters, and the base model ({len(base)} frozen tensors) differs from the one of "
         f"the saved run in {len(unlike)} of them, first in {first!r}{dtypes}. Construct the module with the same pretrained "

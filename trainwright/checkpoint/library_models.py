@@ -55,7 +55,9 @@ def choose(found: Mapping[str, Found], model: str | None, owner: str) -> tuple[s
             "and no config."
         )
     problem = "several models" if model is None else f"no single model {model!r}"
-    raise ValueError(f"{owner} has {problem}: choose one of {', '.join(map(repr, found))} as the model.")
+    raise ValueError(
+        f"{owner} has {problem}: choose one of {', '.join(map(repr, found))} as the model= of trainer.export, or --model."
+    )
 
 
 def recipe_of(path: str, model: Any) -> Recipe:
@@ -69,7 +71,12 @@ def recipe_of(path: str, model: Any) -> Recipe:
             )
         key = "dtype" if hasattr(model.config, "dtype") else "torch_dtype"  # its value follows from the weights
         about = {"architectures": [type(model).__name__.removeprefix("FSDP")], key: None}
-        documents["config.json"] = json.loads(model.config.to_json_string()) | about
+        try:
+            documents["config.json"] = json.loads(model.config.to_json_string()) | about
+        except TypeError as error:
+            raise ValueError(
+                f"{type(model.config).__name__} contains a value that JSON cannot store: {error}."
+            ) from error
         if getattr(model, "generation_config", None) is not None and model.can_generate():
             documents["generation_config.json"] = json.loads(model.generation_config.to_json_string())
     tied: dict[Tensor, list[str]] = {}
@@ -120,6 +127,16 @@ def _adapter_recipe(path: str, model: Any, pieces: Iterable[Piece]) -> Recipe:
         kind = {"base_model_class": type(base).__name__.removeprefix("FSDP"), "parent_library": type(base).__module__}
         document["auto_mapping"] = kind
     return Recipe(names, {}, {"adapter_config.json": document}, "adapter_model")
+
+
+def check_model(module: nn.Module) -> None:
+    """Raise ValueError if the module has no model that a save could export."""
+    path, model = choose(dict(library_models(module)), None, type(module).__name__)
+    if is_adapter(model):
+        entries = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor, _ in state_entries(module))
+        _adapter_recipe(path, model, [Piece(name, tuple(tensor.shape), 0, tensor) for name, tensor in entries])
+    else:
+        recipe_of(path, model)
 
 
 def stored_recipes(modules: Sequence[nn.Module], prefixes: Iterable[str]) -> dict[str, Any]:

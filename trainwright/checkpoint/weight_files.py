@@ -24,7 +24,7 @@ from trainwright.checkpoint.tensors import TensorEntry, merge
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 
-__all__ = ["EXPORT_DTYPES", "FORMATS", "ExportSettings", "export_settings"]
+__all__ = ["EXPORT_DTYPES", "FORMATS", "ExportSettings", "export_settings", "size_of"]
 
 EXPORT = "an export of weights"
 """The name of this collective work in error messages."""
@@ -177,24 +177,26 @@ def write_weights(
     plan = _Plan(merge(table_from_json(table) for table, *_ in begun), recipe, settings, is_file)
     folder, target = begun[0][1:]
 
-    def commit() -> None:
-        files, _ = free_target(target, settings.overwrite)  # another program may have written it meanwhile
-        if os.path.isdir(target):
-            if not files.exchange(folder, target):
-                raise CheckpointError(f"{target} exists, and its file system cannot replace a folder. Remove it first.")
-        else:
-            files.rename(f"{folder}/{recipe.stem}{SUFFIX}" if is_file else folder, target)
-        files.sync_directory(os.path.dirname(target))
-
     try:
         run(partial(plan.create, folder) if is_first else None)
         result = run(lambda: plan.write(folder, entries, chunks, finish if is_first else None))[0]
-        run(commit if is_first and not is_staged else None)
+        content = f"{folder}/{recipe.stem}{SUFFIX}" if is_file else folder
+        run(partial(_commit, content, target, settings.overwrite) if is_first and not is_staged else None)
     finally:
         if is_first and not is_staged:  # after a success it is gone or empty, or has the replaced files
             with contextlib.suppress(OSError):
                 LocalFiles().remove_tree(folder)
     return result
+
+
+def _commit(content: str, target: str, overwrite: bool) -> None:
+    """Rename a complete file or folder to its path. An earlier folder gets the other name."""
+    files, _ = free_target(target, overwrite)  # another program may have written it meanwhile
+    if not os.path.isdir(target):
+        files.rename(content, target)
+    elif not files.exchange(content, target):
+        raise CheckpointError(f"{target} exists, and its file system cannot replace a folder. Remove it first.")
+    files.sync_directory(os.path.dirname(target))
 
 
 class _Plan:

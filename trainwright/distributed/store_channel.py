@@ -259,7 +259,11 @@ class StoreChannel:
                 )
             if now > looked + LOOK_SECONDS:
                 looked = now
-                self._refuse_left(keys)
+                # Rank 0 awaits the posts of all ranks, directly or by groups.
+                everyone = (
+                    {self._key(number, rank): rank for rank in range(self.world_size)} if self.rank == 0 else keys
+                )
+                self._refuse_left(everyone)
                 self._refuse_passed(keys[missing[-1]], missing[-1], call, own)
             time.sleep(min(max((now - began) * PAUSED_PART, SHORTEST_PAUSE), LONGEST_PAUSE))
 

@@ -38,6 +38,7 @@ from trainwright.engine.named_state import (
     describe_optimizers,
     frozen_base,
     load_optimizers,
+    loads_itself,
     model_pieces,
     named_optimizers,
     optimizer_pieces,
@@ -50,7 +51,7 @@ from trainwright.faults.tensor_checks import not_finite
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
-from trainwright.tensor_names import is_extra_state, named_tensors, own_name
+from trainwright.tensor_names import named_tensors, own_name
 
 Shapes = dict[str, tuple[int, ...]]
 STATISTICS = ("running_mean", "running_var")
@@ -196,7 +197,8 @@ class EngineCheckpoints:
 
     def note_base(self) -> None:
         """Take the digests of the frozen parameters, so that saves store those that change from now on. Collective."""
-        self._base = frozen_base(self.strategy, self.modules, self.optimizers, self.ranks, self._base_names)
+        if self._base is None:
+            self._base = frozen_base(self.strategy, self.modules, self.optimizers, self.ranks, self._base_names)
 
     def _without_base(
         self, sections: dict[str, list[Piece]], trained_only: bool
@@ -391,7 +393,7 @@ class _ModelFit:
         path = self._checkpoint.path
         for number, module in enumerate(self._modules):
             is_computed = bool(computed_keys(self._strategy, module))
-            if is_computed or (self._strategy.capabilities.holds_modules and _loads_itself(module)):
+            if is_computed or (self._strategy.capabilities.holds_modules and loads_itself(module)):
                 self._wholes.add(number)
             else:
                 self._extra[number] = fitting_extra_states(module, self._extra[number], path, strict)
@@ -436,15 +438,6 @@ class _ModelFit:
         for number, (module, states) in enumerate(zip(self._modules, self._extra, strict=True)):
             if number not in self._wholes:
                 set_extra_states(module, states)
-
-
-def _loads_itself(module: nn.Module) -> bool:
-    """Return whether a module loads more than the tensors in its state_dict."""
-    return (
-        type(module).load_state_dict is not nn.Module.load_state_dict
-        or any(not is_extra_state(name) for name in extra_states(module))
-        or any(map(is_lazy, chain(module.parameters(), module.buffers())))
-    )
 
 
 def _shapes(checkpoint: StoredCheckpoint, section: str) -> Shapes:

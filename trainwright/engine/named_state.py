@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from trainwright.checkpoint.codec import decode, encode_stored
-from trainwright.checkpoint.contents import check_optimizer, restore_optimizer, with_dtypes_of
+from trainwright.checkpoint.contents import check_optimizer, extra_states, restore_optimizer, with_dtypes_of
 from trainwright.checkpoint.frozen_base import Base, describe_base
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.tensors import Piece
@@ -24,7 +24,7 @@ from trainwright.distributed.ranks import Ranks
 from trainwright.engine.script_settings import fresh_group
 from trainwright.errors import CheckpointError
 from trainwright.strategies import Strategy
-from trainwright.tensor_names import clean_name, named_tensors, names_of, state_entries
+from trainwright.tensor_names import clean_name, is_extra_state, named_tensors, names_of, state_entries
 
 STRAY = "parameter"
 """The name of a parameter in no module. The optimizer's number and the parameter's index there follow."""
@@ -133,6 +133,15 @@ def frozen_base(
     }
     names = names if among is None else names.intersection(among)
     return describe_base([piece for piece in model_pieces(strategy, modules) if piece.name in names], ranks)
+
+
+def loads_itself(module: nn.Module) -> bool:
+    """Return whether a module loads more than the tensors in its state_dict."""
+    return (
+        type(module).load_state_dict is not nn.Module.load_state_dict
+        or any(not is_extra_state(name) for name in extra_states(module))
+        or any(map(is_lazy, chain(module.parameters(), module.buffers())))
+    )
 
 
 def _stepped(optimizers: Iterable[Optimizer]) -> Iterator[tuple[int, int, Tensor]]:
