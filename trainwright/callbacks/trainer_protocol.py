@@ -121,6 +121,9 @@ class SavingEngine(Protocol):
     def reduce(self, tensor: Tensor, op: str = "mean") -> Tensor:
         """Return the elementwise mean, sum, min or max over the ranks. Collective."""
 
+    def note_base(self) -> None:
+        """Take the digests of the frozen parameters. Collective (see `Engine.note_base`)."""
+
     def find_fault(self) -> str:
         """Return a text that names weights that are not finite, or "" if all are. Collective."""
 
