@@ -1,4 +1,4 @@
-"""What grows with the number of ranks, tensors and checkpoints: agreement, commits, the data order, and reads of checkpoints.
+"""Measure agreement, commits and the data order for many ranks, and reads of large and of many checkpoints.
 
 The ranks are threads of one process, each with its own connections to a real TCPStore, so their figures include the time of
 all their Python code on this machine.

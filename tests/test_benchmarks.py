@@ -120,7 +120,7 @@ def test_checkpoints_are_compared_with_the_bare_work() -> None:
 
 
 @pytest.mark.slow
-def test_what_grows_with_the_ranks_is_measured() -> None:
+def test_the_scale_benchmark_prints_every_measurement() -> None:
     done = run("--ranks", "40", "--tensors", "50", "--checkpoints", "5", "--rounds", "1", script="scale.py")
     assert done.returncode == 0, done.stdout + done.stderr
     names = ["40 ranks: agreement", "40 ranks: stop", "40 ranks: commit", "40 ranks: the indices of a batch"]

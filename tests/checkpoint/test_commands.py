@@ -214,6 +214,7 @@ import torch
 from trainwright.checkpoint.conversion import export_safetensors
 from trainwright.checkpoint.tensors import Piece
 from trainwright.checkpoint.store import write_checkpoint
+from trainwright.checkpoint.weight_files import ExportSettings
 from trainwright.distributed.ranks import Ranks
 
 big = torch.arange(12 << 20, dtype=torch.float32)
@@ -227,7 +228,7 @@ def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 before = peak()
-export_safetensors("large.ckpt", "large.safetensors", dtype=torch.bfloat16)
+export_safetensors("large.ckpt", "large.safetensors", settings=ExportSettings(dtype=torch.bfloat16))
 print((peak() - before) // 1024)
 """
 

@@ -268,7 +268,7 @@ def test_a_frozen_parameter_that_the_module_writes_is_stored(tmp_path: Path) -> 
         assert open_checkpoint(str(path)).run_state()["frozen_base"].keys() == FROZEN - written
 
 
-def test_a_save_computes_the_digests_of_what_is_frozen_then(tmp_path: Path) -> None:
+def test_a_save_computes_digests_of_the_parameters_that_are_frozen(tmp_path: Path) -> None:
     module, trainer, bases = Adapted(), tw.Trainer(max_epochs=1, **QUIET), []
     for number in range(2):
         module.adapter.requires_grad_(True)

@@ -89,7 +89,7 @@ def test_a_failure_of_all_ranks_names_none() -> None:
     assert found == ["CheckpointError: <damaged>"] * 2
 
 
-def test_the_first_rank_alone_gets_the_results_that_only_it_reads() -> None:
+def test_only_first_returns_the_results_on_rank_0() -> None:
     def work(ranks: Ranks) -> Any:
         own = (lambda: "made") if ranks.rank == 0 else None
         return ranks.run_on_all(own, "a test", only_first=True)

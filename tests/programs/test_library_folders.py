@@ -24,7 +24,7 @@ from trainwright.tools.checkpoints import checkpoint_command
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")]
 
-STRATEGIES = ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3")
+STRATEGIES = ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 WORDS, LONGEST = 300, 8
 SHARD = 10_000
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

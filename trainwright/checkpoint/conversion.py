@@ -23,6 +23,7 @@ from trainwright.tensor_names import is_extra_state
 
 __all__ = ["export_safetensors", "import_checkpoint"]
 
+AS_STORED = ExportSettings()
 TOKENIZER_FILES = ("*token*.json", "vocab*", "merges.txt", "*.model", "chat_template*", "*processor_config.json")
 
 
@@ -45,8 +46,7 @@ def export_safetensors(
     section: str = "model",
     strip_prefix: str = "",
     prefix: str = "",
-    dtype: torch.dtype | None = None,
-    settings: ExportSettings | None = None,
+    settings: ExportSettings = AS_STORED,
     tokenizer: str | None = None,
 ) -> Exported:
     """Write the tensors of a checkpoint's section as safetensors files, a few MiB at a time.
@@ -58,14 +58,12 @@ def export_safetensors(
         path, out: the checkpoint, which is verified first, and a local file that ends in .safetensors, or a folder.
         strip_prefix: export only the tensors whose names begin with this, without it.
         prefix: added before every name.
-        dtype: the dtype to convert floating-point tensors to.
-        settings: instead of `dtype`. In the format "huggingface" the names come from the checkpoint.
+        settings: the form of the export. In the format "huggingface" the names come from the checkpoint.
         tokenizer: a folder whose files of a tokenizer are copied.
 
     Raises:
         CheckpointError: the checkpoint is damaged, the file exists or cannot be written, or there is nothing to write.
     """
-    settings = settings or ExportSettings(dtype=dtype)
     free_target(out)
     files = [*chain.from_iterable(map(Path(tokenizer).glob, TOKENIZER_FILES))] if tokenizer else []
     if tokenizer and not files:
@@ -134,7 +132,7 @@ def _renamed(tied: Iterable[Sequence[str]], origin: str, strip_prefix: str, pref
 
 
 def export_tensors(
-    state: Mapping[str, Any], out: str, *, strip_prefix: str = "", prefix: str = "", dtype: torch.dtype | None = None
+    state: Mapping[str, Any], out: str, *, strip_prefix: str = "", dtype: torch.dtype | None = None
 ) -> None:
     """Write the tensors of a state_dict in the same format as `export_safetensors`."""
     if not out.endswith(".safetensors"):
@@ -142,7 +140,7 @@ def export_tensors(
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
     pieces = [Piece(name, tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()]
     tied = [[piece.name for piece in group] for group in tied_groups(pieces)]
-    recipe = _renamed(tied, "the state_dict", strip_prefix, prefix)
+    recipe = _renamed(tied, "the state_dict", strip_prefix, "")
     write_tensors(out, recipe, {piece.name: piece for piece in pieces}, ExportSettings(dtype=dtype), Ranks())
 
 

@@ -306,12 +306,10 @@ class StreamShard:
         if isinstance(items, Slices):
             whole = max(0, len(items) - 1) // ranks * ranks
             for start in range(0, whole, ranks):
-                is_cut = number in self.cuts
-                yield (
-                    self.cut_round([items[start + rank] for rank in range(ranks)], number)
-                    if is_cut
-                    else items[start + self.rank]
-                )
+                if number in self.cuts:
+                    yield self.cut_round([items[start + rank] for rank in range(ranks)], number)
+                else:
+                    yield items[start + self.rank]
                 number += 1
             items = [items[index] for index in range(whole, len(items))]
         items = iter(items)

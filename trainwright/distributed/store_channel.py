@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from io import BytesIO
 from typing import NamedTuple
 
 from trainwright.distributed.job_store import Store, post
@@ -121,8 +122,8 @@ class StoreChannel:
         self.positions = positions or RankPositions(rank)
         self._lock = threading.Lock()
         self._calls = 0
-        self._set_keys, self._read = list[str](), list[str]()
-        """The keys of this call and, which every rank has read by then, of the previous call."""
+        self._keys, self._previous_keys = list[str](), list[str]()
+        """The keys that this rank has set in the current call and in the previous one."""
         self._subchannels: Counter[str] = Counter()
         self._given_up = threading.Event()
 
@@ -172,9 +173,9 @@ class StoreChannel:
                     for rank, (head, body) in enumerate(parts)
                 ]
             # Every rank has posted this call, so every rank has read the previous one.
-            for key in self._read:
+            for key in self._previous_keys:
                 self._store.delete_key(key)
-            self._read, self._set_keys = self._set_keys, []
+            self._previous_keys, self._keys = self._keys, []
         (here, at_here), *others = [json.loads(head) for head, _ in parts]
         for rank, (there, at_there) in enumerate(others, start=1):
             if there != here:
@@ -191,7 +192,7 @@ class StoreChannel:
         return [bytes(self._store.get(key)) for key in keys]
 
     def _gather_by_groups(self, number: int, wait: Callable[[dict[str, int]], None]) -> list[bytes]:
-        """Return the same, as the first rank of each group and then rank 0 have collected it."""
+        """Return the posts of all ranks, which the first rank of each group and then rank 0 collect."""
         first = self.rank - self.rank % self.group_size
         if self.rank == first:
             members = range(first, min(first + self.group_size, self.world_size))
@@ -208,7 +209,8 @@ class StoreChannel:
 
     def _set_list(self, key: str, posts: list[bytes]) -> None:
         """Store a list of posts under a key. A long list takes several values, because a value has at most 8 MiB."""
-        text = zlib.compress(json.dumps([post.decode("latin-1") for post in posts]).encode(), 1)
+        sizes = json.dumps([len(post) for post in posts]).encode()
+        text = zlib.compress(sizes + b"\n" + b"".join(posts), 1)
         parts = [text[start : start + LARGEST_VALUE] for start in range(0, len(text), LARGEST_VALUE)]
         for number, part in enumerate(parts[1:], start=1):
             self._set(f"{key}/{number}", part)
@@ -216,12 +218,14 @@ class StoreChannel:
 
     def _set(self, key: str, value: bytes) -> None:
         self._store.set(key, value)
-        self._set_keys.append(key)
+        self._keys.append(key)
 
     def _get_list(self, key: str) -> list[bytes]:
         count, text = bytes(self._store.get(key)).split(b"\n", 1)
         text += b"".join(bytes(self._store.get(f"{key}/{number}")) for number in range(1, int(count)))
-        return [post.encode("latin-1") for post in json.loads(zlib.decompress(text))]
+        sizes, content = zlib.decompress(text).split(b"\n", 1)
+        stream = BytesIO(content)
+        return [stream.read(size) for size in json.loads(sizes)]
 
     def posted(self, payload: bytes) -> list[bytes | None]:
         """Post this rank's payload, and return all payloads posted so far, by rank. The last rank sees all."""
@@ -237,7 +241,7 @@ class StoreChannel:
         return f"exchange/{self._name}/{call}/{name}"
 
     def _wait(self, number: int, keys: dict[str, int], *, call: str, own: RankPosition, timeout_seconds: float) -> None:
-        """Wait for keys, which these ranks set."""
+        """Wait until all keys exist. `keys` maps each key to the rank that sets it."""
         # Polls, because a blocking wait would keep the connection from other threads and delay signal handlers.
         began = looked = time.monotonic()
         deadline = began + timeout_seconds

@@ -96,9 +96,9 @@ class EngineCheckpoints:
     _is_known_finite: bool
     """Whether the weights have been found finite for the next save, equal on all ranks."""
     _base: Base | None
-    """The frozen parameters as the module was constructed, or None before `note_base` and the first save of the others."""
+    """The frozen parameters at the fit's start, or None before `note_base` and the first save with `trained_only`."""
     _base_names: Collection[str] | None
-    """The only names that may belong to the base after a load, or None for all."""
+    """The names that may belong to the base after a load, or None for all names."""
 
     @property
     def precision(self) -> Precision:
@@ -206,9 +206,8 @@ class EngineCheckpoints:
         """Return the frozen base as an entry of the state, if it is omitted, and the sections to store. Collective."""
         if not trained_only:
             return {}, sections
-        first, now = self._base, frozen_base(self.strategy, self.modules, self.optimizers, self.ranks, self._base_names)
-        if first is None:
-            first = self._base = now
+        now = frozen_base(self.strategy, self.modules, self.optimizers, self.ranks, self._base_names)
+        first = self._base = now if self._base is None else self._base
         base = {name: entry for name, entry in now.items() if first.get(name) == entry}
         stored = {name: [each for each in pieces if each.name not in base] for name, pieces in sections.items()}
         return {FROZEN_BASE: base}, stored
