@@ -1,5 +1,6 @@
-"""Collectives of the default process group: of tensors, of JSON, and of nests, which are plain data with the tensors in it.
+"""Collectives of the data ranks: of tensors, of JSON, and of nests, which are plain data with the tensors in it.
 
+Broadcasts and `scatter_nests` are over all ranks, and so are the others unless a strategy has a data group (`use_data_group`).
 `checkpoint/codec.py` encodes nests, and nothing is pickled. In a job of one process every collective returns its input.
 """
 
@@ -25,14 +26,22 @@ _LENGTH_BYTES = 8
 _MAX_DIMS = 8  # the exchange of shapes has room for this many
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
+_data_group: dist.ProcessGroup | None = None
+
+
+def use_data_group(group: dist.ProcessGroup | None) -> None:
+    """Run later collectives over this group of ranks with different data, or if None over all ranks."""
+    global _data_group
+    _data_group = group
+
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all ranks, by rank. Shapes and dtypes must be equal. Collective: call on every rank."""
-    if world_size() == 1:
+    if _num_data_ranks() == 1:
         return [tensor]
     local = _to_group(tensor.detach())
-    gathered = [torch.empty_like(local) for _ in range(world_size())]
-    dist.all_gather(gathered, local)
+    gathered = [torch.empty_like(local) for _ in range(_num_data_ranks())]
+    dist.all_gather(gathered, local, group=_data_group)
     return [piece.to(tensor.device) for piece in gathered]
 
 
@@ -47,7 +56,7 @@ def gather_stacked(
     Raises:
         ValueError, TypeError: on every rank, if shapes or dtypes differ otherwise.
     """
-    if world_size() == 1:
+    if _num_data_ranks() == 1:
         return tensor
     # Gloo ends the process at a gather of unequal shapes. For other backends the check would make the host wait for the device.
     if tensor.dim() <= _MAX_DIMS and (on_uneven is not None or dist.get_backend() == "gloo"):
@@ -79,7 +88,7 @@ def gather_uneven(tensor: Tensor) -> list[Tensor]:
             f"gather_uneven got a tensor of {tensor.dim()} dimensions; 1 to {_MAX_DIMS} are accepted. "
             "Add a dimension with unsqueeze(0), or reshape it."
         )
-    if world_size() == 1:
+    if _num_data_ranks() == 1:
         return [tensor]
     shapes = shapes_of(tensor, "gather")
     if len({shape[1:] for shape in shapes}) > 1:
@@ -116,7 +125,7 @@ def shapes_of(tensor: Tensor, call: str) -> list[tuple[int, ...]]:
 def gather_object(obj: object) -> list[Any]:
     """Return the plain data (None, bool, numbers, str, list, dict) of all ranks. Collective: call on every rank."""
     text = json.dumps(obj)
-    if world_size() == 1:
+    if _num_data_ranks() == 1:
         return [json.loads(text)]
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return [json.loads(bytes(piece.tolist())) for piece in gather_uneven(encoded)]
@@ -129,11 +138,11 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"op='mean' got a {tensor.dtype} tensor; pass floating-point numbers. Use .double() first.")
     result = tensor.detach().clone()
-    if world_size() > 1:
+    if _num_data_ranks() > 1:
         result = _to_group(result)
-        dist.all_reduce(result, _REDUCE_OPS[op])
+        dist.all_reduce(result, _REDUCE_OPS[op], group=_data_group)
         if op == "mean":
-            result /= world_size()
+            result /= _num_data_ranks()
     return result.to(tensor.device)
 
 
@@ -222,7 +231,7 @@ class _GatherWithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return all_reduce(torch.stack(gradients))[dist.get_rank()]
+        return all_reduce(torch.stack(gradients))[dist.get_rank(_data_group)]
 
 
 def group_backends() -> dict[str, str]:
@@ -233,6 +242,10 @@ def group_backends() -> dict[str, str]:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _num_data_ranks() -> int:
+    return dist.get_world_size(_data_group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def _to_group(tensor: Tensor) -> Tensor:

@@ -95,6 +95,9 @@ class Engine(EngineCheckpoints):
         self.hangs = HangWatch(self.connection, seconds, ends=timeout_seconds is not None or self.world_size > 1)
         self.writer = CheckpointWriter(self.ranks, lambda: self.connection.has_failed)
         self.strategy.connect(environment.rank, environment.world_size, self.device, joined)
+        collectives.use_data_group(self.strategy.data_group)
+        self.data_rank, self.num_data_ranks = self.strategy.data_rank, self.strategy.num_data_ranks
+        """This process's part of the data, from 0, and the number of parts: fewer than the processes if some share a part."""
         self.strategy.join_job(self)
         if self.precision is not joined:  # the strategy has replaced it
             self.precision.check(self.device)
@@ -118,6 +121,7 @@ class Engine(EngineCheckpoints):
             ValueError: on every rank, if the ranks have different models.
         """
         use(self.device)  # a setting of the thread, which another engine may have changed since
+        collectives.use_data_group(self.strategy.data_group)  # a setting of the process
         refuse_unlike_models(module, self.ranks)  # before the strategy sends weights
         if optimization is not None:
             self.optimization = optimization

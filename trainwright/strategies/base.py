@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -151,6 +152,10 @@ class Strategy(JobView):
     def __init__(self) -> None:
         self.rank = 0
         self.world_size = 1
+        self.data_rank, self.num_data_ranks = 0, 1
+        """This rank's part of the data, and the number of parts. Ranks that compute one replica together have the same part."""
+        self.data_group: dist.ProcessGroup | None = None
+        """One rank of every part of the data, including this rank. None means all ranks."""
         self.device = torch.device("cpu")
         self.precision = Precision()
         self.wrapped: dict[nn.Module, Any] = {}
@@ -173,8 +178,13 @@ class Strategy(JobView):
             )
 
     def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
-        """Set this process's rank and device. An engine that scales losses itself replaces the precision."""
+        """Set this process's rank, part of the data, and device. An engine that scales losses itself replaces the precision.
+
+        Collective: call on every rank. A subclass whose ranks share a part of the data then sets `data_rank`,
+        `num_data_ranks` and `data_group`.
+        """
         self.rank, self.world_size, self.device, self.precision = rank, world_size, device, precision
+        self.data_rank, self.num_data_ranks = rank, world_size
 
     def resolve(self, optimization: Optimization) -> Optimization:
         """Return the optimization with the settings of the engine's configuration, which win over the arguments."""
