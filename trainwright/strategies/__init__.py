@@ -11,6 +11,7 @@ from typing import Any
 from trainwright.arguments import foreign_hint
 from trainwright.errors import a_type_of, did_you_mean
 from trainwright.strategies.base import Strategy
+from trainwright.strategies.mesh_axes import reject_unsupported_parallelism
 
 STRATEGIES = {
     "single_device": "trainwright.strategies.base:SingleDeviceStrategy",
@@ -65,7 +66,8 @@ def named_strategy(strategy: str, num_processes: int, or_else: str = "") -> tupl
     """Return the name in `STRATEGIES` and the options of a name. "auto" is single_device, or ddp for several processes.
 
     Raises:
-        ValueError: the name is unknown. The message lists the names, with `or_else` after them.
+        ValueError: the name is unknown, and the message lists the names, with `or_else` after them. Or the name is of an
+            unsupported parallelism, and the message has the reason.
     """
     auto = "single_device" if num_processes == 1 else "ddp"
     name = auto if strategy == "auto" else strategy
@@ -76,6 +78,7 @@ def named_strategy(strategy: str, num_processes: int, or_else: str = "") -> tupl
         )
     name, options = VARIANTS.get(name, (name, {}))
     if name not in STRATEGIES:
+        reject_unsupported_parallelism(name)
         raise ValueError(
             f"strategy={strategy!r} is unknown; choose from {', '.join([*CHOICES, *VARIANTS])}{or_else}."
             f"{did_you_mean(name, [*STRATEGIES, *VARIANTS])}"
