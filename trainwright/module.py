@@ -26,6 +26,8 @@ from trainwright.tensor_names import register_clean_names
 from trainwright.value_kinds import is_collection, is_dtensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from trainwright import Trainer
     from trainwright.loggers.base import Logger
 
@@ -371,6 +373,16 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
         for child in self.modules():
             if isinstance(child, Module):
                 child._trainer = trainer
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Return the mesh of `FSDPStrategy(mesh={"data": 2, "tensor": 2})` (RuntimeError if the strategy has none)."""
+        if (mesh := self.trainer.strategy.device_mesh) is None:
+            raise RuntimeError(
+                f"strategy={self.trainer.strategy.name!r} has no mesh. Pass "
+                "strategy=tw.FSDPStrategy(mesh={'data': 2, 'tensor': 2}) to the Trainer."
+            )
+        return mesh
 
     @property
     def device(self) -> torch.device:

@@ -145,9 +145,10 @@ class AveragedPieces:
     @torch.no_grad()
     def put_back(self, strategy: Strategy, module: nn.Module, refreshes: bool = True) -> None:
         """Put the weights in training back into the module. Collective, unless `refreshes` is False."""
-        for piece in strategy.model_pieces(module):
-            if piece.name in self._kept:
-                piece.tensor.copy_(self._kept[piece.name])
+        if refreshes or not strategy.capabilities.pieces_are_collective:
+            for piece in strategy.model_pieces(module):
+                if piece.name in self._kept:
+                    piece.tensor.copy_(self._kept[piece.name])
         self._kept.clear()
         if refreshes:
             strategy.refresh_weights([module])

@@ -44,6 +44,7 @@ class Capabilities:
         communicates_on_host: collectives run on host tensors too, although the engine computes on GPUs.
         forward_is_collective: a forward is collective, so that a rank without evaluation batches runs dummy batches.
         holds_modules: the module's tensors are trained in place, whole on every rank.
+        pieces_are_collective: `model_pieces` communicates, so that a failed run cannot call it.
         gradients_are_parameters: gradients are the parameters' `.grad`, where a checkpoint finds them.
         divides_optimizers: a rank holds optimizer state only for its shard.
         keeps_optimizers: optimizers keep their state after `close`. Otherwise an evaluation leaves the strategy open.
@@ -60,6 +61,7 @@ class Capabilities:
     communicates_on_host: bool = False
     forward_is_collective: bool = False
     holds_modules: bool = True
+    pieces_are_collective: bool = False
     gradients_are_parameters: bool = True
     divides_optimizers: bool = False
     keeps_optimizers: bool = True

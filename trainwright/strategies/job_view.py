@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from trainwright.distributed import collectives
 from trainwright.strategies.module_checks import replicated
 from trainwright.strategies.replication import equalize
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class JobCalls(Protocol):
@@ -31,6 +34,8 @@ class JobView:
     world_size: int
     device: torch.device
     wrapped: Mapping[nn.Module, Any]
+    device_mesh: DeviceMesh | None = None
+    """The ranks by their place in a mesh with tensor parallelism."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
     _job: JobCalls | None = None
     _module: nn.Module | None = None

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
+from trainwright.strategies.fsdp2.tensor_plan import whole_of
 from trainwright.strategies.replication import equalize
 from trainwright.strategies.zero import vendor
 from trainwright.value_kinds import computed_tensors
@@ -84,7 +85,7 @@ def _gathered(parameter: nn.Parameter) -> Tensor:
     """Return a parameter's whole value. Collective where it is sharded."""
     whole = parameter.detach()
     if isinstance(whole, DTensor):
-        return whole.full_tensor()
+        return whole_of(whole)
     return vendor.gather_whole(parameter) if hasattr(parameter, "ds_id") else whole
 
 

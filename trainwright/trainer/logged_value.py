@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainwright.devices.abilities import has_pinned_memory, widest_float
 from trainwright.errors import a_type_of
+from trainwright.value_kinds import is_dtensor
 
 SUMMED_AT_ONCE = 64
 """Values that are collected on the device before one kernel sums them."""
@@ -198,11 +199,13 @@ class LoggedValue:
                     f"self.log({self.name!r}, ...) got a tensor of shape {tuple(value.shape)}. Expected one element. Reduce "
                     "it first, for example with .mean()."
                 )
-            if hasattr(value, "full_tensor"):
-                raise TypeError(
-                    f"self.log({self.name!r}, ...) got a value of sharded parameters, of which every rank has a part. Pass "
-                    "value.full_tensor(), computed on every rank."
-                )
+            if is_dtensor(value):
+                if not all(placement.is_replicate() for placement in value.placements):
+                    raise TypeError(
+                        f"self.log({self.name!r}, ...) got a value of sharded parameters, of which every rank has a part. Pass "
+                        "value.full_tensor(), computed on every rank."
+                    )
+                value = value.to_local()
             copied = value.reshape(()).clone()  # shapes (1,) and () could not be stacked
             return copied if self.keeps_graph else copied.detach()
         if isinstance(value, Real):  # int, bool, numpy's numbers

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.vendor import tree_leaves, tree_map_only
 from trainwright.strategies.base import StepForward
+from trainwright.strategies.fsdp2.tensor_plan import is_shard
 from trainwright.strategies.fsdp2.vendor import WriteCheck, without_view
 from trainwright.strategies.fsdp2.wrap_policy import ROOT
 from trainwright.strategies.used_parameters import failed_before
@@ -207,7 +208,7 @@ def _opening(
 ) -> Callable[..., Any]:
     @wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        is_sharded = any(map(is_shard, module.parameters()))
         return gathering(*args, **kwargs) if is_sharded and is_within_step() else plain(*args, **kwargs)
 
     return call
@@ -249,6 +250,8 @@ def split_groups(optimizer: Optimizer) -> Iterator[None]:
 
 
 def by_kind(parameters: list[Any]) -> list[list[Any]]:
-    """Return the lists of shards and of whole parameters that are not empty."""
-    kinds = ([p for p in parameters if isinstance(p, DTensor) == is_sharded] for is_sharded in (True, False))
-    return [kind for kind in kinds if kind]
+    """Return the lists of shards, one per mesh, and of whole parameters that are not empty."""
+    kinds: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(kinds.values())

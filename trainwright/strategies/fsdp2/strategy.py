@@ -5,9 +5,8 @@ Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Para
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,11 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from trainwright.arguments import check_flags
 from trainwright.checkpoint.tensors import Piece
+from trainwright.checkpoint.vendor import tree_map_only
 from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.distributed.connection import make_mesh
 from trainwright.duration import seconds_of
@@ -52,6 +53,17 @@ from trainwright.strategies.fsdp2.sharded_access import (
     unshard_for_call,
     without_views,
 )
+from trainwright.strategies.fsdp2.tensor_plan import (
+    DATA,
+    TENSOR,
+    TensorGroup,
+    TensorPlan,
+    check_plan,
+    is_divided,
+    is_shard,
+    piece_of,
+    whole_of,
+)
 from trainwright.strategies.fsdp2.wrap_policy import (
     MIN_PARAMETERS,
     ROOT,
@@ -63,11 +75,13 @@ from trainwright.strategies.fsdp2.wrap_policy import (
     recomputed,
     refuse_mixed,
 )
+from trainwright.strategies.mesh_axes import check_mesh, reject_unsupported_axes
 from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
 from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.replication import DeferredAllReduce, equalize
 from trainwright.strategies.used_parameters import BackwardGuard, RanksUse
+from trainwright.value_kinds import is_dtensor
 
 
 class FSDPStrategy(Strategy):
@@ -97,6 +111,12 @@ class FSDPStrategy(Strategy):
         sharding_strategy: "FULL_SHARD", or "SHARD_GRAD_OP" for reshard_after_forward=False.
         num_replicas: the number of groups of neighbouring ranks that each hold the whole model in shards (hybrid sharding). A
             parameter is gathered within its group, such as a node. Gradients are summed over the groups once a window.
+        mesh: {"data": 4, "tensor": 2} for tensor parallelism: two neighbouring ranks compute the divided layers together, on
+            one batch, and their parts are sharded over four data ranks. {"replicate": 2, "shard": 4} is num_replicas=2.
+        tensor_plan: how the layers are divided, by the names of submodules, such as {"blocks.*.up": "colwise",
+            "blocks.*.down": "rowwise"}. A style is one of "colwise", "colwise_gathered", "rowwise", "sequence" and
+            "loss_parallel", or a ParallelStyle of torch. Instead `configure_model` may call torch's parallelize_module with
+            `self.device_mesh["tensor"]`.
         timeout: seconds (or a timedelta) that a rank waits for the others, by default half an hour.
         elementwise: accept optimizers that are not known to step every element independently.
 
@@ -133,6 +153,8 @@ class FSDPStrategy(Strategy):
         timeout: float | timedelta | None = None,
         elementwise: bool = False,
         num_replicas: int = 1,
+        mesh: Mapping[str, int] | None = None,
+        tensor_plan: TensorPlan | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__()
@@ -143,7 +165,18 @@ class FSDPStrategy(Strategy):
             raise ValueError(f"min_parameters={min_parameters!r} is not accepted; pass an integer of at least 0.")
         if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
             raise ValueError(f"num_replicas={num_replicas!r} is not accepted; pass an integer of at least 1.")
-        self.num_replicas = num_replicas
+        self.mesh = dict(mesh) if mesh is not None else None
+        if mesh is not None:
+            reject_unsupported_axes(mesh)
+            if num_replicas > 1:
+                raise ValueError(f"num_replicas={num_replicas} does not go with mesh={mesh!r}; pass only the mesh.")
+            num_replicas = mesh.get("replicate", 1)
+        if tensor_plan is not None:
+            check_plan(tensor_plan)
+            if mesh is None or TENSOR not in mesh:
+                raise ValueError('tensor_plan= needs a mesh with a tensor dimension; pass mesh={"data": 2, "tensor": 2}.')
+            self.capabilities = replace(self.capabilities, pieces_are_collective=TENSOR in mesh)
+        self.num_replicas, self.tensor_plan = num_replicas, tensor_plan or {}
         self.auto_wrap_policy, self.min_parameters = auto_wrap_policy, min_parameters
         check_policy("auto_wrap_policy", auto_wrap_policy)
         check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
@@ -161,6 +194,16 @@ class FSDPStrategy(Strategy):
         self._float32, self._deferred = Float32(), DeferredAllReduce()
         self._automatic = True
         self._use, self._guard = RanksUse(self.name), BackwardGuard(self.name)
+        self._tensor: TensorGroup | None = None
+
+    def connect(self, rank: int, world_size: int, device: torch.device, precision: Precision) -> None:
+        super().connect(rank, world_size, device, precision)
+        if self.mesh is not None and TENSOR in self.mesh:
+            sizes = {name: self.mesh[name] for name in (DATA, TENSOR)}
+            self.device_mesh = make_mesh(device.type, sizes)
+            self._tensor = TensorGroup(self.device_mesh, self.tensor_plan)
+            self.data_rank, self.num_data_ranks = rank // sizes[TENSOR], sizes[DATA]
+            self.data_group = self.device_mesh[DATA].get_group()
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
@@ -176,7 +219,7 @@ class FSDPStrategy(Strategy):
         self.refresh_trainable([module])
 
     def _shard(self, module: nn.Module) -> None:
-        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        if any(map(is_shard, module.parameters())) or (self._tensor is None and any(map(is_divided, module.parameters()))):
             raise ValueError(
                 f"{type(module).__name__} holds parameters that torch's fully_shard has sharded. Leave the sharding to the "
                 "strategy, or create the module again."
@@ -186,7 +229,8 @@ class FSDPStrategy(Strategy):
         to_checkpoint = recomputed(module, self.activation_checkpointing_policy, groups)
         low = self.mixed_precision or self._policy()
         root = Root(module, low.param_dtype, groups)
-        chosen, self._float32 = set(groups), self._find_float32(module, low)
+        divided = self._tensor.plan(module) if self._tensor is not None else set()
+        chosen, self._float32 = set(groups), self._find_float32(module, low, divided)
         mesh = self._make_mesh()
         names = {each: name for name, each in module.named_modules()}
         is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
@@ -219,17 +263,19 @@ class FSDPStrategy(Strategy):
 
     def _make_mesh(self) -> DeviceMesh:
         """Return the mesh of shards, after a dimension of replicas if there are several. Collective."""
+        if self.device_mesh is not None:
+            return self.device_mesh[DATA]
         sizes = {"shard": self.world_size // self.num_replicas}
         return make_mesh(
             self.device.type, {"replicate": self.num_replicas, **sizes} if self.num_replicas > 1 else sizes
         )
 
-    def _find_float32(self, module: nn.Module, low: MixedPrecisionPolicy) -> Float32:
+    def _find_float32(self, module: nn.Module, low: MixedPrecisionPolicy, divided: Collection[nn.Module]) -> Float32:
         """Return the parts of a module that are gathered in float32 although others are in a low dtype."""
         if low.param_dtype is None:
             return Float32()
         if self.mixed_precision is None:
-            return find_float32(module)
+            return find_float32(module, divided)
         return Float32(groups={each for each in module.modules() if isinstance(each, vendor.BATCH_NORM)})
 
     def _refuse_other_precision(self, module: nn.Module) -> None:
@@ -259,7 +305,7 @@ class FSDPStrategy(Strategy):
         is_root = isinstance(group, Root)
         is_float32 = (group.module if isinstance(group, Root) else group) in self._float32.groups
         # Shards that are offloaded stay in host memory.
-        move(group, self.device, stays=lambda each: isinstance(each, DTensor))
+        move(group, self.device, stays=is_dtensor)
         whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
         equalize((*whole, *(group.buffers() if is_root else ())))
         # FSDP2 shards rows, which 0-dim parameters lack, and cannot reduce empty ones.
@@ -268,6 +314,8 @@ class FSDPStrategy(Strategy):
         refuse_mixed(group, sharded)
         for parameter in whole:
             parameter.data = parameter.data.contiguous()
+        if self._tensor is not None:
+            self._tensor.divide(group)
         writes = vendor.WriteCheck(group, sharded)
         if not is_root:  # whose forward checks them
             group.register_forward_hook(writes.check)
@@ -313,6 +361,8 @@ class FSDPStrategy(Strategy):
         return list(optimizers)
 
     def check(self, device_type: str, num_processes: int, precision: Precision) -> None:
+        if self.mesh is not None:
+            check_mesh(self.mesh, num_processes)
         if num_processes % self.num_replicas or 1 < num_processes == self.num_replicas:
             fitting = [str(count) for count in range(1, num_processes) if num_processes % count == 0]
             raise ValueError(
@@ -328,9 +378,13 @@ class FSDPStrategy(Strategy):
     def run(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         root: Any = self.wrapped[module]
         self.buffers.begin_step(module)
+        if self._tensor is not None:
+            self._tensor.forget_rows()
         self._guard.watch(self._automatic and self.ends_window and self.world_size > 1).begin(name)
-        with self.precision.forward_context() or nullcontext(), failing([root]):
+        with self.precision.forward_context() or nullcontext(), failing([root]), self._tensor_context():
             outputs = root(name, *args, **kwargs)
+            if self._tensor is not None:
+                outputs = tree_map_only(DTensor, whole_of, outputs)
         if not (self._automatic and torch.is_grad_enabled()):
             root.reshard()  # no backward will do it, and hooks must freeze the shards, not the gathered parameters
             if self.cpu_offload and self.device.type != "cpu":
@@ -346,7 +400,7 @@ class FSDPStrategy(Strategy):
         # the root's group would never be reduced.
         for root in () if self._automatic else self.wrapped.values():
             vendor.gather_for_backward(root, loss)
-        with self._guard.backward(self._use.has_come), failing(self.wrapped.values()):
+        with self._guard.backward(self._use.has_come), failing(self.wrapped.values()), self._tensor_context():
             super().backward(loss, send, **options)
         if self.world_size > 1:
             self._use.note_gradients()
@@ -395,7 +449,7 @@ class FSDPStrategy(Strategy):
             return None
         # Gradients of offloaded shards are in host memory.
         norms = [torch.nn.utils.get_total_norm([p.grad for p in kind]) for kind in kinds]
-        norms = [(each.full_tensor() if isinstance(each, DTensor) else each).to(self.device) for each in norms]
+        norms = [(whole_of(each) if isinstance(each, DTensor) else each).to(self.device) for each in norms]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
         for kind in kinds:
             torch.nn.utils.clip_grads_with_norm_(kind, clipping.norm, total)
@@ -408,16 +462,14 @@ class FSDPStrategy(Strategy):
     def _piece(self, name: str, value: Tensor, writer: int | None) -> Piece:
         if not isinstance(value, DTensor):
             return super()._piece(name, value, writer)
-        local: Tensor = value.detach().to_local()  # type: ignore[attr-defined]
-        # NOTE: indexing a DTensor communicates, and would hang if ranks hold unequal shards.
-        start = vendor.first_row(value) * math.prod(value.shape[1:]) if local.numel() else 0
-        # The first replica writes.
-        return Piece(
-            name, tuple(value.shape), start, local.view(-1), self.rank % (self.world_size // self.num_replicas)
-        )
+        if self._tensor is not None:
+            return self._tensor.piece(name, value, self.rank)
+        return piece_of(name, value, self.rank % (self.world_size // self.num_replicas))  # the first replica writes
 
     def refresh_weights(self, modules: Sequence[nn.Module], loaded: Mapping[str, Any] | None = None) -> None:
         self._reshard_roots()
+        if self._tensor is not None:
+            self._tensor.write_back()
 
     def after_run(self, error: BaseException | None = None) -> None:
         if error is not None:
@@ -428,6 +480,10 @@ class FSDPStrategy(Strategy):
         super().close()
         self._deferred.clear()
         self._use, self._guard = self._use.renewed(), BackwardGuard(self.name)
+
+    def _tensor_context(self) -> AbstractContextManager[None]:
+        """Return the context in which cross_entropy computes on logits that are divided over the tensor group."""
+        return loss_parallel() if self._tensor is not None else nullcontext()
 
     def _refuse_failed(self) -> None:
         for root in self.wrapped.values():

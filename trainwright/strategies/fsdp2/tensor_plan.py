@@ -1,0 +1,209 @@
+"""Tensor parallelism: the layers that a group of neighbouring ranks computes together, and their parts in checkpoints.
+
+Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism". torch's parallel
+styles do the work. FSDP shards every rank's part over the data dimension of the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from trainwright.checkpoint.tensors import Piece
+from trainwright.errors import did_you_mean
+from trainwright.strategies.fsdp2 import vendor
+from trainwright.tensor_names import clean_name
+
+DATA, TENSOR = "data", "tensor"
+"""The dimensions of a mesh with tensor parallelism."""
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_gathered": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise": RowwiseParallel,
+    "sequence": SequenceParallel,
+    "loss_parallel": partial(ColwiseParallel, output_layouts=Shard(-1), use_local_output=False),
+}
+TensorPlan = Mapping[str, str | ParallelStyle]
+"""A style by the name of a submodule, in which `*` stands for one part of the name."""
+SIZES = {
+    (ColwiseParallel, nn.Linear): "out_features",
+    (ColwiseParallel, nn.Embedding): "embedding_dim",
+    (RowwiseParallel, nn.Linear): "in_features",
+    (RowwiseParallel, nn.Embedding): "num_embeddings",
+}
+"""The size that a style divides over the tensor group, by the style and the layer."""
+HEADS_NOTE = (
+    "Under tensor parallelism a rank computes only its share of the heads: let view and reshape infer their number, such as "
+    "x.view(batch, length, -1, head_size)."
+)
+
+
+def check_plan(plan: object) -> None:
+    """Raise ValueError or TypeError for a plan whose styles are unknown."""
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"tensor_plan={plan!r} is not accepted; pass a dict such as {{'blocks.*.up': 'colwise'}}.")
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle) and style not in STYLES:
+            raise ValueError(
+                f"tensor_plan[{pattern!r}]={style!r} is unknown; choose from {', '.join(STYLES)}, or pass a ParallelStyle of "
+                f"torch.distributed.tensor.parallel.{did_you_mean(str(style), STYLES)}"
+            )
+
+
+def match_plan(module: nn.Module, plan: TensorPlan, num_ranks: int) -> dict[nn.Module, ParallelStyle]:
+    """Return the style of every submodule that a plan names.
+
+    Raises:
+        ValueError: a pattern without a submodule, two for one, a tied parameter, or a layer that cannot be divided.
+    """
+    names = {clean_name(name): each for name, each in module.named_modules() if name}
+    owners: dict[Tensor, list[str]] = {}
+    for name, each in names.items():
+        for parameter in each.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(name)
+    styles: dict[nn.Module, ParallelStyle] = {}
+    for pattern, style in plan.items():
+        matches = [name for name in names if _matches(name, pattern)]
+        if not matches:
+            raise ValueError(
+                f"tensor_plan[{pattern!r}] matches no submodule of {type(module).__name__}.{did_you_mean(pattern, names)} Its "
+                "names are those of named_modules(), and * stands for one part, as in 'blocks.*.attention.wq'."
+            )
+        for name in matches:
+            layer = names[name]
+            if layer in styles:
+                raise ValueError(f"tensor_plan names {name!r} twice, the second time by {pattern!r}. Remove one of them.")
+            styles[layer] = _style(name, layer, style, num_ranks)
+            for parameter in layer.parameters(recurse=False):
+                if others := [other for other in owners[parameter] if other != name]:
+                    raise ValueError(
+                        f"tensor_plan divides {name!r}, whose parameter is tied to {others[0]!r}. A divided parameter cannot "
+                        "be tied: remove the layer from the plan, or give each its own parameter."
+                    )
+    return styles
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _style(name: str, layer: nn.Module, style: str | ParallelStyle, num_ranks: int) -> ParallelStyle:
+    """Return a style for a layer (ValueError if the style does not divide it)."""
+    if style == "rowwise" and isinstance(layer, nn.Embedding):
+        made: ParallelStyle = RowwiseParallel(input_layouts=Replicate())
+    else:
+        made = STYLES[style]() if isinstance(style, str) else style
+    if isinstance(made, ColwiseParallel | RowwiseParallel):
+        sizes = [size for kinds, size in SIZES.items() if isinstance(made, kinds[0]) and isinstance(layer, kinds[1])]
+        if not sizes:
+            raise ValueError(
+                f"tensor_plan divides {name!r}, a {type(layer).__name__}; only nn.Linear and nn.Embedding can be divided. Name "
+                "the layers within it, or pass a ParallelStyle of your own."
+            )
+        if getattr(layer, sizes[0]) % num_ranks:
+            raise ValueError(
+                f"tensor_plan divides {name!r} over {num_ranks} ranks, and its {sizes[0]}={getattr(layer, sizes[0])} is not a "
+                f"multiple of {num_ranks}. Change the size, or remove the layer from the plan."
+            )
+    return made
+
+
+def is_divided(value: object) -> bool:
+    """Return whether a parameter is divided over the tensor group only, so that FSDP has not sharded or has gathered it."""
+    return isinstance(value, DTensor) and value.device_mesh.mesh_dim_names == (TENSOR,)
+
+
+def is_shard(value: object) -> bool:
+    """Return whether a parameter is a shard of FSDP's."""
+    return isinstance(value, DTensor) and not is_divided(value)
+
+
+def whole_of(value: DTensor) -> Tensor:
+    """Return the whole value of a DTensor. Collective."""
+    # One dimension of the mesh at a time, because torch warns where it cannot merge the collectives of several.
+    for index in range(value.device_mesh.ndim - 1):
+        rest = value.placements[index + 1 :]
+        value = value.redistribute(placements=[*[Replicate()] * (index + 1), *rest])
+    return value.full_tensor()
+
+
+class TensorGroup:
+    """The ranks that compute one replica's layers together, and the styles of the layers that are not divided yet.
+
+    `mesh` has the dimensions "data" and "tensor", of which a tensor group has neighbouring ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh, plan: TensorPlan) -> None:
+        self.mesh, self._plan = mesh, plan
+        self.num_ranks = mesh[TENSOR].size()
+        self._index = mesh[TENSOR].get_local_rank()
+        self._styles: dict[nn.Module, ParallelStyle] = {}
+        self._rows: list[tuple[DTensor, DTensor]] = []
+        """Tensors that are divided by columns, with the rows that a checkpoint stores of them."""
+
+    def plan(self, module: nn.Module) -> set[nn.Module]:
+        """Match the plan with a module, and return the submodules that are divided (ValueError if none is)."""
+        self._styles = match_plan(module, self._plan, self.num_ranks)
+        divided = {each for each in module.modules() if any(map(is_divided, each.parameters(recurse=False)))}
+        if any(parameter.is_meta for each in divided for parameter in each.parameters(recurse=False)):
+            raise ValueError(
+                f"{type(module).__name__}.configure_model parallelized layers on the meta device, which have no values. Pass "
+                "FSDPStrategy(tensor_plan=...) instead, which divides them once they have."
+            )
+        if not divided and not self._styles and self.num_ranks > 1:
+            raise ValueError(
+                f"the mesh has tensor={self.num_ranks}, but no layer of {type(module).__name__} is divided. Pass "
+                "FSDPStrategy(tensor_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}), or call "
+                "parallelize_module(layer, self.device_mesh['tensor'], ...) in configure_model."
+            )
+        return divided | self._styles.keys()
+
+    def divide(self, group: nn.Module) -> None:
+        """Divide the layers of a group, whose values are equal on every rank. Collective."""
+        for each in list(group.modules()):
+            if (style := self._styles.pop(each, None)) is not None:
+                parallelize_module(each, self.mesh[TENSOR], style)
+
+    def piece(self, name: str, value: DTensor, rank: int) -> Piece:
+        """Return this rank's part of a tensor for a checkpoint. Collective if the tensor is divided by columns."""
+        writer = rank - self._index
+        if TENSOR in (value.device_mesh.mesh_dim_names or ()) and not value.placements[-1].is_replicate():
+            writer = rank
+            if value.placements[-1] != Shard(0):
+                columns, value = value, value.redistribute(placements=[Shard(0)] * value.device_mesh.ndim)
+                self._rows.append((columns, value))
+        return piece_of(name, value, writer)
+
+    def write_back(self) -> None:
+        """Write the rows that `piece` has returned back into their tensors. Collective."""
+        with torch.no_grad():
+            for columns, rows in self._rows:
+                columns.to_local().copy_(rows.redistribute(placements=columns.placements).to_local())
+        self._rows.clear()
+
+    def forget_rows(self) -> None:
+        """Free the rows that `piece` has returned, which are stale after a step."""
+        self._rows.clear()
+
+
+def piece_of(name: str, value: DTensor, writer: int) -> Piece:
+    """Return the range of rows that this rank has of a tensor."""
+    local: Tensor = value.detach().to_local()  # type: ignore[attr-defined]
+    # NOTE: indexing a DTensor communicates, and would hang if ranks hold unequal shards.
+    start = vendor.first_row(value) * math.prod(value.shape[1:]) if local.numel() else 0
+    return Piece(name, tuple(value.shape), start, local.view(-1), writer)
