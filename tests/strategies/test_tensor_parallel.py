@@ -72,19 +72,24 @@ class Block(nn.Module):
 class Speaks(tw.Module):
     """Predicts the next word: a transformer whose layers can be divided."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, is_on_sequence: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.save_hyperparameters()
+        self.is_on_sequence = is_on_sequence
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
-        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.scale = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
         self.accuracy = MulticlassAccuracy(WORDS, average="micro")
         self.masks: list[Tensor] = []
 
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
     def forward(self, words: Tensor) -> Tensor:
-        x = self.embed(words)
+        x = self.embed(words) if self.is_on_sequence else self.embed(words) * self.scale
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -100,6 +105,8 @@ class Speaks(tw.Module):
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         logits = self(batch[0][:, :-1])
+        if isinstance(logits, DTensor):  # divided by "loss_parallel"
+            logits = logits.full_tensor()
         self.accuracy(logits.flatten(0, 1), batch[0][:, 1:].flatten())
         self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten()))
         self.log("accuracy", self.accuracy)
@@ -160,17 +167,22 @@ def trained_on_four(folder: Path) -> dict[str, Any]:
     found["windows"] = fitted(3, divided(), folder / "windows.ckpt", accumulate_grad_batches=2)
     once = divided(sync_every_batch=False, reshard_after_forward=False)
     found["windows, synced once"] = fitted(3, once, folder / "once.ckpt", accumulate_grad_batches=2)
-    found["on the sequence"] = fitted(6, divided(ON_SEQUENCE), folder / "sequence.ckpt")
+    module = Speaks(is_on_sequence=True)
+    found["on the sequence"] = fitted(6, divided(ON_SEQUENCE), folder / "sequence.ckpt", module=module)
     found["in configure_model"] = fitted(6, divided({}), folder / "itself.ckpt", module=DividesItself())
-    found["bfloat16"] = fitted(6, divided(ON_SEQUENCE), folder / "bf16.ckpt", precision="bf16-mixed")
+    module = Speaks(is_on_sequence=True)
+    found["bfloat16"] = fitted(6, divided(ON_SEQUENCE), folder / "bf16.ckpt", module=module, precision="bf16-mixed")
     recomputed = divided(activation_checkpointing_policy={Block})
     found["recomputed"] = fitted(6, recomputed, folder / "recomputed.ckpt")
     averaging = tw.callbacks.EMAWeightAveraging(decay=0.5)
     found["averaged"] = fitted(6, divided(), folder / "averaged.ckpt", callbacks=[averaging])
     with torch.device("meta"):
         module = Speaks()
-    found["meta"] = {name: value for name, value in fitted(2, divided(), folder / "meta.ckpt", module=module).items()}
-
+    found["meta"] = fitted(6, divided(), folder / "meta.ckpt", module=module)
+    try:
+        fitted(1, divided(ON_SEQUENCE), folder / "wrong.ckpt")
+    except RuntimeError as error:
+        found["error"] = str(error)
     found["dropout"] = fitted(3, divided(), folder / "dropout.ckpt", module=Speaks(dropout=0.5))["masks"]
     trainer = tw.Trainer(strategy=divided(), **QUIET)
     found["validated"] = trainer.validate(Speaks(), sentences(10, 2), verbose=False)

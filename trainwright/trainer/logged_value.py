@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -205,7 +205,7 @@ class LoggedValue:
                         f"self.log({self.name!r}, ...) got a value of sharded parameters, of which every rank has a part. Pass "
                         "value.full_tensor(), computed on every rank."
                     )
-                value = value.to_local()
+                value = cast(Tensor, value.to_local())
             copied = value.reshape(()).clone()  # shapes (1,) and () could not be stacked
             return copied if self.keeps_graph else copied.detach()
         if isinstance(value, Real):  # int, bool, numpy's numbers

@@ -39,6 +39,12 @@ USED = (
     "the module, or a method of it that uses the parameter. For a penalty on weights use the optimizer's weight_decay. Or keep "
     "that module whole: FSDPStrategy(auto_wrap_policy=...) without it."
 )
+DIVIDED = (
+    "the step used a divided tensor together with a whole one. A layer with the style 'loss_parallel', or with "
+    "use_local_output=False, returns a DTensor, which only F.cross_entropy and other divided layers take: use its "
+    "full_tensor() elsewhere. A parameter can only be used by calling its module."
+)
+"""The same under tensor parallelism."""
 NO_STEPS = ("reset_parameters", "configure_optimizers")
 """Public methods that no step calls."""
 
@@ -128,7 +134,7 @@ class Root(StepForward):
 
 
 @contextmanager
-def failing(roots: Iterable[Any]) -> Iterator[None]:
+def failing(roots: Iterable[Any], explanation: str = USED) -> Iterator[None]:
     """Record a failed forward or backward within the context, and explain the use of a shard."""
     try:
         yield
@@ -136,7 +142,7 @@ def failing(roots: Iterable[Any]) -> Iterator[None]:
         for root in roots:
             root.fail()
         if MIXED in str(error):
-            raise RuntimeError(USED) from error
+            raise RuntimeError(explanation) from error
         raise
 
 

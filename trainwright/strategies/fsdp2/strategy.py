@@ -5,8 +5,8 @@ Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Para
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -40,6 +40,8 @@ from trainwright.strategies.divided_optimizers import (
 )
 from trainwright.strategies.fsdp2 import vendor
 from trainwright.strategies.fsdp2.sharded_access import (
+    DIVIDED,
+    USED,
     Root,
     by_kind,
     failing,
@@ -381,7 +383,7 @@ class FSDPStrategy(Strategy):
         if self._tensor is not None:
             self._tensor.forget_rows()
         self._guard.watch(self._automatic and self.ends_window and self.world_size > 1).begin(name)
-        with self.precision.forward_context() or nullcontext(), failing([root]), self._tensor_context():
+        with self.precision.forward_context() or nullcontext(), self._failing([root]):
             outputs = root(name, *args, **kwargs)
             if self._tensor is not None:
                 outputs = tree_map_only(DTensor, whole_of, outputs)
@@ -400,7 +402,7 @@ class FSDPStrategy(Strategy):
         # the root's group would never be reduced.
         for root in () if self._automatic else self.wrapped.values():
             vendor.gather_for_backward(root, loss)
-        with self._guard.backward(self._use.has_come), failing(self.wrapped.values()), self._tensor_context():
+        with self._guard.backward(self._use.has_come), self._failing(self.wrapped.values()):
             super().backward(loss, send, **options)
         if self.world_size > 1:
             self._use.note_gradients()
@@ -416,6 +418,8 @@ class FSDPStrategy(Strategy):
                 root.set_requires_all_reduce(enabled)
 
     def _finalize(self, optimizer: Optimizer) -> None:
+        if self._tensor is not None:
+            self._tensor.compare_gradients(self.wrapped)
         self._deferred.reduce(optimizer, self.wrapped, self.name)
         self.precision.unscale(optimizer, lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX))
 
@@ -481,9 +485,12 @@ class FSDPStrategy(Strategy):
         self._deferred.clear()
         self._use, self._guard = self._use.renewed(), BackwardGuard(self.name)
 
-    def _tensor_context(self) -> AbstractContextManager[None]:
-        """Return the context in which cross_entropy computes on logits that are divided over the tensor group."""
-        return loss_parallel() if self._tensor is not None else nullcontext()
+    @contextmanager
+    def _failing(self, roots: Iterable[Any]) -> Iterator[None]:
+        """Return the context of a forward or backward, in which cross_entropy may compute on divided logits."""
+        is_divided = self._tensor is not None
+        with failing(roots, DIVIDED if is_divided else USED), loss_parallel() if is_divided else nullcontext():
+            yield
 
     def _refuse_failed(self) -> None:
         for root in self.wrapped.values():

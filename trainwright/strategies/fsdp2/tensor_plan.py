@@ -7,11 +7,12 @@ styles do the work. FSDP shards every rank's part over the data dimension of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -128,6 +129,10 @@ def is_divided(value: object) -> bool:
     return isinstance(value, DTensor) and value.device_mesh.mesh_dim_names == (TENSOR,)
 
 
+def _is_planned(value: object) -> bool:
+    return isinstance(value, DTensor) and TENSOR in (value.device_mesh.mesh_dim_names or ())
+
+
 def is_shard(value: object) -> bool:
     """Return whether a parameter is a shard of FSDP's."""
     return isinstance(value, DTensor) and not is_divided(value)
@@ -153,18 +158,25 @@ class TensorGroup:
         self.num_ranks = mesh[TENSOR].size()
         self._index = mesh[TENSOR].get_local_rank()
         self._styles: dict[nn.Module, ParallelStyle] = {}
+        self._steps = 0
         self._rows: list[tuple[DTensor, DTensor]] = []
         """Tensors that are divided by columns, with the rows that a checkpoint stores of them."""
 
     def plan(self, module: nn.Module) -> set[nn.Module]:
         """Match the plan with a module, and return the submodules that are divided (ValueError if none is)."""
         self._styles = match_plan(module, self._plan, self.num_ranks)
-        divided = {each for each in module.modules() if any(map(is_divided, each.parameters(recurse=False)))}
-        if any(parameter.is_meta for each in divided for parameter in each.parameters(recurse=False)):
-            raise ValueError(
-                f"{type(module).__name__}.configure_model parallelized layers on the meta device, which have no values. Pass "
-                "FSDPStrategy(tensor_plan=...) instead, which divides them once they have."
-            )
+        divided = set[nn.Module]()
+        for each in module.modules():
+            for name, parameter in each.named_parameters(recurse=False):
+                if is_divided(parameter):
+                    if parameter.is_meta:
+                        raise ValueError(
+                            f"{type(module).__name__}.configure_model parallelized layers on the meta device, which have no "
+                            "values. Pass FSDPStrategy(tensor_plan=...) instead, which divides them once they have."
+                        )
+                    divided.add(each)
+                    # A new one, because torch cannot move a DTensor with weak references.
+                    setattr(each, name, nn.Parameter(parameter.detach(), parameter.requires_grad))
         if not divided and not self._styles and self.num_ranks > 1:
             raise ValueError(
                 f"the mesh has tensor={self.num_ranks}, but no layer of {type(module).__name__} is divided. Pass "
@@ -179,10 +191,40 @@ class TensorGroup:
             if (style := self._styles.pop(each, None)) is not None:
                 parallelize_module(each, self.mesh[TENSOR], style)
 
+    def compare_gradients(self, modules: Iterable[nn.Module]) -> None:
+        """Compare the gradients of undivided parameters over the group, in steps 1, 2, 4, 8 and so on. Collective.
+
+        Raises:
+            RuntimeError: they differ, because a parameter is used on a part of the sequence without being in the plan.
+        """
+        self._steps += 1
+        if self._steps & (self._steps - 1):
+            return
+        named = [
+            (clean_name(name), parameter.grad)
+            for module in modules
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None and not _is_planned(parameter)
+        ]
+        if not named:
+            return
+        most = torch.stack([torch.linalg.vector_norm(_local(gradient)) for _, gradient in named])
+        least = most.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh[TENSOR].get_group())
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.mesh[TENSOR].get_group())
+        differs = (most - least > 0.05 * most) & (most > 1e-4 * most.max())  # rounding differs less
+        for (name, _), is_different in zip(named, differs.tolist(), strict=True):
+            if is_different:
+                raise RuntimeError(
+                    f"the ranks of a tensor group have different gradients of {name!r}, which is not divided. Its module "
+                    "computes on divided activations, so that every rank has only a part of the gradient. Give the module a "
+                    "style in tensor_plan, for example 'sequence' for a norm, or gather its input first."
+                )
+
     def piece(self, name: str, value: DTensor, rank: int) -> Piece:
         """Return this rank's part of a tensor for a checkpoint. Collective if the tensor is divided by columns."""
         writer = rank - self._index
-        if TENSOR in (value.device_mesh.mesh_dim_names or ()) and not value.placements[-1].is_replicate():
+        if _is_planned(value) and not value.placements[-1].is_replicate():
             writer = rank
             if value.placements[-1] != Shard(0):
                 columns, value = value, value.redistribute(placements=[Shard(0)] * value.device_mesh.ndim)
@@ -199,6 +241,11 @@ class TensorGroup:
     def forget_rows(self) -> None:
         """Free the rows that `piece` has returned, which are stale after a step."""
         self._rows.clear()
+
+
+def _local(value: Tensor) -> Tensor:
+    local: Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return local
 
 
 def piece_of(name: str, value: DTensor, writer: int) -> Piece:
