@@ -279,6 +279,7 @@ class ClassificationReport(Callback):
         cells = confusion.nonzero()
         entries = torch.cat([cells, confusion[cells[:, 0], cells[:, 1]].unsqueeze(1)], 1).tolist()
         parts = trainer.engine.ranks.exchange([len(confusion), entries], "ClassificationReport")
+        parts = parts[:: trainer.world_size // trainer.engine.num_data_ranks]  # one rank of each part of the data
         count = self.num_classes or max(size for size, _ in parts)
         total = torch.zeros(count, count, dtype=torch.long)
         for actual, predicted, number in chain.from_iterable(entries for _, entries in parts):

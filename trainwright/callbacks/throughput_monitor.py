@@ -106,11 +106,11 @@ class ThroughputMonitor(Callback):
         if is_due:
             waited, seconds = trainer.state.timeline.measure()
             self._moments.append(Moment(seconds, waited, self._batches, self._samples, self._length))
-            values = self._rates(trainer.world_size, module.device) if len(self._moments) > 1 else {}
+            values = self._rates(trainer.engine.num_data_ranks, module.device) if len(self._moments) > 1 else {}
             for logger in trainer.loggers if values and trainer.is_global_zero else ():
                 outlived(logger, "log_metrics", values, trainer.state.logged_step)
 
-    def _rates(self, world_size: int, device: torch.device) -> dict[str, float]:
+    def _rates(self, num_data_ranks: int, device: torch.device) -> dict[str, float]:
         first, last = self._moments[0], self._moments[-1]
         seconds = max(last.time - first.time, 1e-9)
         own = {
@@ -122,7 +122,7 @@ class ThroughputMonitor(Callback):
         if self._flops:
             own["flops_per_sec"] = self._flops * own["batches_per_sec"]
         values = {f"train/device/{name}": value for name, value in own.items()}
-        values |= {f"train/{name}": value * world_size for name, value in own.items()}
+        values |= {f"train/{name}": value * num_data_ranks for name, value in own.items()}
         peak = self.available_flops or peak_flops(device)
         if self._flops and peak:
             values["train/device/mfu"] = own["flops_per_sec"] / peak

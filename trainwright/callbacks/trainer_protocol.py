@@ -107,6 +107,10 @@ class SavingEngine(Protocol):
         """The seed of the data's order."""
 
     @property
+    def num_data_ranks(self) -> int:
+        """The number of parts of the data."""
+
+    @property
     def ranks(self) -> Ranks:
         """The agreement of the ranks on small values, such as a decision of rank 0."""
 

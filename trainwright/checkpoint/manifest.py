@@ -153,7 +153,7 @@ def parse(data: bytes) -> Manifest:
         # First, because in a newer version the rest may have another meaning.
         _check_format(content)
         header = content["header"]
-        for field in ("step", "epoch", "world_size"):
+        for field in ("step", "epoch", "world_size", *({"num_data_ranks"} & header.keys())):
             if not _are_counts([header[field]]):
                 raise _malformed("header", field, header[field])
         files = {name: _parse_record(name, record) for name, record in content["files"].items()}

@@ -48,6 +48,8 @@ class StoredCheckpoint:
         self.step: int = manifest.header["step"]
         self.epoch: int = manifest.header["epoch"]
         self.world_size: int = manifest.header["world_size"]
+        self.num_data_ranks: int = manifest.header.get("num_data_ranks") or self.world_size
+        """The number of parts of the data, fewer than the ranks if some shared a part."""
         self.extra_files = list(extra_files)
         self.sections = [name for name in manifest.sections if not _is_internal(name)]
         self.file_sizes = {name: record.size for name, record in sorted(manifest.all_files.items())}
@@ -156,6 +158,10 @@ class StoredCheckpoint:
         """Return the plain state that a rank stored, or None if it stored nothing or did not exist."""
         name = rank_section(rank)
         return self._read_plain(name) if f"{name}.json" in self._manifest.files else None
+
+    def data_state(self, data_rank: int) -> Any | None:
+        """Return the plain state that the first rank with this part of the data stored, or None (see `rank_state`)."""
+        return self.rank_state(data_rank * (self.world_size // self.num_data_ranks))
 
     def _read_plain(self, section: str) -> Any:
         name = f"{section}.json"

@@ -169,6 +169,12 @@ def host_state() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
 
 
+def host_digest() -> int:
+    """Return a checksum of this process's RNG states on the host, to compare with other processes."""
+    state = host_state()
+    return zlib.crc32(repr((state["python"], state["numpy"], state["torch"].tolist())).encode())
+
+
 def set_host_state(state: dict[str, Any]) -> None:
     """Restore the state that `host_state` returned, directly or from a checkpoint."""
     version, words, gauss = state["python"]

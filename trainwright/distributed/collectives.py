@@ -35,12 +35,26 @@ def use_data_group(group: dist.ProcessGroup | None) -> None:
     _data_group = group
 
 
+def data_group() -> dist.ProcessGroup | None:
+    """Return the group that `use_data_group` has set."""
+    return _data_group
+
+
+def num_data_ranks() -> int:
+    return dist.get_world_size(_data_group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def data_rank(default: int) -> int:
+    """Return this process's rank in the data group, or the default before a process group exists."""
+    return dist.get_rank(_data_group) if dist.is_available() and dist.is_initialized() else default
+
+
 def all_gather(tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all ranks, by rank. Shapes and dtypes must be equal. Collective: call on every rank."""
-    if _num_data_ranks() == 1:
+    if num_data_ranks() == 1:
         return [tensor]
     local = _to_group(tensor.detach())
-    gathered = [torch.empty_like(local) for _ in range(_num_data_ranks())]
+    gathered = [torch.empty_like(local) for _ in range(num_data_ranks())]
     dist.all_gather(gathered, local, group=_data_group)
     return [piece.to(tensor.device) for piece in gathered]
 
@@ -56,7 +70,7 @@ def gather_stacked(
     Raises:
         ValueError, TypeError: on every rank, if shapes or dtypes differ otherwise.
     """
-    if _num_data_ranks() == 1:
+    if num_data_ranks() == 1:
         return tensor
     # Gloo ends the process at a gather of unequal shapes. For other backends the check would make the host wait for the device.
     if tensor.dim() <= _MAX_DIMS and (on_uneven is not None or dist.get_backend() == "gloo"):
@@ -88,7 +102,7 @@ def gather_uneven(tensor: Tensor) -> list[Tensor]:
             f"gather_uneven got a tensor of {tensor.dim()} dimensions; 1 to {_MAX_DIMS} are accepted. "
             "Add a dimension with unsqueeze(0), or reshape it."
         )
-    if _num_data_ranks() == 1:
+    if num_data_ranks() == 1:
         return [tensor]
     shapes = shapes_of(tensor, "gather")
     if len({shape[1:] for shape in shapes}) > 1:
@@ -125,24 +139,28 @@ def shapes_of(tensor: Tensor, call: str) -> list[tuple[int, ...]]:
 def gather_object(obj: object) -> list[Any]:
     """Return the plain data (None, bool, numbers, str, list, dict) of all ranks. Collective: call on every rank."""
     text = json.dumps(obj)
-    if _num_data_ranks() == 1:
+    if num_data_ranks() == 1:
         return [json.loads(text)]
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return [json.loads(bytes(piece.tolist())) for piece in gather_uneven(encoded)]
 
 
-def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
-    """Return the elementwise sum, mean, min or max over all ranks as a new tensor. Collective: call on every rank."""
+def all_reduce(tensor: Tensor, op: str = "sum", *, with_all: bool = False) -> Tensor:
+    """Return the elementwise sum, mean, min or max over the data ranks as a new tensor. Collective: call on every rank.
+
+    With `with_all` it is over all ranks, as a decision needs that may differ between ranks with the same data.
+    """
     if op not in _REDUCE_OPS:
         raise ValueError(f"op={op!r} is unknown; choose from {', '.join(_REDUCE_OPS)}.")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"op='mean' got a {tensor.dtype} tensor; pass floating-point numbers. Use .double() first.")
     result = tensor.detach().clone()
-    if _num_data_ranks() > 1:
+    if world_size() > 1:
+        group = None if with_all else _data_group
         result = _to_group(result)
-        dist.all_reduce(result, _REDUCE_OPS[op], group=_data_group)
+        dist.all_reduce(result, _REDUCE_OPS[op], group=group)
         if op == "mean":
-            result /= _num_data_ranks()
+            result /= dist.get_world_size(group)
     return result.to(tensor.device)
 
 
@@ -242,10 +260,6 @@ def group_backends() -> dict[str, str]:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _num_data_ranks() -> int:
-    return dist.get_world_size(_data_group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def _to_group(tensor: Tensor) -> Tensor:

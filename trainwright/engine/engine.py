@@ -18,6 +18,7 @@ from trainwright.checkpoint.store import CheckpointWriter
 from trainwright.data.dispatched import DispatchedLoader
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
+from trainwright.data.seeding import host_digest, seed_rank
 from trainwright.devices.hardware import use
 from trainwright.distributed import collectives
 from trainwright.distributed.environment import keep_freed_memory
@@ -177,16 +178,33 @@ class Engine(EngineCheckpoints):
 
         With `splits`, all ranks together get one batch of the loader. With `dispatches`, rank 0 reads and sends the data, and
         this call is collective.
+
+        Raises:
+            ValueError: `dispatches` is set, and some ranks share a part of the data.
         """
-        parts = self.world_size if splits else 1
+        parts = self.num_data_ranks if splits else 1
+        if dispatches and self.num_data_ranks < self.world_size:
+            raise ValueError(
+                "dispatch_batches=True is not accepted with a mesh that has a tensor dimension; pass False, so that every rank "
+                "reads its part of the data."
+            )
         if dispatches and self.world_size > 1:
             return DispatchedLoader(loader, self.ranks, batch_parts=parts)
-        return ShardedLoader(loader, rank=self.rank, world_size=self.world_size, mode=mode, batch_parts=parts)
+        return ShardedLoader(loader, rank=self.data_rank, world_size=self.num_data_ranks, mode=mode, batch_parts=parts)
 
     def take_seed(self, seed: int | None = None) -> None:
-        """Seed the data's order with rank 0's seed, by default its current torch seed. Collective: call on every rank."""
+        """Seed the data's order with rank 0's seed, by default its current torch seed. Collective: call on every rank.
+
+        Ranks that share a part of the data are seeded like the first of them, if their generators differ.
+        """
         local = torch.initial_seed() if seed is None else seed
         self.seed = self.ranks.broadcast(local % 2**63, "the choice of a seed")
+        if self.num_data_ranks < self.world_size:
+            generators = self.ranks.exchange([host_digest(), torch.initial_seed()], "the comparison of RNG states")
+            size = self.world_size // self.num_data_ranks
+            alike = generators[self.data_rank * size :][:size]
+            if any(digest != alike[0][0] for digest, _ in alike):
+                seed_rank(alike[0][1] % 2**32, 0, verbose=False)
 
     def run(self, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a named step of a prepared module, or its "forward", in the precision's context."""

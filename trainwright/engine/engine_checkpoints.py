@@ -75,9 +75,9 @@ class Restored(NamedTuple):
     rng: dict[str, Any] | None
     """The RNG states of this rank, if the checkpoint has them."""
     rank_state: dict[str, Any] | None
-    """The state that this rank stored, or None if it stored none or the world size differs."""
+    """The state of a rank with this part of the data, or None if it stored none or the number of parts differs."""
     nearest_rank_state: dict[str, Any]
-    """The same, or rank 0's state if the world size differs, for values that every rank stores under the same keys."""
+    """The same, or rank 0's state if the number of parts differs, for values that every rank stores under the same keys."""
 
 
 class EngineCheckpoints:
@@ -85,6 +85,8 @@ class EngineCheckpoints:
 
     rank: int
     world_size: int
+    data_rank: int
+    num_data_ranks: int
     device: torch.device
     ranks: Ranks
     strategy: Strategy
@@ -177,6 +179,7 @@ class EngineCheckpoints:
                     key: owned(value, self.device) if is_generator_state(value) else value
                     for key, value in {"rng": rng_state(), **(rank_state or {})}.items()
                 }
+            shares_data = self.num_data_ranks < self.world_size == self.ranks.world_size
             self.writer.save(
                 path,
                 sections={MODEL: pieces, **sections},
@@ -186,6 +189,7 @@ class EngineCheckpoints:
                     "step": step,
                     "epoch": epoch,
                     "world_size": self.ranks.world_size,  # 1 if only this rank saves
+                    **({"num_data_ranks": self.num_data_ranks} if shares_data else {}),
                     "strategy": self.strategy.name,
                     "weights_only": weights_only,
                     "number": number,
@@ -332,7 +336,7 @@ class EngineCheckpoints:
             if not weights_only:
                 check_optimizers(checkpoint, state, named)
                 check_model(checkpoint.path, _shapes(checkpoint, "parameters"), strays, strict=True)
-                result = _restored(checkpoint, state, seed, self.rank, self.world_size, self.device)
+                result = _restored(checkpoint, state, seed, self)
             check(state)
 
         # If one rank rejects a checkpoint, all ranks raise, before any changes anything.
@@ -445,14 +449,15 @@ def _shapes(checkpoint: StoredCheckpoint, section: str) -> Shapes:
     return {name: entry.shape for name, entry in stored.items()}
 
 
-def _restored(
-    checkpoint: StoredCheckpoint, state: dict[str, Any], seed: int, rank: int, world_size: int, device: torch.device
-) -> Restored:
+def _restored(checkpoint: StoredCheckpoint, state: dict[str, Any], seed: int, engine: EngineCheckpoints) -> Restored:
     """Return a rank's part of a checkpoint (CheckpointError if an RNG state is missing or malformed).
 
-    If the saved run had no such rank, the generators start from seeds derived from the run's seed.
+    It is from a rank with the same part of the data. If the saved run had no such rank, the generators start from seeds
+    derived from the run's seed.
     """
-    saved_state, saved_ranks = checkpoint.rank_state(rank), checkpoint.world_size
+    rank, device, saved_ranks = engine.data_rank, engine.device, checkpoint.num_data_ranks
+    is_alike = (checkpoint.world_size, saved_ranks) == (engine.world_size, engine.num_data_ranks)
+    saved_state = checkpoint.rank_state(engine.rank) if is_alike else checkpoint.data_state(rank)
     rng = saved_state.get("rng") if saved_state is not None else None
     check_generator_states(saved_state, checkpoint.path)
     start = (seed, int(checkpoint.header["step"]), rank)
@@ -460,7 +465,7 @@ def _restored(
         rng = derived_rng_state(derive_seed(*start))
     if rng is not None:
         rng = taken_over(rng, device, derive_seed(*start))
-    if saved_ranks != world_size:
+    if saved_ranks != engine.num_data_ranks:
         first = checkpoint.rank_state(0)
         check_generator_states(first, checkpoint.path)
         return Restored(state, rng, None, first or {})

@@ -140,7 +140,7 @@ class PreparedLoader:
     def total_batch_size(self) -> int | None:
         """Return the number of samples in all ranks' batches, or None if the loader has no batch size."""
         size = getattr(self.loader, "batch_size", None)
-        return size if size is None or self._splits else size * self._engine.world_size
+        return size if size is None or self._splits else size * self._engine.num_data_ranks
 
     @property
     def total_dataset_length(self) -> int:

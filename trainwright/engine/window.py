@@ -57,7 +57,7 @@ class TokenMean:
         count = num_tokens.detach().reshape(()) if isinstance(num_tokens, Tensor) else num_tokens
         count = count if weight else 0
         if not self._unit:
-            self._unit = 2.0 ** round(math.log2(max(1.0, self._sum(count) / self._engine.world_size * length)))
+            self._unit = 2.0 ** round(math.log2(max(1.0, self._sum(count) / self._engine.num_data_ranks * length)))
         self._count = self._count + count
         return scaled(loss, 1.0 if weight else 0.0, self._unit)
 
@@ -68,7 +68,7 @@ class TokenMean:
         self._corrected.add(id(optimizer))
         if self._factor is None:
             total = self._sum(self._count)
-            self._factor = self._engine.world_size * self._unit / total if total else 0.0
+            self._factor = self._engine.num_data_ranks * self._unit / total if total else 0.0
         return self._factor
 
     def _sum(self, count: int | Tensor) -> float:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainwright.distributed.collectives import all_reduce
 from trainwright.faults.tensor_checks import Buffers, copied_buffers, has_bad, named_tensors, read_losses, restore
 from trainwright.rank_zero import rank_zero_warn, warn
 
@@ -267,7 +268,7 @@ class NanGuard:
             *(each.isfinite().all().to(engine.device) for each in tensors),
         ]
         # NOTE: waits for the device, because the host decides whether to step.
-        return bool(engine.reduce(torch.stack([each.float() for each in are_finite]).min(), "min").item())
+        return bool(all_reduce(torch.stack([each.float() for each in are_finite]).min(), "min", with_all=True).item())
 
     def _omit(self, optimizer: Optimizer) -> StepResult:
         """Discard a window on all ranks, and return to the newest checkpoint under "rollback". Collective."""

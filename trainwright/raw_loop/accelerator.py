@@ -172,7 +172,7 @@ class Accelerator(Collectives):
             settings.accumulate_by == "tokens",
             settings.checkpointing,
             step_scheduler_with_optimizer,
-            engine.world_size if scale_schedulers and not loaders.configuration.split_batches else 1,
+            engine.num_data_ranks if scale_schedulers and not loaders.configuration.split_batches else 1,
             loaders,
         )
         self._new_preparation = partial(Preparation, engine, self._optimization, settings.accumulation, options)
@@ -184,7 +184,7 @@ class Accelerator(Collectives):
         arguments = {field.name: getattr(settings, field.name) for field in fields(settings)}
         arguments |= {"gradient_accumulation_steps": steps, "split_batches": loaders.configuration.split_batches}
         refuse_unlike_arguments(arguments, "Accelerator", engine.ranks)
-        self._weighs_rounds = engine.world_size > 1  # one process has no uneven rounds
+        self._weighs_rounds = engine.num_data_ranks > 1  # one process has no uneven rounds
         self._loss_check = LossCheck(engine, self._preparations)
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:

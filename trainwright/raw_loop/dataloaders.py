@@ -13,6 +13,7 @@ import torch
 from trainwright.arguments import NamedArguments, check_flags, refuses_unknown
 from trainwright.data.seeding import seed_rank
 from trainwright.devices import cuda
+from trainwright.distributed.collectives import data_rank
 from trainwright.distributed.environment import Environment, prepare_deterministic
 from trainwright.engine.engine import Engine
 from trainwright.engine.prepared_loader import Iterations, PreparedLoader
@@ -216,7 +217,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     >>> torch.equal(noise, torch.rand(3))
     True
     """
-    seed_rank(seed, Environment.detect().rank if device_specific else 0, verbose=False)
+    seed_rank(seed, data_rank(Environment.detect().rank) if device_specific else 0, verbose=False)
     if deterministic:
         prepare_deterministic()
         torch.use_deterministic_algorithms(True)

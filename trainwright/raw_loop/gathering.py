@@ -14,6 +14,7 @@ from torch import nn
 
 from trainwright.arguments import refuses_unknown
 from trainwright.devices import hardware
+from trainwright.distributed.collectives import all_reduce
 from trainwright.distributed.connection import open_connection
 from trainwright.distributed.environment import Environment
 from trainwright.distributed.ranks import Ranks
@@ -103,7 +104,7 @@ class Collectives(Processes):
 
     def check_trigger(self) -> bool:
         """Return whether a rank has called `set_trigger` since the last check. Collective: call on every rank."""
-        found = self.engine.reduce(torch.tensor(int(self._is_triggered), device=self.device), "max")
+        found = all_reduce(torch.tensor(int(self._is_triggered), device=self.device), "max", with_all=True)
         self._is_triggered = False
         # NOTE: waits for the device.
         return bool(found.item())

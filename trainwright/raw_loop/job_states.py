@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trainwright.arguments import instead_of, refuses_unknown
+from trainwright.distributed import collectives
 from trainwright.distributed.environment import Environment
 from trainwright.engine import nests
 from trainwright.engine.engine import Engine
@@ -124,7 +125,7 @@ class Processes:
 
         The parts are contiguous and differ by at most one item; with apply_padding the last item pads the shorter ones.
         """
-        yield nests.portion(inputs, self.process_index, self.num_processes, apply_padding)
+        yield nests.portion(inputs, self.engine.data_rank, self.engine.num_data_ranks, apply_padding)
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs on the job's first process, and returns None on the others. A decorator."""
@@ -200,7 +201,9 @@ class PartialState(Processes):
     def __init__(self, cpu: bool = False) -> None:
         # Without a launcher "auto" would start a process per GPU.
         is_launched = Environment.detect().launched_by != "single"
+        group = collectives.data_group()
         super().__init__(Engine(devices="auto" if is_launched else 1, accelerator="cpu" if cpu else "auto"))
+        collectives.use_data_group(group)  # of an Accelerator's strategy, whose job this is
 
 
 class AcceleratorState(Processes):

@@ -113,8 +113,10 @@ class JobView:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether the decision of all ranks, or with all=False of any rank, is True. Collective."""
-        kind = "min" if all else "max"
-        return bool(self.reduce(torch.tensor(int(decision), device=self.device), reduce_op=kind))
+        if self._job is None or self.world_size == 1:
+            return bool(decision)
+        flag = torch.tensor(int(decision), device=self.device)
+        return bool(collectives.all_reduce(flag, "min" if all else "max", with_all=True))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)

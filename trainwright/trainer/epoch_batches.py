@@ -84,7 +84,7 @@ class EpochBatches:
 
     def _all_have(self, has_batch: bool) -> bool:
         """Return whether every rank still has a batch. Collective: call on every rank."""
-        if self._engine.world_size == 1:
+        if self._engine.num_data_ranks == 1:
             return has_batch
         # NOTE: waits for the device at each batch; with a length, or sharded loaders, it is not called.
         return bool(self._engine.reduce(torch.tensor([int(has_batch)]), "min").item())

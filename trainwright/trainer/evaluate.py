@@ -70,7 +70,7 @@ class Evaluation:
         self.close()
         self.loaders = []
         self.loaders = evaluation_loaders(
-            loaders, rank=engine.rank, world_size=engine.world_size, mode="padded", **self.run.loader_options
+            loaders, rank=engine.data_rank, world_size=engine.num_data_ranks, mode="padded", **self.run.loader_options
         )
         # Before any batch: ranks with a batch would wait in its forward for ranks without.
         for index, (_, loader) in enumerate(self.loaders):
@@ -113,7 +113,7 @@ class Evaluation:
 
     def is_alone(self, loader: Shard) -> bool:
         """Return whether every rank has a separate loader."""
-        return self.run.engine.world_size > 1 and not loader.is_sharded
+        return self.run.engine.num_data_ranks > 1 and not loader.is_sharded
 
     def refuse_empty(self, index: int, is_empty: bool) -> None:
         """Reject a loader of the call that has no batch on any rank (RuntimeError). A hook may return an empty loader."""
@@ -252,7 +252,7 @@ def batches_of(evaluation: Evaluation, loader_index: int, most: int | None) -> I
         shown.note_indices(indices.popleft() if indices else None)
         value = value if transfer is None else transfer(value, loader_index)
         if value is None:
-            skip_none(run.engine.world_size, stage)
+            skip_none(run.engine.num_data_ranks, stage)
             continue
         # Only in a last round may the ranks have unequal numbers of samples. Without a length any round may be the last.
         is_uneven = is_alone or length in (None, index + 1)
@@ -342,7 +342,7 @@ def predict(evaluation: Evaluation, return_predictions: bool, *, own_only: bool 
         TypeError: on several ranks, at the first batch: outputs that are more than plain data and tensors.
     """
     engine = evaluation.run.engine
-    gathers = engine.world_size > 1 and not own_only
+    gathers = engine.num_data_ranks > 1 and not own_only
     kept: dict[int, dict[int, Any]] = {}
 
     def keep(loader: int, index: int, outputs: Any) -> None:
@@ -351,8 +351,8 @@ def predict(evaluation: Evaluation, return_predictions: bool, *, own_only: bool 
             outputs = plainer(outputs)
             if loader not in kept:
                 encoded({index: outputs})  # raises before the work is done if it cannot be gathered
-        # Batch i of this rank is batch i * world_size + rank of the dataset.
-        kept.setdefault(loader, {})[index * engine.world_size + engine.rank] = outputs
+        # Batch i of this rank is batch i * num_data_ranks + data_rank of the dataset.
+        kept.setdefault(loader, {})[index * engine.num_data_ranks + engine.data_rank] = outputs
 
     evaluate(evaluation, keep=keep if return_predictions else None)
     if not return_predictions:

@@ -22,7 +22,7 @@ from trainwright.trainer.uneven_round import discarded
 def run_training_step(run: TrainingRun, batch: Batch) -> Any:
     """Return the outputs of training_step on a batch, or None for a batch that is None, which is skipped."""
     if not batch.arguments:
-        return skip_none(run.engine.world_size)
+        return skip_none(run.engine.num_data_ranks)
     return run.engine.run(run.module, "training_step", *batch.arguments)
 
 
@@ -78,7 +78,7 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
         run.plan,
         outputs
         if type(outputs) is Tensor
-        else read_loss(outputs, run.engine.world_size, run.window.tokens is not None),
+        else read_loss(outputs, run.engine.num_data_ranks, run.window.tokens is not None),
     )
     if loss is not None and run.optimizer is not None:
         if loss.numel() != 1:
@@ -216,7 +216,7 @@ class StepClosure:
         self._optimizer.zero_grad()
         # Optimizers step under no_grad.
         with torch.enable_grad(), discarded(run.module, run.logbook.collector):
-            loss = read_loss(run_training_step(run, self._batch), run.engine.world_size)
+            loss = read_loss(run_training_step(run, self._batch), run.engine.num_data_ranks)
             if loss is None:
                 raise RuntimeError("training_step returned None when the optimizer called for the loss again.")
             loss = loss * self._batch.weight
@@ -226,7 +226,7 @@ class StepClosure:
 
     def _mean(self, loss: Tensor) -> Tensor:
         """Return the mean over the ranks, so that all of them take the same step. Collective."""
-        return loss if self._run.engine.world_size == 1 else self._run.engine.reduce(loss, "mean")
+        return loss if self._run.engine.num_data_ranks == 1 else self._run.engine.reduce(loss, "mean")
 
 
 def step_schedulers(run: TrainingRun, interval: str, count: int, *, plateau: bool) -> None:

@@ -141,7 +141,9 @@ class Resumption:
     def _can_hold(self, checkpoint: StoredCheckpoint, gradients: Sequence[Mapping[str, Tensor]]) -> bool:
         """Return whether this job is like the job that saved these gradients. Warn if it differs."""
         engine = self._run.engine
-        is_alike = checkpoint.header.get("strategy") == engine.strategy.name and len(gradients) == len(engine.modules)
+        now = (engine.strategy.name, engine.world_size)
+        is_alike = (checkpoint.header.get("strategy"), checkpoint.world_size) == now
+        is_alike = is_alike and len(gradients) == len(engine.modules)
         if not is_alike:
             rank_zero_warn(
                 f"{checkpoint.path} holds gradients that wait for a step. Another strategy or number of processes continues "
@@ -151,18 +153,18 @@ class Resumption:
         return is_alike
 
     def _unfinished_metrics(self, checkpoint: StoredCheckpoint, own: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the epoch's logged values of this rank, or at a different world size a share of all ranks' values."""
+        """Return the epoch's logged values of this rank, or of other parts of the data a share of all parts' values."""
         engine = self._run.engine
-        if checkpoint.world_size == engine.world_size:
+        if checkpoint.num_data_ranks == engine.num_data_ranks:
             return own.get("metrics")
-        # Each saved rank's values go to exactly one rank, or the epoch's sums would count them twice.
-        ranks = range(engine.rank, checkpoint.world_size, engine.world_size)
-        states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in ranks]
+        # The values of each part go to exactly one part, or the epoch's sums would count them twice.
+        ranks = range(engine.data_rank, checkpoint.num_data_ranks, engine.num_data_ranks)
+        states = [(checkpoint.data_state(rank) or {}).get("metrics") for rank in ranks]
         together, left_out = merged([each for each in states if each])
         if left_out:
             rank_zero_warn(
-                f"{checkpoint.path} was saved within an epoch on {checkpoint.world_size} processes, and this run has "
-                f"{engine.world_size}: for this epoch the metric objects {', '.join(left_out)} cover only the batches "
+                f"{checkpoint.path} was saved within an epoch whose data had {checkpoint.num_data_ranks} parts, and this run has "
+                f"{engine.num_data_ranks}: for this epoch the metric objects {', '.join(left_out)} cover only the batches "
                 "after the resume.",
                 stacklevel=2,
             )

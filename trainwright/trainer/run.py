@@ -43,6 +43,7 @@ from trainwright.trainer.settings import Settings
 from trainwright.trainer.stage import Stages
 from trainwright.trainer.stop import Stop
 from trainwright.trainer.training_data import TrainData
+from trainwright.trainer.vendor import gather_by_data
 
 START_OF_LOGGERS = "the start of the loggers"
 
@@ -202,6 +203,8 @@ class Run:
         """Convert batch norm, recompute activations and compile, as the settings ask, before the module moves."""
         if self.settings.sync_batchnorm and self.engine.world_size > 1:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        if self.engine.strategy.data_group is not None:
+            self._undo.append(gather_by_data(module))
         checkpointing = ActivationCheckpointing.read(self.settings.activation_checkpointing)
         if checkpointing is not None and self.call == "fit":
             self._undo.append(checkpointing.install(module, self.engine.device.type, self.engine.strategy))

@@ -122,10 +122,10 @@ class Timeline:
                 stacklevel=2,
             )
 
-    def describe(self, world_size: int, flops: float | None = None, peak: float | None = None) -> str:
+    def describe(self, num_data_ranks: int, flops: float | None = None, peak: float | None = None) -> str:
         """Return the line of a fit's end. `flops` is FLOP of a batch, `peak` the device's FLOP/s."""
         total, training = max(sum(self.seconds.values()), 1e-9), max(self.measure()[1], 1e-9)
-        counts = {"steps": self.steps, "samples": self.samples * world_size, "tokens": self.tokens * world_size}
+        counts = {"steps": self.steps, "samples": self.samples * num_data_ranks, "tokens": self.tokens * num_data_ranks}
         rates = [f"{count / training:,.2f} {name}/s" for name, count in counts.items() if count > 0]
         if flops and peak:
             rates.append(f"MFU {flops * self.batches / training / peak:.1%}")

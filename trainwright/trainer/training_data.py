@@ -117,7 +117,7 @@ class TrainData:
 
     def _shard(self, mode: Any) -> ShardedLoader | ShardedCombination:
         engine = self._engine
-        return shard(self._users, rank=engine.rank, world_size=engine.world_size, mode=mode, **self._options)
+        return shard(self._users, rank=engine.data_rank, world_size=engine.num_data_ranks, mode=mode, **self._options)
 
     def close(self) -> None:
         if self._loader is not None:

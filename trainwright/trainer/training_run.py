@@ -181,7 +181,7 @@ class TrainingRun(PreparedRun):
         flops = None if monitor is None else monitor.flops_per_batch
         peak = None if monitor is None else monitor.available_flops
         flops, peak = flops or flops_of(self.module), peak or peak_flops(self.engine.device)
-        self.trainer.print(self.state.timeline.describe(self.engine.world_size, flops, peak))
+        self.trainer.print(self.state.timeline.describe(self.engine.num_data_ranks, flops, peak))
 
     def _drop_batch(self) -> None:
         """Free the objects that hold a batch: the Trainer keeps this run until its next one."""

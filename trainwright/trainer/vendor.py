@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainwright.checkpoint.foreign_formats import is_plain
 from trainwright.data.transfer import to_device
+from trainwright.distributed import collectives
 from trainwright.errors import a_type_of
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.logged_value import Key
@@ -107,6 +108,25 @@ def restore_metrics(module: nn.Module, states: dict[str, Any]) -> None:
             value = states[path]["states"][name]
             setattr(metric, name, to_device(value, list_device if isinstance(value, list) else metric.device))
         metric._update_count = states[path]["updates"]
+
+
+def gather_by_data(module: nn.Module) -> Undo:
+    """Make the Metric objects gather over the data ranks; return a function that ends that."""
+    metrics: list[Any] = [child for child in module.modules() if is_metric(child) and child.dist_sync_fn is None]
+
+    def gather_by(function: Callable[..., list[Tensor]] | None) -> None:
+        for metric in metrics:
+            metric.dist_sync_fn = function
+
+    gather_by(_gather_over_data_ranks)
+    return partial(gather_by, None)
+
+
+def _gather_over_data_ranks(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    # Not the attribute process_group of a Metric, because a group cannot be copied with the module.
+    from torchmetrics.utilities.distributed import gather_all_tensors
+
+    return gather_all_tensors(tensor, group or collectives.data_group())
 
 
 def restore_of(metric: Metric) -> Undo:
