@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -205,8 +205,8 @@ class LoggedValue:
                         f"self.log({self.name!r}, ...) got a value of sharded parameters, of which every rank has a part. Pass "
                         "value.full_tensor(), computed on every rank."
                     )
-                value = cast(Tensor, value.to_local())
-            copied = value.reshape(()).clone()  # shapes (1,) and () could not be stacked
+                value = value.to_local()
+            copied: Tensor = value.reshape(()).clone()  # shapes (1,) and () could not be stacked
             return copied if self.keeps_graph else copied.detach()
         if isinstance(value, Real):  # int, bool, numpy's numbers
             return float(value)

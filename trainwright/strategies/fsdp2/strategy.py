@@ -246,8 +246,6 @@ class FSDPStrategy(Strategy):
             if is_meta:
                 self._materialize(module, constructed, each)
             kind = type(each)
-            if is_chosen:
-                each.register_forward_hook(without_views)
             each.register_forward_hook(partial(refuse_second_order, names[each]))
             writes = self._shard_group(each, mesh, low)
             if is_chosen:
@@ -318,6 +316,8 @@ class FSDPStrategy(Strategy):
             parameter.data = parameter.data.contiguous()
         if self._tensor is not None:
             self._tensor.divide(group)
+        if not is_root:
+            group.register_forward_hook(without_views)  # after the hooks of a divided layer, whose outputs are views
         writes = vendor.WriteCheck(group, sharded)
         if not is_root:  # whose forward checks them
             group.register_forward_hook(writes.check)

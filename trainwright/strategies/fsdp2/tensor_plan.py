@@ -154,6 +154,7 @@ class TensorGroup:
     """
 
     def __init__(self, mesh: DeviceMesh, plan: TensorPlan) -> None:
+        vendor.flatten(mesh)
         self.mesh, self._plan = mesh, plan
         self.num_ranks = mesh[TENSOR].size()
         self._index = mesh[TENSOR].get_local_rank()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -19,6 +20,11 @@ def first_row(shard: DTensor) -> int:
     """Return the number of the first row of a parameter that this rank holds."""
     _, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
     return offsets[0]
+
+
+def flatten(mesh: DeviceMesh) -> None:
+    """Let DTensor sum over all dimensions of a mesh in one collective, as for the norm of the gradients. Collective."""
+    mesh._flatten()
 
 
 def without_view(tensor: Tensor) -> Tensor:
