@@ -83,6 +83,19 @@ class Classifies(tw.Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Divides(Classifies):
+    """A classifier with two layers that can be divided over a tensor group."""
+
+    def __init__(self, lr: float = 0.02) -> None:
+        super().__init__(lr)
+        self.up, self.down = nn.Linear(WORDS, 8), nn.Linear(8, WORDS)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits = super().forward(words)
+        return logits + self.down(torch.tanh(self.up(logits)))
+
+
 class Players(tw.Module):
     """Steps two optimizers manually, and the second loss leaves gradients on the first player."""
 
@@ -91,8 +104,8 @@ class Players(tw.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.critic = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-        self.maker = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5))
+        self.critic = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.maker = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         critic, maker = self.optimizers()
@@ -144,13 +157,34 @@ class Wide(tw.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(61, 61), nn.Tanh())))
+        self.net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(62, 62), nn.Tanh())))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.net(batch[0].repeat(1, 8)[:, :61]).square().mean()
+        return self.net(batch[0].repeat(1, 8)[:, :62]).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), 0.001)
+
+
+MESH = "fsdp on a mesh"
+"""The name of fsdp on two data ranks of two tensor ranks each."""
+PLANS = {
+    Divides: {"up": "colwise", "down": "rowwise"},
+    Players: {"*.0": "colwise", "*.2": "rowwise"},
+    Wide: {"net.[048]": "colwise", "net.[26]": "rowwise", "net.10": "rowwise"},
+}
+
+
+def classifier(strategy: str) -> type[Classifies]:
+    """Return the module with automatic optimization that a strategy trains."""
+    return Divides if strategy == MESH else Classifies
+
+
+def strategy_of(name: str, kind: type[tw.Module]) -> Any:
+    """Return the strategy of a name for a kind of module."""
+    if name != MESH:
+        return name
+    return tw.FSDPStrategy(mesh={"data": 2, "tensor": 2}, tensor_plan=PLANS[kind], min_parameters=1)
 
 
 def sentences(samples: int) -> TensorDataset:
@@ -186,9 +220,11 @@ class StepNorms(tw.Callback):
         trainer.engine.step = step
 
 
-def train(strategy: Any, world: int, ranks: int, path: Path, **settings: Any) -> dict[str, Any]:
+def train(
+    strategy: Any, world: int, ranks: int, path: Path, kind: type[Classifies] = Classifies, **settings: Any
+) -> dict[str, Any]:
     """Train a new classifier for six batches, save it, and return its figures."""
-    module, norms = Classifies(), StepNorms()
+    module, norms = kind(), StepNorms()
     trainer = tw.Trainer(max_epochs=1, strategy=strategy, callbacks=[norms], **{**QUIET, **settings})
     trainer.fit(module, loader(sentences(STEPS * RANK_BATCH * world), ranks))
     losses = trainer.engine.reduce(torch.stack(module.losses))
@@ -214,14 +250,14 @@ def train_manually(kind: type[tw.Module], strategy: Any, world: int, ranks: int,
         trainer.save_checkpoint(str(folder / f"{kind.__name__}-{steps}.ckpt"))
 
 
-def evaluate(strategy: Any, ranks: int, path: Path) -> dict[str, Any]:
+def evaluate(strategy: Any, ranks: int, path: Path, kind: type[Classifies] = Classifies) -> dict[str, Any]:
     """Validate, test and predict on 21 samples, with weights from a checkpoint."""
     data = sentences(21)
     found: dict[str, Any] = {}
     for stage in ("validate", "test"):
         trainer = tw.Trainer(strategy=strategy, **QUIET)
-        (found[stage],) = getattr(trainer, stage)(Classifies(), loader(data, ranks), ckpt_path=str(path), verbose=False)
-    predictions = tw.Trainer(strategy=strategy, **QUIET).predict(Classifies(), loader(data, ranks), ckpt_path=str(path))
+        (found[stage],) = getattr(trainer, stage)(kind(), loader(data, ranks), ckpt_path=str(path), verbose=False)
+    predictions = tw.Trainer(strategy=strategy, **QUIET).predict(kind(), loader(data, ranks), ckpt_path=str(path))
     found["predict"] = torch.cat(predictions)
     return found
 
@@ -238,19 +274,23 @@ def optimizer_bytes(strategy: Any) -> int:
     return total
 
 
-class Overflows(Classifies):
-    """One rank's gradients overflow in the second batch."""
+def overflows(kind: type[Classifies]) -> Classifies:
+    """Return a module whose gradients overflow on one rank in the second batch."""
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * float("inf") if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1 else loss
+    class Overflows(kind):  # type: ignore[valid-type, misc]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1 else loss
+
+    made: Classifies = Overflows()
+    return made
 
 
-def train_low(strategy: Any, world: int, path: Path) -> dict[str, Any]:
+def train_low(strategy: Any, world: int, path: Path, kind: type[Classifies] = Classifies) -> dict[str, Any]:
     """Train in both mixed precisions, with a gradient that overflows on one rank only."""
     found: dict[str, Any] = {}
     for precision in ("bf16-mixed", "16-mixed"):
-        module = Classifies() if precision == "bf16-mixed" else Overflows()
+        module = kind() if precision == "bf16-mixed" else overflows(kind)
         with warnings.catch_warnings(record=True) as told:
             warnings.filterwarnings("always", "DeepSpeed has no float16 on the CPU")
             trainer = tw.Trainer(max_epochs=1, strategy=strategy, precision=precision, **QUIET)
@@ -273,18 +313,19 @@ def train_compiled(strategy: Any, world: int, ranks: int, path: Path) -> dict[st
 def contract(folder: Path) -> dict[str, Any]:
     """Make every check with the strategy that the folder is named after, on this rank."""
     quiet()
-    strategy = folder.name
-    world = tw.Trainer(strategy=strategy, **QUIET).world_size
+    name, kind, manual = folder.name, classifier(folder.name), manual_kind(folder.name)
+    strategy = strategy_of(name, kind)
+    world = tw.Trainer(strategy=strategy, **QUIET).engine.num_data_ranks
     found: dict[str, Any] = {"world": world}
     for case, settings in CASES.items():
-        found[case] = train(strategy, world, 1, folder / f"{case}.ckpt", **settings)
-    found["evaluation"] = evaluate(strategy, 1, folder / "plain.ckpt")
-    train_manually(manual_kind(strategy), strategy, world, 1, folder)
-    if manual_kind(strategy) is Player:
+        found[case] = train(strategy, world, 1, folder / f"{case}.ckpt", kind, **settings)
+    found["evaluation"] = evaluate(strategy, 1, folder / "plain.ckpt", kind)
+    train_manually(manual, strategy_of(name, manual), world, 1, folder)
+    if manual is Player:
         with pytest.raises(ValueError, match=ONE_OPTIMIZER):
             train_manually(Players, strategy, world, 1, folder)
-    found["bytes"] = optimizer_bytes(strategy)
-    found["low"] = train_low(strategy, world, folder / "low")
+    found["bytes"] = optimizer_bytes(strategy_of(name, Wide))
+    found["low"] = train_low(strategy, world, folder / "low", kind)
     if strategy == "deepspeed_stage_3":
         with pytest.raises(ValueError, match=NOT_COMPILED):
             tw.Trainer(strategy=strategy, compile=True, **QUIET)
@@ -332,14 +373,14 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
 
 
-def alone(world: int, folder: Path) -> dict[str, Any]:
+def alone(world: int, folder: Path, kind: type[Classifies] = Classifies) -> dict[str, Any]:
     """Return the results of one process that does the work of all ranks."""
     found: dict[str, Any] = {}
     for case, settings in CASES.items():
-        found[case] = train("single_device", world, world, folder / f"{case}.ckpt", **settings)
-    found["evaluation"] = evaluate("single_device", world, folder / "plain.ckpt")
-    for kind in (Player, Players):
-        train_manually(kind, "single_device", world, world, folder)
+        found[case] = train("single_device", world, world, folder / f"{case}.ckpt", kind, **settings)
+    found["evaluation"] = evaluate("single_device", world, folder / "plain.ckpt", kind)
+    for manual in (Player, Players):
+        train_manually(manual, "single_device", world, world, folder)
     found["bytes"] = optimizer_bytes("single_device")
     return found
 

@@ -8,13 +8,25 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import contract_job
 import pytest
 import torch
-from contract_job import CASES, Classifies, alone, compiled, contract, manual_kind, more_ranks, relative_distance
+from contract_job import (
+    CASES,
+    Classifies,
+    alone,
+    classifier,
+    compiled,
+    contract,
+    manual_kind,
+    more_ranks,
+    relative_distance,
+)
 from deadlines import deadline
 from interpreters import run_command, search_path
 from jobs import run_job
@@ -24,9 +36,10 @@ from trainwright.strategies import STRATEGIES, VARIANTS
 
 CLOSE = 1e-5
 PARALLEL = ["ddp", "ddp_sharded", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+MESH = contract_job.MESH
 LOW_TOLERANCE = 0.05  # two or three significant digits in bfloat16
-SHARE = {"ddp": 1.0}
-"""The part of the optimizer's state that a rank of two holds, where it is not a half."""
+SHARE = {"ddp": 1.0, MESH: 0.25}
+"""The part of the optimizer's state that a rank holds, where it is not a half."""
 
 
 def test_every_name_is_checked() -> None:
@@ -35,30 +48,40 @@ def test_every_name_is_checked() -> None:
     assert parallel == kinds
 
 
+Alone = Callable[[str], tuple[dict[str, Any], Path]]
+"""Returns the results of one process for the model that a strategy trains, and the folder of its checkpoints."""
+
+
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    folder = tmp_path_factory.mktemp("alone")
-    return alone(2, folder), folder
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    @cache
+    def trained(kind: type[Classifies]) -> tuple[dict[str, Any], Path]:
+        folder = tmp_path_factory.mktemp("alone")
+        return alone(2, folder, kind), folder
+
+    return lambda strategy: trained(classifier(strategy))
 
 
-@pytest.fixture(scope="module", params=PARALLEL)
+@pytest.fixture(scope="module", params=[*PARALLEL, pytest.param(MESH, marks=pytest.mark.slow)])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("contract") / request.param
-    return request.param, run_job(contract, 2, folder), folder
+    return request.param, run_job(contract, 4 if request.param == MESH else 2, folder), folder
 
 
 def weights(kind: type[tw.Module], path: Path) -> dict[str, torch.Tensor]:
     return kind.load_from_checkpoint(str(path)).state_dict()
 
 
-def assert_same_run(found: dict[str, Any], expected: dict[str, Any], path: Path, other: Path) -> None:
+def assert_same_run(
+    found: dict[str, Any], expected: dict[str, Any], path: Path, other: Path, kind: type[tw.Module] = Classifies
+) -> None:
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=CLOSE, atol=CLOSE)
     torch.testing.assert_close(found["norms"], expected["norms"], rtol=CLOSE, atol=CLOSE)
     torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-6, atol=1e-6)
     assert (found["steps"], found["lr"]) == (expected["steps"], pytest.approx(expected["lr"]))
-    assert dict(relative_distance(weights(Classifies, path), weights(Classifies, other))) == pytest.approx(
-        dict.fromkeys((n for n, v in weights(Classifies, other).items() if v.is_floating_point()), 0.0), abs=CLOSE
-    )
+    stored, wanted = weights(kind, path), weights(kind, other)
+    zeros = dict.fromkeys((name for name, value in wanted.items() if value.is_floating_point()), 0.0)
+    assert dict(relative_distance(stored, wanted)) == pytest.approx(zeros, abs=CLOSE)
 
 
 def assert_same_evaluation(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -67,12 +90,14 @@ def assert_same_evaluation(found: dict[str, Any], expected: dict[str, Any]) -> N
     assert torch.equal(found["predict"], expected["predict"])
 
 
-def test_two_ranks_match_one_process_under_every_strategy(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
+def test_two_ranks_match_one_process_under_every_strategy(job: Any, expected: Alone) -> None:
     strategy, ranks, folder = job
-    one, other = expected
+    one, other = expected(strategy)
     for rank in ranks:
         for case in CASES:
-            assert_same_run(rank[case], one[case], folder / f"{case}.ckpt", other / f"{case}.ckpt")
+            assert_same_run(
+                rank[case], one[case], folder / f"{case}.ckpt", other / f"{case}.ckpt", classifier(strategy)
+            )
         assert len(ranks[0]["norm"]["norms"]) == contract_job.STEPS
         assert_same_evaluation(rank["evaluation"], one["evaluation"])
         # With a rate of 1 the first step's change is the gradient.
@@ -86,27 +111,27 @@ def test_two_ranks_match_one_process_under_every_strategy(job: Any, expected: tu
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [each for each in PARALLEL if not re.search("stage_[13]", each)])
 def test_a_compiled_module_matches_one_process_under_every_strategy(
-    strategy: str, expected: tuple[dict[str, Any], Path], tmp_path: Path
+    strategy: str, expected: Alone, tmp_path: Path
 ) -> None:
     """DeepSpeed's stage 1 runs the compiled module as stage 2 does, and stage 3 refuses it."""
-    one, other = expected
+    one, other = expected(strategy)
     folder = tmp_path / strategy
     for rank in run_job(compiled, 2, folder):
         assert_same_run(rank, one["plain"], folder / "compiled.ckpt", other / "plain.ckpt")
 
 
-def test_optimizer_state_is_shared_among_ranks(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
+def test_optimizer_state_is_shared_among_ranks(job: Any, expected: Alone) -> None:
     strategy, ranks, _ = job
-    whole = expected[0]["bytes"]
+    whole = expected(strategy)[0]["bytes"]
     shares = [rank["bytes"] / whole for rank in ranks]
     assert max(shares) <= SHARE.get(strategy, 0.5) + 0.05
     assert sum(shares) >= 1.0  # else the state is not where it was looked for
 
 
-def test_mixed_precisions_train_under_every_strategy(job: Any, expected: tuple[dict[str, Any], Path]) -> None:
+def test_mixed_precisions_train_under_every_strategy(job: Any, expected: Alone) -> None:
     """Both mixed precisions train, and an overflow on one rank skips the step on all ranks."""
-    _, ranks, folder = job
-    reference = expected[0]["plain"]["losses"]
+    strategy, ranks, folder = job
+    reference = expected(strategy)[0]["plain"]["losses"]
     for rank in ranks:
         low, half = rank["low"]["bf16-mixed"], rank["low"]["16-mixed"]
         torch.testing.assert_close(low["losses"], reference, rtol=LOW_TOLERANCE, atol=LOW_TOLERANCE)
@@ -116,7 +141,7 @@ def test_mixed_precisions_train_under_every_strategy(job: Any, expected: tuple[d
         assert (low["skipped"], half["skipped"]) == (0, 1)
         assert half["scale"] == 2.0**15
     assert all(rank["low"]["16-mixed"]["told"] == 0 for rank in ranks)
-    found = weights(Classifies, folder / "bf16-mixed.ckpt")
+    found = weights(classifier(strategy), folder / "bf16-mixed.ckpt")
     assert all(value.dtype == torch.float32 for value in found.values() if value.is_floating_point())
 
 

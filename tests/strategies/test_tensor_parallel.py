@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import trainwright as tw
+from trainwright.strategies.fsdp2.tensor_plan import check_plan, match_plan
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +85,6 @@ class Speaks(tw.Module):
         self.reset_parameters()
         with torch.device("cpu"):  # torchmetrics has no values on the meta device
             self.accuracy = MulticlassAccuracy(WORDS, average="micro")
-        self.masks: list[Tensor] = []
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.scale)
@@ -95,12 +95,9 @@ class Speaks(tw.Module):
             x = block(x)
         return self.head(self.norm(x))
 
-    def loss(self, words: Tensor) -> Tensor:
-        return F.cross_entropy(self(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
-
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.masks.append(F.dropout(torch.ones(8)))
-        loss = self.loss(batch[0])
+        words = batch[0]
+        loss = F.cross_entropy(self(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
         self.log("loss", loss, on_epoch=True)
         return loss
 
@@ -119,6 +116,11 @@ class Speaks(tw.Module):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
 
 
+class CountsHeads(Speaks):
+    def forward(self, words: Tensor) -> Tensor:
+        return self.blocks[0].up(self.embed(words)).view(*words.shape, 4 * WIDTH)
+
+
 class DividesItself(Speaks):
     def configure_model(self) -> None:
         for block in self.blocks:
@@ -133,18 +135,19 @@ def sentences(number: int, batch_size: int) -> DataLoader[Any]:
 
 def fitted(
     steps: int, strategy: Any, path: Path, source: Path | None = None, module: Speaks | None = None, **settings: Any
-) -> dict[str, Any]:
-    """Train up to an optimizer step on 2 samples per data rank, save, and return the whole weights and the metrics."""
+) -> dict[str, Tensor]:
+    """Train up to an optimizer step on four samples a step, save, and return the whole weights."""
     module = Speaks() if module is None else module
-    batch_size = 4 if strategy == "auto" else 2
     trainer = tw.Trainer(max_steps=steps, strategy=strategy, gradient_clip_val=0.5, **QUIET, **settings)
-    val_loader = sentences(10, batch_size)
-    trainer.fit(module, sentences(32, batch_size), val_loader, ckpt_path=source and str(source))
+    trainer.fit(module, sentences(32, 4 // trainer.engine.num_data_ranks), ckpt_path=source and str(source))
     trainer.save_checkpoint(str(path))
-    found: dict[str, Any] = {"metrics": {name: float(value) for name, value in trainer.callback_metrics.items()}}
+    return weights_of(module)
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
     whole = tw.gather_module(module, all_ranks=True)
     assert whole is not None
-    return {**found, "weights": dict(whole.named_parameters()), "masks": module.masks}
+    return {name: value.detach() for name, value in whole.named_parameters()}
 
 
 def divided(plan: dict[str, Any] | None = None, **options: Any) -> tw.FSDPStrategy:
@@ -152,27 +155,28 @@ def divided(plan: dict[str, Any] | None = None, **options: Any) -> tw.FSDPStrate
     return tw.FSDPStrategy(mesh={"data": 2, "tensor": 2}, tensor_plan=plan, min_parameters=1, **options)
 
 
-def trained_on_four(folder: Path) -> dict[str, Any]:
+def trained(folder: Path) -> dict[str, Any]:
     """Train, resume and evaluate under several plans, on this rank of four."""
     quiet()
     module = Speaks()
     found: dict[str, Any] = {"whole": fitted(6, divided(), folder / "whole.ckpt", module=module)}
-    places = {name: p.placements for name, p in module.named_parameters() if isinstance(p, DTensor)}
-    found["places"] = {name: [str(place) for place in places[name]] for name in ("blocks.0.down.weight", "head.bias")}
-    found["bytes"] = sum(p.to_local().numel() * 4 for p in module.parameters() if isinstance(p, DTensor))
+    shards = {name: value for name, value in module.named_parameters() if isinstance(value, DTensor)}
+    found["places"] = {
+        name: [str(place) for place in shards[name].placements] for name in ("embed.weight", "norm.bias")
+    }
+    found["elements"] = sum(value.to_local().numel() for value in shards.values())
     fitted(3, divided(), folder / "half.ckpt")
     found["resumed"] = fitted(6, divided(), folder / "resumed.ckpt", folder / "half.ckpt")
-    on_data = tw.FSDPStrategy(mesh={"replicate": 2, "shard": 2}, min_parameters=1)
-    fitted(4, on_data, folder / "fsdp.ckpt", folder / "half.ckpt")
-    found["resumed from fsdp"] = fitted(5, divided(), folder / "from fsdp.ckpt", folder / "fsdp.ckpt")
-    found["windows"] = fitted(3, divided(), folder / "windows.ckpt", accumulate_grad_batches=2)
-    once = divided(sync_every_batch=False, reshard_after_forward=False)
-    found["windows, synced once"] = fitted(3, once, folder / "once.ckpt", accumulate_grad_batches=2)
-    module = Speaks(is_on_sequence=True)
-    found["on the sequence"] = fitted(6, divided(ON_SEQUENCE), folder / "sequence.ckpt", module=module)
+    found["resumed under fsdp"] = fitted(6, "fsdp", folder / "fsdp.ckpt", folder / "half.ckpt")
+    fitted(3, tw.FSDPStrategy(mesh={"replicate": 2, "shard": 2}), folder / "hybrid.ckpt")
+    found["resumed from a hybrid mesh"] = fitted(6, divided(), folder / "other.ckpt", folder / "hybrid.ckpt")
+    fitted(
+        3,
+        tw.FSDPStrategy(mesh={"data": 1, "tensor": 4}, tensor_plan={"blocks.*.up": "colwise_gathered"}),
+        folder / "1x4.ckpt",
+    )
+    found["resumed from another mesh"] = fitted(6, divided(), folder / "other.ckpt", folder / "1x4.ckpt")
     found["in configure_model"] = fitted(6, divided({}), folder / "itself.ckpt", module=DividesItself())
-    module = Speaks(is_on_sequence=True)
-    found["bfloat16"] = fitted(6, divided(ON_SEQUENCE), folder / "bf16.ckpt", module=module, precision="bf16-mixed")
     recomputed = divided(activation_checkpointing_policy={Block})
     found["recomputed"] = fitted(6, recomputed, folder / "recomputed.ckpt")
     averaging = tw.callbacks.EMAWeightAveraging(decay=0.5)
@@ -180,43 +184,125 @@ def trained_on_four(folder: Path) -> dict[str, Any]:
     with torch.device("meta"):
         module = Speaks()
     found["meta"] = fitted(6, divided(), folder / "meta.ckpt", module=module)
-    try:
+    found["windows"] = fitted(3, divided(), folder / "windows.ckpt", accumulate_grad_batches=2)
+    once = divided(sync_every_batch=False, reshard_after_forward=False)
+    found["windows, synced once"] = fitted(3, once, folder / "once.ckpt", accumulate_grad_batches=2)
+    for name, settings in ON_SEQUENCE_RUNS.items():
+        module = Speaks(is_on_sequence=True)
+        found[name] = fitted(6, divided(ON_SEQUENCE), folder / "sequence.ckpt", module=module, **settings)
+    with pytest.raises(RuntimeError, match="different gradients of 'scale', which is not divided"):
         fitted(1, divided(ON_SEQUENCE), folder / "wrong.ckpt")
-    except RuntimeError as error:
-        found["error"] = str(error)
-    found["dropout"] = fitted(3, divided(), folder / "dropout.ckpt", module=Speaks(dropout=0.5))["masks"]
+    with pytest.raises(ValueError, match="the mesh has tensor=2, but no layer of Speaks is divided"):
+        fitted(1, divided({}), folder / "wrong.ckpt")
+    with pytest.raises(RuntimeError) as caught:
+        fitted(1, divided(), folder / "wrong.ckpt", module=CountsHeads())
+    assert "computes only its share of the heads" in str(caught.value.__notes__)
     trainer = tw.Trainer(strategy=divided(), **QUIET)
-    found["validated"] = trainer.validate(Speaks(), sentences(10, 2), verbose=False)
+    (found["validated"],) = trainer.validate(Speaks(), sentences(10, 2), verbose=False)
     found["predicted"] = torch.cat(trainer.predict(Speaks(), sentences(10, 2)) or [])
+    found["accelerator"] = accelerated(divided())
     return found
 
 
-def accelerated(folder: Path) -> dict[str, Any]:
-    """Train with the Accelerator, on this rank of four or alone."""
-    quiet()
-    is_alone = torch.distributed.is_initialized() is False
-    accelerator = tw.Accelerator(cpu=True, strategy="auto" if is_alone else divided())
+ON_SEQUENCE_RUNS: dict[str, dict[str, Any]] = {"on the sequence": {}, "bfloat16": {"precision": "bf16-mixed"}}
+
+
+def accelerated(strategy: Any) -> dict[str, Any]:
+    """Train with the Accelerator, and return the whole weights and the scores of ten samples."""
+    accelerator = tw.Accelerator(cpu=True, strategy=strategy)
     module = Speaks()
-    loader = sentences(18, 4 if is_alone else 2)
-    model, optimizer, loader = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.01), loader)
+    batch_size = 4 // accelerator.engine.num_data_ranks
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(module, optimizer, sentences(10, batch_size))
     for [words] in loader:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    model.eval()
     with torch.no_grad():
-        scores = [accelerator.gather_for_metrics(model(words).argmax(dim=-1)) for [words] in loader]
-    return {"weights": {name: value.detach() for name, value in accelerator.get_state_dict(model).items()}, "scores": torch.cat(scores)}
+        scores = torch.cat([accelerator.gather_for_metrics(model(words).argmax(dim=-1)) for [words] in loader])
+    accelerator.end_training()
+    return {"weights": weights_of(module), "scores": scores}
 
 
 def test_divided_layers_train_save_and_resume_as_whole_ones(tmp_path: Path) -> None:
-    ranks = run_job(trained_on_four, 4, tmp_path)
-    first = ranks[0]
+    ranks = run_job(trained, 4, tmp_path)
     whole = fitted(6, "auto", tmp_path / "one.ckpt")
-    sequence = Speaks(is_on_sequence=True)
-    references = {
-        **dict.fromkeys(("whole", "resumed", "in configure_model", "recomputed", "averaged", "meta"), whole),
-        **dict.fromkeys(("windows", "windows, synced once"), fitted(3, "auto", tmp_path / "two.ckpt", accumulate_grad_batches=2)),
+    expected = {
+        "windows": fitted(3, "auto", tmp_path / "two.ckpt", accumulate_grad_batches=2),
+        "on the sequence": fitted(6, "auto", tmp_path / "three.ckpt", module=Speaks(is_on_sequence=True)),
     }
+    expected["windows, synced once"], expected["bfloat16"] = expected["windows"], expected["on the sequence"]
+    alone = accelerated("auto")
+    trainer = tw.Trainer(**QUIET)
+    (validated,) = trainer.validate(Speaks(), sentences(10, 4), verbose=False)
+    for rank in ranks:
+        assert_equal(rank["whole"], ranks[0]["whole"])
+        assert_equal(rank["resumed"], rank["whole"])
+        for name in RUNS:
+            tolerance = 0.01 if name == "bfloat16" else 1e-5
+            for parameter, value in expected.get(name, whole).items():
+                torch.testing.assert_close(
+                    rank[name][parameter], value, rtol=tolerance, atol=tolerance, msg=f"{parameter} differs: {name}"
+                )
+        assert rank["validated"] == pytest.approx(validated, abs=1e-6)
+        assert torch.equal(rank["predicted"], torch.cat(trainer.predict(Speaks(), sentences(10, 4)) or []))
+        assert torch.equal(rank["accelerator"]["scores"], alone["scores"])
+        for parameter, value in alone["weights"].items():
+            torch.testing.assert_close(rank["accelerator"]["weights"][parameter], value, rtol=1e-5, atol=1e-5)
+        assert rank["places"] == {"embed.weight": ["_S(0, 2)", "S(0)"], "norm.bias": ["S(0)"]}
+    stored = Speaks.load_from_checkpoint(str(tmp_path / "whole.ckpt")).state_dict()
+    assert_equal({name: stored[name] for name in whole}, ranks[0]["whole"])
+    # A rank has a quarter of the divided layers and half of the norms.
+    assert max(rank["elements"] for rank in ranks) < 0.3 * sum(value.numel() for value in whole.values())
+
+
+def _match(module: nn.Module, plan: dict[str, str], num_ranks: int) -> None:
+    check_plan(plan)
+    match_plan(module, plan, num_ranks)
+
+
+RUNS = (
+    *("whole", "resumed under fsdp", "resumed from a hybrid mesh", "resumed from another mesh", "in configure_model"),
+    *("recomputed", "averaged", "meta", "windows", "windows, synced once", "on the sequence", "bfloat16"),
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"block.*.up": "colwise"}, r"matches no submodule of Speaks.* Did you mean 'blocks\.\*\.up'"),
+        ({"blocks.*.up": "columns"}, r"tensor_plan\['blocks.\*.up'\]='columns' is unknown; choose from colwise, "),
+        ({"blocks.*.dropout": "sequence", "blocks.0.dropout": "sequence"}, "names 'blocks.0.dropout' twice"),
+        ({"blocks.*": "colwise"}, "divides 'blocks.0', a Block; only nn.Linear and nn.Embedding"),
+        ({"head": "colwise"}, "divides 'head' over 3 ranks, and its out_features=14 is not a multiple of 3"),
+    ],
+)
+def test_plans_that_do_not_fit_are_rejected(plan: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        _match(Speaks(), plan, 3)
+
+
+def test_tied_and_uncalled_layers_are_rejected() -> None:
+    module = Speaks()
+    module.head.weight = module.embed.weight
+    with pytest.raises(ValueError, match="divides 'embed', whose parameter is tied to 'head'"):
+        _match(module, {"embed": "rowwise"}, 2)
+    layer = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8))
+    with pytest.raises(ValueError, match=r"'0.linear1', whose weight a TransformerEncoderLayer uses without calling"):
+        _match(layer, {"*.linear1": "colwise"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": {"data": 2, "tensor": 3}}, "is for 6 processes .2 . 3., but the job has 4"),
+        ({"mesh": {"data": 2, "context": 2}}, "'context' is not supported"),
+        ({"tensor_plan": PLAN}, "needs a mesh with a tensor dimension"),
+        ({"mesh": {"replicate": 2, "shard": 2}, "num_replicas": 2}, "does not go with mesh="),
+    ],
+)
+def test_meshes_that_do_not_fit_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tw.Trainer(strategy=tw.FSDPStrategy(**options), devices=4, accelerator="cpu")

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.vendor import tree_leaves, tree_map_only
 from trainwright.strategies.base import StepForward
-from trainwright.strategies.fsdp2.tensor_plan import is_shard
+from trainwright.strategies.fsdp2.tensor_plan import HEADS, is_shard
 from trainwright.strategies.fsdp2.vendor import WriteCheck, without_view
 from trainwright.strategies.fsdp2.wrap_policy import ROOT
 from trainwright.strategies.used_parameters import failed_before
@@ -143,6 +143,8 @@ def failing(roots: Iterable[Any], explanation: str = USED) -> Iterator[None]:
             root.fail()
         if MIXED in str(error):
             raise RuntimeError(explanation) from error
+        if explanation is DIVIDED and "invalid for input of size" in str(error):
+            error.add_note(HEADS)
         raise
 
 

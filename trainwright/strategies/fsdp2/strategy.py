@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -176,7 +175,9 @@ class FSDPStrategy(Strategy):
         if tensor_plan is not None:
             check_plan(tensor_plan)
             if mesh is None or TENSOR not in mesh:
-                raise ValueError('tensor_plan= needs a mesh with a tensor dimension; pass mesh={"data": 2, "tensor": 2}.')
+                raise ValueError(
+                    'tensor_plan= needs a mesh with a tensor dimension; pass mesh={"data": 2, "tensor": 2}.'
+                )
             self.capabilities = replace(self.capabilities, pieces_are_collective=TENSOR in mesh)
         self.num_replicas, self.tensor_plan = num_replicas, tensor_plan or {}
         self.auto_wrap_policy, self.min_parameters = auto_wrap_policy, min_parameters
@@ -221,7 +222,9 @@ class FSDPStrategy(Strategy):
         self.refresh_trainable([module])
 
     def _shard(self, module: nn.Module) -> None:
-        if any(map(is_shard, module.parameters())) or (self._tensor is None and any(map(is_divided, module.parameters()))):
+        if any(map(is_shard, module.parameters())) or (
+            self._tensor is None and any(map(is_divided, module.parameters()))
+        ):
             raise ValueError(
                 f"{type(module).__name__} holds parameters that torch's fully_shard has sharded. Leave the sharding to the "
                 "strategy, or create the module again."
@@ -316,8 +319,8 @@ class FSDPStrategy(Strategy):
             parameter.data = parameter.data.contiguous()
         if self._tensor is not None:
             self._tensor.divide(group)
-        if not is_root:
-            group.register_forward_hook(without_views)  # after the hooks of a divided layer, whose outputs are views
+        if not is_root or self._tensor is not None:
+            group.register_forward_hook(without_views)  # after the hooks of divided layers, whose outputs are views
         writes = vendor.WriteCheck(group, sharded)
         if not is_root:  # whose forward checks them
             group.register_forward_hook(writes.check)
@@ -488,8 +491,8 @@ class FSDPStrategy(Strategy):
     @contextmanager
     def _failing(self, roots: Iterable[Any]) -> Iterator[None]:
         """Return the context of a forward or backward, in which cross_entropy may compute on divided logits."""
-        is_divided = self._tensor is not None
-        with failing(roots, DIVIDED if is_divided else USED), loss_parallel() if is_divided else nullcontext():
+        loss_context = nullcontext() if self._tensor is None else self._tensor.loss_context()
+        with failing(roots, USED if self._tensor is None else DIVIDED), loss_context:
             yield
 
     def _refuse_failed(self) -> None:

@@ -7,7 +7,9 @@ styles do the work. FSDP shards every rank's part over the data dimension of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -21,12 +23,14 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
 from trainwright.checkpoint.tensors import Piece
 from trainwright.errors import did_you_mean
 from trainwright.strategies.fsdp2 import vendor
+from trainwright.strategies.fsdp2.wrap_policy import WHOLE
 from trainwright.tensor_names import clean_name
 
 DATA, TENSOR = "data", "tensor"
@@ -47,8 +51,9 @@ SIZES = {
     (RowwiseParallel, nn.Embedding): "num_embeddings",
 }
 """The size that a style divides over the tensor group, by the style and the layer."""
-HEADS_NOTE = (
-    "Under tensor parallelism a rank computes only its share of the heads: let view and reshape infer their number, such as "
+NUMBER = r"\b\d+\b"
+HEADS = (
+    "Under tensor parallelism a rank computes only its share of the heads. Let view and reshape infer their number: "
     "x.view(batch, length, -1, head_size)."
 )
 
@@ -72,6 +77,7 @@ def match_plan(module: nn.Module, plan: TensorPlan, num_ranks: int) -> dict[nn.M
         ValueError: a pattern without a submodule, two for one, a tied parameter, or a layer that cannot be divided.
     """
     names = {clean_name(name): each for name, each in module.named_modules() if name}
+    uncalled = {each: owner for owner in module.modules() if isinstance(owner, WHOLE) for each in owner.modules()}
     owners: dict[Tensor, list[str]] = {}
     for name, each in names.items():
         for parameter in each.parameters(recurse=False):
@@ -81,13 +87,20 @@ def match_plan(module: nn.Module, plan: TensorPlan, num_ranks: int) -> dict[nn.M
         matches = [name for name in names if _matches(name, pattern)]
         if not matches:
             raise ValueError(
-                f"tensor_plan[{pattern!r}] matches no submodule of {type(module).__name__}.{did_you_mean(pattern, names)} Its "
-                "names are those of named_modules(), and * stands for one part, as in 'blocks.*.attention.wq'."
+                f"tensor_plan[{pattern!r}] matches no submodule of {type(module).__name__}. Use the names of named_modules(), "
+                f"in which * stands for one part.{did_you_mean(pattern, {re.sub(NUMBER, '*', name) for name in names})}"
             )
         for name in matches:
             layer = names[name]
             if layer in styles:
-                raise ValueError(f"tensor_plan names {name!r} twice, the second time by {pattern!r}. Remove one of them.")
+                raise ValueError(
+                    f"tensor_plan names {name!r} twice, the second time by {pattern!r}. Remove one of them."
+                )
+            if layer in uncalled:
+                raise ValueError(
+                    f"tensor_plan divides {name!r}, whose weight a {type(uncalled[layer]).__name__} uses without calling the "
+                    "layer. Write the block with nn.Linear layers and F.scaled_dot_product_attention."
+                )
             styles[layer] = _style(name, layer, style, num_ranks)
             for parameter in layer.parameters(recurse=False):
                 if others := [other for other in owners[parameter] if other != name]:
@@ -160,6 +173,7 @@ class TensorGroup:
         self._index = mesh[TENSOR].get_local_rank()
         self._styles: dict[nn.Module, ParallelStyle] = {}
         self._steps = 0
+        self._is_in_loss = False
         self._rows: list[tuple[DTensor, DTensor]] = []
         """Tensors that are divided by columns, with the rows that a checkpoint stores of them."""
 
@@ -191,6 +205,22 @@ class TensorGroup:
         for each in list(group.modules()):
             if (style := self._styles.pop(each, None)) is not None:
                 parallelize_module(each, self.mesh[TENSOR], style)
+
+    @contextmanager
+    def loss_context(self) -> Iterator[None]:
+        """Let cross_entropy compute on divided logits within the context, which may be nested."""
+        if self._is_in_loss:  # a manual backward
+            yield
+            return
+        context = loss_parallel()
+        context.__enter__()
+        self._is_in_loss = True
+        try:
+            yield
+        finally:
+            self._is_in_loss = False
+            with suppress(KeyError):  # the step has ended a loss_parallel() of its own
+                context.__exit__(None, None, None)
 
     def compare_gradients(self, modules: Iterable[nn.Module]) -> None:
         """Compare the gradients of undivided parameters over the group, in steps 1, 2, 4, 8 and so on. Collective.
