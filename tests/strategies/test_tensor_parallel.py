@@ -117,8 +117,12 @@ class Speaks(tw.Module):
 
 
 class CountsHeads(Speaks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Linear(WIDTH, HEADS * WORDS)
+
     def forward(self, words: Tensor) -> Tensor:
-        return self.blocks[0].up(self.embed(words)).view(*words.shape, 4 * WIDTH)
+        return self.heads(self.embed(words)).view(*words.shape, HEADS, WORDS).mean(dim=2)
 
 
 class DividesItself(Speaks):
@@ -195,7 +199,7 @@ def trained(folder: Path) -> dict[str, Any]:
     with pytest.raises(ValueError, match="the mesh has tensor=2, but no layer of Speaks is divided"):
         fitted(1, divided({}), folder / "wrong.ckpt")
     with pytest.raises(RuntimeError) as caught:
-        fitted(1, divided(), folder / "wrong.ckpt", module=CountsHeads())
+        fitted(1, divided({"heads": "colwise"}), folder / "wrong.ckpt", module=CountsHeads())
     assert "computes only its share of the heads" in str(caught.value.__notes__)
     trainer = tw.Trainer(strategy=divided(), **QUIET)
     (found["validated"],) = trainer.validate(Speaks(), sentences(10, 2), verbose=False)

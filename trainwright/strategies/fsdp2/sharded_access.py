@@ -25,10 +25,10 @@ from trainwright.strategies.fsdp2.vendor import WriteCheck, without_view
 from trainwright.strategies.fsdp2.wrap_policy import ROOT
 from trainwright.strategies.used_parameters import failed_before
 
-MIXED = "mixed torch.Tensor and DTensor"
-"""The text of torch's error for an operation on a sharded parameter."""
+MIXED = ("mixed torch.Tensor and DTensor", "inputs with different meshes")
+"""Texts of torch's errors for an operation on a sharded parameter."""
 SHARDED = (
-    MIXED,
+    *MIXED,
     "not supported for tensor subclasses",
     "sharding strategy registered",
     "storage that is not resizable",
@@ -141,7 +141,7 @@ def failing(roots: Iterable[Any], explanation: str = USED) -> Iterator[None]:
     except BaseException as error:
         for root in roots:
             root.fail()
-        if MIXED in str(error):
+        if any(text in str(error) for text in MIXED):
             raise RuntimeError(explanation) from error
         if explanation is DIVIDED and "invalid for input of size" in str(error):
             error.add_note(HEADS)
