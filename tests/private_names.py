@@ -64,6 +64,8 @@ USES = (
         "count the collectives that a step has made (distributed/vendor.py)"),
     Use("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset",
         "find this rank's range of a sharded parameter (strategies/fsdp2/vendor.py)"),
+    Use("torch.distributed.device_mesh.DeviceMesh", "_flatten",
+        "sum over all dimensions of a mesh in one collective (strategies/fsdp2/vendor.py)"),
     Use("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "reach what fsdp keeps of a group's parameters"),
     Use("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState", "_fsdp_param_group",
         "reach a group's dtypes (strategies/fsdp2/vendor.py)"),

@@ -38,9 +38,9 @@ def test_plugins_become_strategies() -> None:
         )
     ).chosen_strategy
     assert isinstance(fsdp, tw.FSDPStrategy)
-    assert (fsdp.reshard_after_forward, fsdp.cpu_offload) == (False, True)
-    assert fsdp.auto_wrap_policy is not None
-    policy: Any = fsdp.auto_wrap_policy
+    assert (fsdp.options.reshard_after_forward, fsdp.cpu_offload) == (False, True)
+    assert fsdp.options.auto_wrap_policy is not None
+    policy: Any = fsdp.options.auto_wrap_policy
     assert (policy(nn.Linear(1, 1)), policy(nn.ReLU())) == (True, False)
     plugin = tw.DeepSpeedPlugin(
         zero_stage=3, offload_param_device="cpu", gradient_accumulation_steps=4, gradient_clipping=0.5

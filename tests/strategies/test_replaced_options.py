@@ -55,8 +55,8 @@ def test_options_that_change_nothing_are_accepted() -> None:
 
 
 def test_options_of_the_same_meaning_are_translated() -> None:
-    assert not tw.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP").reshard_after_forward
-    assert tw.FSDPStrategy(sharding_strategy=ShardingStrategy.FULL_SHARD).reshard_after_forward
+    assert not tw.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP").options.reshard_after_forward
+    assert tw.FSDPStrategy(sharding_strategy=ShardingStrategy.FULL_SHARD).options.reshard_after_forward
     assert not tw.FSDPStrategy(cpu_offload=CPUOffload()).cpu_offload
     assert tw.FSDPStrategy(cpu_offload=CPUOffload(offload_params=True)).cpu_offload
     with pytest.raises(ValueError, match="Choose 'FULL_SHARD' or 'SHARD_GRAD_OP'"):

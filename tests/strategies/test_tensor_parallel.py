@@ -237,6 +237,8 @@ def test_divided_layers_train_save_and_resume_as_whole_ones(tmp_path: Path) -> N
         "windows": fitted(3, "auto", tmp_path / "two.ckpt", accumulate_grad_batches=2),
         "on the sequence": fitted(6, "auto", tmp_path / "three.ckpt", module=Speaks(is_on_sequence=True)),
     }
+    averaging = tw.callbacks.EMAWeightAveraging(decay=0.5)
+    expected["averaged"] = fitted(6, "auto", tmp_path / "four.ckpt", callbacks=[averaging])
     expected["windows, synced once"], expected["bfloat16"] = expected["windows"], expected["on the sequence"]
     alone = accelerated("auto")
     trainer = tw.Trainer(**QUIET)

@@ -224,7 +224,7 @@ def job(folder: Path) -> Any:
     other = trainer.trial().engine.strategy
     assert other is not strategy
     assert isinstance(other, tw.FSDPStrategy)
-    assert (other.min_parameters, other.model) == (7, None)
+    assert (other.options.min_parameters, other.model) == (7, None)
     return module.got, [each.number for each in own]
 
 

@@ -5,21 +5,19 @@ Zhao et al., 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Para
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffload, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from trainwright.arguments import check_flags
 from trainwright.checkpoint.tensors import Piece
@@ -41,19 +39,13 @@ from trainwright.strategies.fsdp2 import vendor
 from trainwright.strategies.fsdp2.sharded_access import (
     DIVIDED,
     USED,
-    Root,
     by_kind,
     failing,
     note_use_in_hook,
-    open_methods,
-    refuse_copy,
-    refuse_second_order,
     refuse_sharded_loss,
-    reshard_after_call,
     split_groups,
-    unshard_for_call,
-    without_views,
 )
+from trainwright.strategies.fsdp2.sharding import ModuleSharding, ShardingOptions, low_policy
 from trainwright.strategies.fsdp2.tensor_plan import (
     DATA,
     TENSOR,
@@ -68,21 +60,14 @@ from trainwright.strategies.fsdp2.tensor_plan import (
 from trainwright.strategies.fsdp2.wrap_policy import (
     MIN_PARAMETERS,
     ROOT,
-    Float32,
     WrapPolicy,
     check_policy,
-    choose_groups,
-    find_float32,
-    recomputed,
-    refuse_mixed,
 )
 from trainwright.strategies.mesh_axes import check_mesh, reject_unsupported_axes
 from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
-from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
-from trainwright.strategies.replication import DeferredAllReduce, equalize
+from trainwright.strategies.replication import DeferredAllReduce
 from trainwright.strategies.used_parameters import BackwardGuard, RanksUse
-from trainwright.value_kinds import is_dtensor
 
 
 class FSDPStrategy(Strategy):
@@ -178,9 +163,11 @@ class FSDPStrategy(Strategy):
                 raise ValueError(
                     'tensor_plan= needs a mesh with a tensor dimension; pass mesh={"data": 2, "tensor": 2}.'
                 )
-            self.capabilities = replace(self.capabilities, pieces_are_collective=TENSOR in mesh)
+            has_tensor = TENSOR in mesh
+            self.capabilities = replace(
+                self.capabilities, pieces_are_collective=has_tensor, takes_compile=not has_tensor
+            )
         self.num_replicas, self.tensor_plan = num_replicas, tensor_plan or {}
-        self.auto_wrap_policy, self.min_parameters = auto_wrap_policy, min_parameters
         check_policy("auto_wrap_policy", auto_wrap_policy)
         check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
         if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
@@ -188,13 +175,19 @@ class FSDPStrategy(Strategy):
                 f"mixed_precision={mixed_precision!r} is not accepted; pass a "
                 "torch.distributed.fsdp.MixedPrecisionPolicy, or leave it out: the Trainer's precision= decides."
             )
-        self.reshard_after_forward = reshards(sharding_strategy, reshard_after_forward)
-        # A bool, or torch's CPUOffload, which holds one.
+        # A bool, or torch's CPUOffload, which contains one.
         self.cpu_offload = bool(getattr(cpu_offload, "offload_params", cpu_offload))
+        self.options = ShardingOptions(
+            auto_wrap_policy=auto_wrap_policy,
+            min_parameters=min_parameters,
+            reshard_after_forward=reshards(sharding_strategy, reshard_after_forward),
+            is_offloaded=self.cpu_offload,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            mixed_precision=mixed_precision,
+        )
         self.capabilities = replace(self.capabilities, communicates_on_host=self.cpu_offload)
-        self.activation_checkpointing_policy = activation_checkpointing_policy
-        self.mixed_precision, self.sync_every_batch, self.elementwise = mixed_precision, sync_every_batch, elementwise
-        self._float32, self._deferred = Float32(), DeferredAllReduce()
+        self.sync_every_batch, self.elementwise = sync_every_batch, elementwise
+        self._deferred = DeferredAllReduce()
         self._automatic = True
         self._use, self._guard = RanksUse(self.name), BackwardGuard(self.name)
         self._tensor: TensorGroup | None = None
@@ -229,40 +222,7 @@ class FSDPStrategy(Strategy):
                 f"{type(module).__name__} holds parameters that torch's fully_shard has sharded. Leave the sharding to the "
                 "strategy, or create the module again."
             )
-        vendor.refuse_hooks(module)
-        groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
-        to_checkpoint = recomputed(module, self.activation_checkpointing_policy, groups)
-        low = self.mixed_precision or self._policy()
-        root = Root(module, low.param_dtype, groups)
-        divided = self._tensor.plan(module) if self._tensor is not None else set()
-        chosen, self._float32 = set(groups), self._find_float32(module, low, divided)
-        mesh = self._make_mesh()
-        names = {each: name for name, each in module.named_modules()}
-        is_meta = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
-        constructed: list[nn.Module] = []
-        # Innermost first, the order in which constructors draw the values of meta modules.
-        for each in innermost_first(module):
-            constructed.append(each)
-            is_chosen = each in chosen
-            if each is module or not (is_chosen or each in self._float32.groups):
-                continue
-            if is_meta:
-                self._materialize(module, constructed, each)
-            kind = type(each)
-            each.register_forward_hook(partial(refuse_second_order, names[each]))
-            writes = self._shard_group(each, mesh, low)
-            if is_chosen:
-                open_methods(each, kind, writes, lambda: root.depth > 0)
-            constructed = []
-        if is_meta:
-            self._materialize(module, constructed, module)
-        for each in to_checkpoint:
-            each.forward = partial(checkpoint, each.forward, use_reentrant=False)
-        root.writes = self._shard_group(root, mesh, low)
-        module.__dict__[ROOT] = root  # not as a submodule
-        module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
-        module.register_forward_pre_hook(unshard_for_call)
-        module.register_forward_hook(reshard_after_call, always_call=True)
+        ModuleSharding(self.options, self._make_mesh(), self.device, self.precision, self._tensor).shard(module)
 
     def _make_mesh(self) -> DeviceMesh:
         """Return the mesh of shards, after a dimension of replicas if there are several. Collective."""
@@ -273,70 +233,16 @@ class FSDPStrategy(Strategy):
             self.device.type, {"replicate": self.num_replicas, **sizes} if self.num_replicas > 1 else sizes
         )
 
-    def _find_float32(self, module: nn.Module, low: MixedPrecisionPolicy, divided: Collection[nn.Module]) -> Float32:
-        """Return the parts of a module that are gathered in float32 although others are in a low dtype."""
-        if low.param_dtype is None:
-            return Float32()
-        if self.mixed_precision is None:
-            return find_float32(module, divided)
-        return Float32(groups={each for each in module.modules() if isinstance(each, vendor.BATCH_NORM)})
-
     def _refuse_other_precision(self, module: nn.Module) -> None:
         """Raise ValueError for a module that an earlier run has sharded for another low precision."""
         gathered = module.__dict__[ROOT].dtype
-        if gathered not in (None, (self.mixed_precision or self._policy()).param_dtype):
+        if gathered not in (None, low_policy(self.options, self.precision).param_dtype):
             raise ValueError(
                 f"fsdp gathers the weights of {type(module).__name__} in {str(gathered).removeprefix('torch.')}, as an earlier "
                 f"run has sharded it, and this one is in {self.precision.name}. Continue in that run's precision, take the "
                 "whole copy that tw.gather_module(module, all_ranks=True) returns, or create the module again and load a "
                 "checkpoint."
             )
-
-    def _policy(self) -> MixedPrecisionPolicy:
-        dtype = self.precision.autocast_dtype
-        if dtype is None:
-            return MixedPrecisionPolicy()
-        # Autocast stays on inside, so operations cast their inputs and targets keep their dtype.
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-    def _materialize(self, module: nn.Module, parts: list[nn.Module], group: nn.Module) -> None:
-        materialize(module, parts)
-        self.precision.convert_module(group)  # meta tensors were skipped the first time
-
-    def _shard_group(self, group: nn.Module, mesh: DeviceMesh, low: MixedPrecisionPolicy) -> vendor.WriteCheck:
-        """Broadcast rank 0's values of a group, and keep this rank's shard. Collective."""
-        is_root = isinstance(group, Root)
-        is_float32 = (group.module if isinstance(group, Root) else group) in self._float32.groups
-        # Shards that are offloaded stay in host memory.
-        move(group, self.device, stays=is_dtensor)
-        whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
-        equalize((*whole, *(group.buffers() if is_root else ())))
-        # FSDP2 shards rows, which 0-dim parameters lack, and cannot reduce empty ones.
-        kept = {each for each in whole if each.dim() == 0 or each.numel() == 0}.union(self._float32.parameters(group))
-        sharded = {each for each in whole if each not in kept}
-        refuse_mixed(group, sharded)
-        for parameter in whole:
-            parameter.data = parameter.data.contiguous()
-        if self._tensor is not None:
-            self._tensor.divide(group)
-        if not is_root or self._tensor is not None:
-            group.register_forward_hook(without_views)  # after the hooks of divided layers, whose outputs are views
-        writes = vendor.WriteCheck(group, sharded)
-        if not is_root:  # whose forward checks them
-            group.register_forward_hook(writes.check)
-        offload = self.cpu_offload and self.device.type != "cpu"
-        fully_shard(
-            group,
-            mesh=mesh,
-            mp_policy=MixedPrecisionPolicy() if is_float32 else low,
-            reshard_after_forward=self.reshard_after_forward and not is_root,
-            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-            ignored_params=kept,
-        )
-        type(group).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]
-        if not is_root:
-            group.register_forward_pre_hook(writes.record)
-        return writes
 
     def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
         """Adopt parameters that were created after sharding: whole on every rank, averaged before a step.

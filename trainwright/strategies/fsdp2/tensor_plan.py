@@ -43,7 +43,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "loss_parallel": partial(ColwiseParallel, output_layouts=Shard(-1), use_local_output=False),
 }
 TensorPlan = Mapping[str, str | ParallelStyle]
-"""A style by the name of a submodule, in which `*` stands for one part of the name."""
+"""A style by the name of a submodule, in which `*` matches one part of the name."""
 SIZES = {
     (ColwiseParallel, nn.Linear): "out_features",
     (ColwiseParallel, nn.Embedding): "embedding_dim",
@@ -88,7 +88,7 @@ def match_plan(module: nn.Module, plan: TensorPlan, num_ranks: int) -> dict[nn.M
         if not matches:
             raise ValueError(
                 f"tensor_plan[{pattern!r}] matches no submodule of {type(module).__name__}. Use the names of named_modules(), "
-                f"in which * stands for one part.{did_you_mean(pattern, {re.sub(NUMBER, '*', name) for name in names})}"
+                f"in which * matches one part.{did_you_mean(pattern, {re.sub(NUMBER, '*', name) for name in names})}"
             )
         for name in matches:
             layer = names[name]
@@ -201,7 +201,13 @@ class TensorGroup:
         return divided | self._styles.keys()
 
     def divide(self, group: nn.Module) -> None:
-        """Divide the layers of a group, whose values are equal on every rank. Collective."""
+        """Divide the layers of a group, whose values are equal on every rank. Collective.
+
+        Layers that the module has divided get the values of the first data rank.
+        """
+        for parameter in group.parameters():
+            if is_divided(parameter):
+                dist.broadcast(_local(parameter.detach()), group=self.mesh[DATA].get_group(), group_src=0)
         for each in list(group.modules()):
             if (style := self._styles.pop(each, None)) is not None:
                 parallelize_module(each, self.mesh[TENSOR], style)
