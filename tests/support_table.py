@@ -200,6 +200,8 @@ def features() -> Iterator[Row]:
     )  # fmt: skip
     hybrid = load("strategies/test_hybrid_sharding.py").test_hybrid_shards_train_save_and_resume_as_whole_ones
     yield Row("hybrid sharding (`num_replicas=`)", hybrid, ["fsdp"])
+    divided = load("strategies/test_tensor_parallel.py").test_divided_layers_train_save_and_resume_as_whole_ones
+    yield Row("tensor parallelism (`mesh=`, `tensor_plan=`)", divided, ["fsdp"])
 
     averaged = load("strategies/test_averaged.py")
     of_all = averaged.test_averages_match_one_process_under_every_strategy
