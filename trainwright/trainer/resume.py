@@ -163,7 +163,7 @@ class Resumption:
         together, left_out = merged([each for each in states if each])
         if left_out:
             rank_zero_warn(
-                f"{checkpoint.path} was saved within an epoch whose data had {checkpoint.num_data_ranks} parts, and this run has "
+                f"{checkpoint.path} was saved within an epoch of data in {checkpoint.num_data_ranks} parts, and this run has "
                 f"{engine.num_data_ranks}: for this epoch the metric objects {', '.join(left_out)} cover only the batches "
                 "after the resume.",
                 stacklevel=2,
