@@ -207,7 +207,7 @@ def unlike(folder: Path) -> list[Any]:
     return [float(torch.rand(1)), random.random()]
 
 
-def test_ranks_with_one_part_of_the_data_count_it_once(tmp_path: Path) -> None:
+def test_a_shared_part_of_the_data_is_counted_once(tmp_path: Path) -> None:
     four, two = run_job(trained, 4, tmp_path), run_job(trained, 2, tmp_path)
     runs = ("whole", "tokens", "resumed", "from other ranks", "from four parts")
     for rank, found in enumerate(four):
@@ -246,7 +246,7 @@ def together(folder: Path) -> Any:
     return found, trainer.predict(module, loader(VALIDATION))
 
 
-def test_ranks_that_read_all_data_train_like_one_process(tmp_path: Path) -> None:
+def test_a_job_whose_ranks_share_all_data_is_like_one_process(tmp_path: Path) -> None:
     module = Counts()
     trainer, expected = fitted(module, strategy="auto")
     predicted = trainer.predict(module, loader(VALIDATION))
@@ -258,7 +258,7 @@ def test_ranks_that_read_all_data_train_like_one_process(tmp_path: Path) -> None
         assert [numbers.tolist() for numbers, _ in predictions] == [numbers.tolist() for numbers, _ in predicted]
 
 
-def test_raw_loops_of_ranks_with_one_part_gather_each_sample_once(tmp_path: Path) -> None:
+def test_a_raw_loop_gathers_samples_of_a_shared_part_once(tmp_path: Path) -> None:
     four, two = run_job(looped, 4, tmp_path), run_job(looped, 2, tmp_path)
     for rank, found in enumerate(four):
         expected = two[rank // 2]
@@ -272,6 +272,6 @@ def test_raw_loops_of_ranks_with_one_part_gather_each_sample_once(tmp_path: Path
             assert found[name] == expected[name], name
 
 
-def test_ranks_with_one_part_draw_the_same_numbers(tmp_path: Path) -> None:
+def test_generators_of_ranks_with_a_shared_part_are_seeded_alike(tmp_path: Path) -> None:
     first, second, third, fourth = run_job(unlike, 4, tmp_path)
     assert first == second != third == fourth

@@ -158,8 +158,8 @@ class Resumption:
         if checkpoint.num_data_ranks == engine.num_data_ranks:
             return own.get("metrics")
         # The values of each part go to exactly one part, or the epoch's sums would count them twice.
-        ranks = range(engine.data_rank, checkpoint.num_data_ranks, engine.num_data_ranks)
-        states = [(checkpoint.data_state(rank) or {}).get("metrics") for rank in ranks]
+        parts = range(engine.data_rank, checkpoint.num_data_ranks, engine.num_data_ranks)
+        states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in map(checkpoint.first_rank, parts)]
         together, left_out = merged([each for each in states if each])
         if left_out:
             rank_zero_warn(
