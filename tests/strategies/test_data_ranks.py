@@ -22,8 +22,8 @@ from trainwright.checkpoint.reader import open_checkpoint
 pytestmark = pytest.mark.slow
 TRAIN, VALIDATION, BATCH = 45, 13, 4
 WARNING = (
-    " was saved within an epoch of data in 4 parts, and this run has 2: for this epoch the metric objects accuracy cover only "
-    "the batches after the resume."
+    " was saved within an epoch of data in {} parts, and this run has {}: for this epoch the metric objects accuracy cover "
+    "only the batches after the resume."
 )
 
 
@@ -67,6 +67,7 @@ class Counts(Classifier):
         self.rows.append(len(self.all_gather(torch.zeros(1))))
         loss = super().training_step(batch, batch_idx)
         self.log("train_count", len(batch[0]), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("train_numbers", batch[2].sum(), reduce_fx="sum", on_step=False, on_epoch=True)
         self.accuracy(self.net(batch[0]), batch[1])
         self.log("train_accuracy", self.accuracy, on_step=False, on_epoch=True)
         return loss
@@ -142,7 +143,9 @@ def trained(folder: Path) -> dict[str, Any]:
     found["from other ranks"] = fitted(Counts(), folder / "half-4.ckpt")[1]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found["from four parts"] = fitted(Counts(), folder / "four.ckpt")[1]
+        found["from four parts"] = fitted(Counts(), folder / "four.ckpt", max_epochs=1)[1]
+        if world == 4:
+            found["to four parts"] = fitted(Counts(), folder / "half-4.ckpt", strategy="ddp")[1]["metrics"]
     found["warnings"] = [str(each.message).partition(".ckpt")[2] for each in caught]
     return found
 
@@ -213,6 +216,7 @@ def test_a_shared_part_of_the_data_is_counted_once(tmp_path: Path) -> None:
     for rank, found in enumerate(four):
         expected = two[rank // 2]
         assert_equal(found["whole"]["weights"], found["resumed"]["weights"])
+        assert found["to four parts"]["train_numbers"] == sum(range(TRAIN))
         for name in runs:
             assert_close(found[name]["weights"], expected[name]["weights"])
             assert found[name]["metrics"] == pytest.approx(expected[name]["metrics"], rel=1e-5)
@@ -229,8 +233,8 @@ def test_a_shared_part_of_the_data_is_counted_once(tmp_path: Path) -> None:
         assert two[0]["of rank 0"] is not None
         assert found["of rank 0"] == (expected["of rank 0"] if rank == 0 else None)
         assert (found["warnings"], expected["warnings"]) == (
-            ([WARNING] if rank == 0 else []),
-            ([WARNING] if rank < 2 else []),
+            ([WARNING.format(4, 2), WARNING.format(2, 4)] if rank == 0 else []),
+            ([WARNING.format(4, 2)] if rank < 2 else []),
         )
 
     headers = {name: open_checkpoint(str(tmp_path / f"{name}.ckpt")).header for name in ("half-4", "half-2", "four")}
