@@ -159,9 +159,9 @@ class StoredCheckpoint:
         name = rank_section(rank)
         return self._read_plain(name) if f"{name}.json" in self._manifest.files else None
 
-    def data_state(self, data_rank: int) -> Any | None:
-        """Return the plain state that the first rank with this part of the data stored, or None (see `rank_state`)."""
-        return self.rank_state(data_rank * (self.world_size // self.num_data_ranks))
+    def first_rank(self, data_rank: int) -> int:
+        """Return the first of the ranks that had this part of the data."""
+        return data_rank * (self.world_size // self.num_data_ranks)
 
     def _read_plain(self, section: str) -> Any:
         name = f"{section}.json"

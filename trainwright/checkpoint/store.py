@@ -263,6 +263,8 @@ def write_contents(
         describe=partial(describe, path=target),
     )
     header = {"world_size": ranks.world_size, **header}
+    if header.get("num_data_ranks", 0) >= header["world_size"]:  # no ranks share a part of the data
+        del header["num_data_ranks"]
     directory = run_on_all(partial(_begin, files, target, header, overwrite, staged) if is_first else None)[0]
     rank_files = _RankFiles(files, directory)
     try:

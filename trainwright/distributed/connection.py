@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainwright.devices.abilities import collective_backend
-from trainwright.distributed.collectives import group_backends
+from trainwright.distributed.collectives import group_backends, use_data_group
 from trainwright.distributed.environment import Environment, choose_interface
 from trainwright.distributed.failures import FailureLog, PeerWatch
 from trainwright.distributed.job_store import STORE_PREFIX, Store, open_store, stores
@@ -122,6 +122,7 @@ class Connection:
         for holder in self._holders:
             if (release := holder()) is not None:
                 release()
+        use_data_group(None)
         gc.collect()  # a DistributedDataParallel is a cycle
         _destroy_group()
 

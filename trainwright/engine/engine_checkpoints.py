@@ -179,7 +179,6 @@ class EngineCheckpoints:
                     key: owned(value, self.device) if is_generator_state(value) else value
                     for key, value in {"rng": rng_state(), **(rank_state or {})}.items()
                 }
-            shares_data = self.num_data_ranks < self.world_size == self.ranks.world_size
             self.writer.save(
                 path,
                 sections={MODEL: pieces, **sections},
@@ -189,7 +188,7 @@ class EngineCheckpoints:
                     "step": step,
                     "epoch": epoch,
                     "world_size": self.ranks.world_size,  # 1 if only this rank saves
-                    **({"num_data_ranks": self.num_data_ranks} if shares_data else {}),
+                    "num_data_ranks": self.num_data_ranks,  # stored if it differs from the world size
                     "strategy": self.strategy.name,
                     "weights_only": weights_only,
                     "number": number,
@@ -457,7 +456,7 @@ def _restored(checkpoint: StoredCheckpoint, state: dict[str, Any], seed: int, en
     """
     rank, device, saved_ranks = engine.data_rank, engine.device, checkpoint.num_data_ranks
     is_alike = (checkpoint.world_size, saved_ranks) == (engine.world_size, engine.num_data_ranks)
-    saved_state = checkpoint.rank_state(engine.rank) if is_alike else checkpoint.data_state(rank)
+    saved_state = checkpoint.rank_state(engine.rank if is_alike else checkpoint.first_rank(rank))
     rng = saved_state.get("rng") if saved_state is not None else None
     check_generator_states(saved_state, checkpoint.path)
     start = (seed, int(checkpoint.header["step"]), rank)

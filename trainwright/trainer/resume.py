@@ -158,12 +158,12 @@ class Resumption:
         if checkpoint.num_data_ranks == engine.num_data_ranks:
             return own.get("metrics")
         # The values of each part go to exactly one part, or the epoch's sums would count them twice.
-        ranks = range(engine.data_rank, checkpoint.num_data_ranks, engine.num_data_ranks)
-        states = [(checkpoint.data_state(rank) or {}).get("metrics") for rank in ranks]
+        parts = range(engine.data_rank, checkpoint.num_data_ranks, engine.num_data_ranks)
+        states = [(checkpoint.rank_state(rank) or {}).get("metrics") for rank in map(checkpoint.first_rank, parts)]
         together, left_out = merged([each for each in states if each])
         if left_out:
             rank_zero_warn(
-                f"{checkpoint.path} was saved within an epoch whose data had {checkpoint.num_data_ranks} parts, and this run has "
+                f"{checkpoint.path} was saved within an epoch of data in {checkpoint.num_data_ranks} parts, and this run has "
                 f"{engine.num_data_ranks}: for this epoch the metric objects {', '.join(left_out)} cover only the batches "
                 "after the resume.",
                 stacklevel=2,

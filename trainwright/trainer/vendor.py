@@ -12,6 +12,7 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainwright.checkpoint.foreign_formats import is_plain
@@ -112,7 +113,7 @@ def restore_metrics(module: nn.Module, states: dict[str, Any]) -> None:
 
 def gather_by_data(module: nn.Module) -> Undo:
     """Make the Metric objects gather over the data ranks; return a function that ends that."""
-    metrics: list[Any] = [child for child in module.modules() if is_metric(child) and child.dist_sync_fn is None]
+    metrics = [child for child in module.modules() if is_metric(child) and child.dist_sync_fn is None]
 
     def gather_by(function: Callable[..., list[Tensor]] | None) -> None:
         for metric in metrics:
@@ -122,7 +123,7 @@ def gather_by_data(module: nn.Module) -> Undo:
     return partial(gather_by, None)
 
 
-def _gather_over_data_ranks(tensor: Tensor, group: Any = None) -> list[Tensor]:
+def _gather_over_data_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     # Not the attribute process_group of a Metric, because a group cannot be copied with the module.
     from torchmetrics.utilities.distributed import gather_all_tensors
 
