@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,19 @@ def test_scalars_come_back_with_their_steps_and_times(tmp_path: Path) -> None:
     assert times == sorted(times)
     assert len(set(times)) > 100  # of the moment of the call, not of the writing
     assert logger.log_dir == f"{tmp_path}/trainwright_logs/version_0/part"
+
+
+def test_event_files_sort_by_their_age(tmp_path: Path) -> None:
+    """Readers sort the names, which end in a process's number of files. 10 comes before 9 in one second."""
+    first = started(tmp_path, version=0)
+    first.log_metrics({"loss": 1.0}, 3)
+    first.close()
+    (earlier,) = Path(str(first.log_dir)).glob("events*")
+    earlier.rename(earlier.with_name(f"events.out.tfevents.{int(time.time()):010d}.~.trainwright"))
+    again = started(tmp_path, version=0)
+    again.log_metrics({"loss": 2.0}, 2)
+    again.close()
+    assert values(again, "loss") == [(2, 2.0)]
 
 
 def test_hyper_parameters_can_have_a_metric(tmp_path: Path) -> None:

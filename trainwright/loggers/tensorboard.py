@@ -160,7 +160,15 @@ class TensorBoardLogger(FolderLogger):
                 self._is_first_here = False
                 purge = {"purge_step": self._position.pop("purge_step")} if "purge_step" in self._position else {}
                 self._earlier = self._event_files() if is_local(str(self.log_dir)) else {}
-                self._experiment = SummaryWriter(self.log_dir, **{**purge, **self._kwargs})
+                arguments = {**purge, **self._kwargs}
+                self._experiment = SummaryWriter(self.log_dir, **arguments)
+                if self._earlier and max(files := self._event_files()) in self._earlier:
+                    # Readers sort the names. Within a second, number 10 of this process comes before its number 9.
+                    self._experiment.close()
+                    for path in files.keys() - self._earlier.keys():
+                        os.unlink(path)
+                    time.sleep(1.01 - time.time() % 1)
+                    self._experiment = SummaryWriter(self.log_dir, **arguments)
             return self._experiment
 
     def log_hyperparams(
