@@ -29,7 +29,6 @@ CASES = st.fixed_dictionaries(
         "batch_size": st.integers(1, 5),
         "drop_last": st.booleans(),
         "split_batches": st.booleans(),
-        "dispatch_batches": st.booleans(),
         "even_batches": st.booleans(),
         "kind": st.sampled_from(["indices", "shuffled", "own batches", "iterable", "once"]),
         "stop": st.integers(1, 4),
@@ -48,7 +47,7 @@ class Stream(IterableDataset[int]):
 
 
 class Once(IterableDataset[int]):
-    """Can be read once, and only on the rank that reads for all."""
+    """Can be read once."""
 
     def __init__(self, samples: int) -> None:
         self.numbers = iter(range(samples))
@@ -106,13 +105,13 @@ def made(case: Case, size: int) -> DataLoader[int]:
 
 
 @cache
-def accelerator_of(split: bool, dispatch: bool, even: bool) -> tw.Accelerator:
-    config = tw.DataLoaderConfiguration(split, dispatch, even, data_seed=5)
+def accelerator_of(split: bool, even: bool) -> tw.Accelerator:
+    config = tw.DataLoaderConfiguration(split, even_batches=even, data_seed=5)
     return tw.Accelerator(cpu=True, dataloader_config=config)
 
 
 def is_possible(case: Case, ranks: int) -> bool:
-    if case["kind"] == "once" and not (case["dispatch_batches"] or ranks == 1):
+    if case["kind"] == "once" and ranks > 1:
         return False
     return not (case["kind"] == "own batches" and case["split_batches"] and ranks > 1)
 
@@ -146,7 +145,7 @@ def expected(case: Case, ranks: int, size: int) -> int:
 
 def run(case: Case) -> Case:
     """Make one example on this rank. Return the state for a resume at another world size."""
-    accelerator = accelerator_of(case["split_batches"], case["dispatch_batches"], case["even_batches"])
+    accelerator = accelerator_of(case["split_batches"], case["even_batches"])
     ranks = accelerator.num_processes
     size = case["batch_size"] * (ranks if case["split_batches"] else 1)
     batches = case["samples"] // case["batch_size"]
@@ -185,7 +184,7 @@ def run(case: Case) -> Case:
 
 def run_examples(folder: Path) -> list[tuple[Case, Case]]:
     """Make all examples of one world size. Return them with the states for a resume at another."""
-    ranks = accelerator_of(False, False, True).engine.ranks
+    ranks = accelerator_of(False, True).engine.ranks
     made_here: list[tuple[Case, Case]] = []
 
     def attempt(case: Case) -> None:
@@ -236,7 +235,7 @@ def test_each_sample_is_gathered_once(ranks: int, tmp_path: Path) -> None:
         if outcome["done"] is None or outcome["rest"] is None:
             continue
         # One process resumes the passes of several.
-        accelerator = accelerator_of(False, case["dispatch_batches"], True)
+        accelerator = accelerator_of(False, True)
         loader = accelerator.prepare(made(case, case["batch_size"]))
         loader.load_state_dict(outcome["state"])
         rest = sorted(each for batch in loader for each in batch.tolist())

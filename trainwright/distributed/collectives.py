@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -196,22 +196,6 @@ def broadcast_tensors(
 def gather_nests(plain: Any, tensors: Mapping[str, Tensor]) -> list[Nest]:
     """Return the nests of all ranks, by rank, with their tensors in host memory. Collective: call on every rank."""
     return [_unpacked(data) for data in gather_uneven(_packed(plain, tensors))]
-
-
-def scatter_nests(nests: Sequence[Nest] | None) -> Nest:
-    """Return this rank's nest in host memory. Rank 0 passes the nests of all ranks, the others None. Collective."""
-    sizes = torch.zeros(world_size(), dtype=torch.int64)
-    if nests is None:
-        received = _to_group(torch.empty(int(broadcast(sizes)[dist.get_rank()]), dtype=torch.uint8))
-        dist.recv(received, 0)
-        return _unpacked(received.cpu())
-    sent = [_to_group(_packed(*nest)) for nest in nests[1:]]
-    sizes[1:] = torch.tensor([len(data) for data in sent])
-    broadcast(sizes)
-    for work in [dist.isend(data, rank) for rank, data in enumerate(sent, start=1)]:
-        if work is not None:
-            work.wait()
-    return nests[0]
 
 
 def _packed(plain: Any, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.store import CheckpointWriter
-from trainwright.data.dispatched import DispatchedLoader
 from trainwright.data.index_stream import Mode
 from trainwright.data.loaders import ShardedLoader
 from trainwright.data.seeding import host_digest, seed_rank
@@ -171,25 +170,12 @@ class Engine(EngineCheckpoints):
         self._base = None  # parameters of an earlier optimizer may be frozen now
         return self.optimizers
 
-    def prepare_loader(
-        self, loader: Iterable[Any], mode: Mode, *, splits: bool = False, dispatches: bool = False
-    ) -> ShardedLoader | DispatchedLoader:
+    def prepare_loader(self, loader: Iterable[Any], mode: Mode, *, splits: bool = False) -> ShardedLoader:
         """Return this rank's part of a loader. Pass `seed` to its `set_epoch` in every epoch, since a load may change it.
 
-        With `splits`, all ranks together get one batch of the loader. With `dispatches`, rank 0 reads and sends the data, and
-        this call is collective.
-
-        Raises:
-            ValueError: `dispatches` is set, and some ranks share a part of the data.
+        With `splits`, all ranks together get one batch of the loader.
         """
         parts = self.num_data_ranks if splits else 1
-        if dispatches and self.num_data_ranks < self.world_size:
-            raise ValueError(
-                "dispatch_batches=True is not accepted with a mesh that has a tensor dimension; pass False, so that every rank "
-                "reads its part of the data."
-            )
-        if dispatches and self.world_size > 1:
-            return DispatchedLoader(loader, self.ranks, batch_parts=parts)
         return ShardedLoader(loader, rank=self.data_rank, world_size=self.num_data_ranks, mode=mode, batch_parts=parts)
 
     def take_seed(self, seed: int | None = None) -> None:

@@ -28,7 +28,6 @@ class PreparedLoader:
         iterations: Iterations,
         *,
         splits: bool = False,
-        dispatches: bool = False,
         moves: bool = True,
         continues: bool = False,
         before_epoch: Callable[[], None] | None = None,
@@ -38,9 +37,8 @@ class PreparedLoader:
         """Whether the current batch is the epoch's last."""
         self._splits, self._moves, self._before_epoch = splits, moves, before_epoch
         self._continues, self._is_resumed = continues, False
-        self._sharded = engine.prepare_loader(loader, "train", splits=splits, dispatches=dispatches)
-        if not dispatches:
-            compare_first_draws(self._sharded, engine.ranks, "prepared")
+        self._sharded = engine.prepare_loader(loader, "train", splits=splits)
+        compare_first_draws(self._sharded, engine.ranks, "prepared")
         self._sharded.plan_states([(SPACING, 0)])  # `save_state` may be called after any batch
         self._engine = engine
         self._iterations = iterations

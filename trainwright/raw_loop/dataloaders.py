@@ -26,6 +26,7 @@ class DataLoaderConfiguration(NamedArguments):
 
     Raises:
         TypeError: a value of another kind.
+        ValueError: dispatch_batches=True.
 
     >>> configuration = tw.DataLoaderConfiguration(split_batches=True, data_seed=7)
     >>> loader = tw.Accelerator(dataloader_config=configuration).prepare(loader)
@@ -34,8 +35,7 @@ class DataLoaderConfiguration(NamedArguments):
     split_batches: bool = False
     """Whether a loader's batch is divided over the ranks. By default it belongs to one rank."""
     dispatch_batches: bool | None = None
-    """Whether only rank 0 reads the data and sends the ranks their batches: for data that differs by rank, or that only
-    one process can read. By default (False, None) a rank reads only its samples of a dataset with indices. Of an
+    """True is rejected: no rank reads for the others. A rank reads only its samples of a dataset with indices. Of an
     IterableDataset it reads all batches and keeps its share."""
     even_batches: bool = True
     """Accepted with either value. The ranks always have equally many batches, and no sample counts twice: a last round is
@@ -57,7 +57,12 @@ class DataLoaderConfiguration(NamedArguments):
             if field.name == "data_seed":
                 if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                     raise TypeError(f"data_seed={value!r} is {a_type_of(value)}. Expected an int, or None.")
-            elif not isinstance(value, bool) and not (field.name == "dispatch_batches" and value is None):
+            elif field.name == "dispatch_batches" and value not in (None, False):
+                raise ValueError(
+                    f"dispatch_batches={value!r} is not accepted: every process reads the data, and keeps its share of the "
+                    "batches. Omit it. If only one process can read the data, write them to files first."
+                )
+            elif field.name != "dispatch_batches" and not isinstance(value, bool):
                 raise TypeError(f"{field.name}={value!r} is not accepted. Pass True or False.")
 
 
@@ -81,7 +86,6 @@ class LoaderOptions(NamedTuple):
             loader,
             iterations,
             splits=chosen.split_batches,
-            dispatches=chosen.dispatch_batches is True,
             moves=self.moves if moves is None else moves,
             continues=chosen.use_stateful_dataloader,
             before_epoch=partial(synchronize, types, None, engine.broadcast) if types else None,
