@@ -10,7 +10,7 @@ from projects import loader, part, refusal, regression, scripted, trainer
 CALLBACKS = """
     BasePredictionWriter BaseFinetuning BackboneFinetuning BatchSizeFinder Callback Checkpoint DeviceStatsMonitor
     EarlyStopping EMAWeightAveraging GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor
-    ModelCheckpoint ModelSummary OnExceptionCheckpoint SpikeDetection StochasticWeightAveraging ThroughputMonitor Timer
+    ModelCheckpoint ModelSummary OnExceptionCheckpoint StochasticWeightAveraging ThroughputMonitor Timer
     TQDMProgressBar WeightAveraging
 """
 

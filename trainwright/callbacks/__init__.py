@@ -23,8 +23,6 @@ from trainwright.callbacks.progress_bar import ProgressBar
 from trainwright.callbacks.rich_progress_bar import RichProgressBar
 from trainwright.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
 from trainwright.callbacks.run_report import RunReport
-from trainwright.callbacks.spike_detection import SpikeDetection
-from trainwright.callbacks.spike_detection import TrainingSpikeException as TrainingSpikeException
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from trainwright.callbacks.throughput_monitor import ThroughputMonitor
 from trainwright.callbacks.timer import Timer
@@ -37,6 +35,6 @@ __all__ = [
     "ClassificationReport", "DeviceStatsMonitor", "EMAWeightAveraging", "EarlyStopping",
     "GradientAccumulationScheduler", "LambdaCallback", "LearningRateFinder", "LearningRateMonitor",
     "ModelCheckpoint", "ModelSummary", "OnExceptionCheckpoint", "ProgressBar", "RichModelSummary",
-    "RichProgressBar", "RunReport", "SpikeDetection", "StochasticWeightAveraging", "TQDMProgressBar",
+    "RichProgressBar", "RunReport", "StochasticWeightAveraging", "TQDMProgressBar",
     "ThroughputMonitor", "Timer", "WeightAveraging",
 ]  # fmt: skip
