@@ -13,9 +13,9 @@ from rungs import attempt, record
 from trainwright.metric_direction import direction_of
 from trainwright.tools.ladder.advice import choice_lines, notes
 from trainwright.tools.ladder.attempt import Attempt, RungRecord
+from trainwright.tools.ladder.climb import printed_metrics, reason_of
 from trainwright.tools.ladder.comparison import ComparedMetric, Comparison, choose_metric
 from trainwright.tools.ladder.ladder_table import markdown_table, terminal_table, write_files
-from trainwright.tools.ladder.run_output import printed_metrics, reason_of
 
 ACCURACY = ComparedMetric("test_acc", "trainer, test", "max")
 

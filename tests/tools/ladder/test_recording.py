@@ -16,8 +16,7 @@ import trainwright as tw
 from trainwright.overrides import OverrideFile
 from trainwright.tools.ladder.attempt import RungRecord
 from trainwright.tools.ladder.recorder import LadderObserver
-from trainwright.tools.ladder.recording import peak_bytes
-from trainwright.tools.ladder.step_clock import MOST_UNREAD, StepClock, steady_rate
+from trainwright.tools.ladder.recording import MOST_UNREAD, StepClock, peak_bytes, steady_rate
 
 
 def test_the_steady_rate_skips_slow_steps() -> None:

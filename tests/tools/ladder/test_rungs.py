@@ -7,7 +7,7 @@ from rungs import attempt
 
 from trainwright.strategies import STRATEGIES, VARIANTS
 from trainwright.tools.ladder.attempt import Attempt
-from trainwright.tools.ladder.rungs import choose_devices, known_rungs, settings_of, usual_rungs
+from trainwright.tools.ladder.ladder import choose_devices, known_rungs, settings_of, usual_rungs
 
 BUILT_IN = ["ddp", "ddp_sharded", "deepspeed_stage_2", "fsdp", "deepspeed_stage_3"]
 
