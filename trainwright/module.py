@@ -436,7 +436,6 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
 
 
 def _device_of(location: Any) -> torch.device:
-    """Return the device that `map_location` means for tensors that are on the CPU."""
     if isinstance(location, dict):
         raise TypeError(f"map_location={location!r} is not accepted; pass one device, to which the module is moved.")
     return torch.device(location(torch.empty(0).untyped_storage(), "cpu").device if callable(location) else location)

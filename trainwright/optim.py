@@ -123,7 +123,6 @@ def last_linear(module: nn.Module) -> nn.Linear | None:
 
 
 def _excluded(module: nn.Module, exclude: list[Excluded]) -> set[Tensor]:
-    """Return the parameters that `exclude` means."""
     named = dict(module.named_parameters(remove_duplicate=False))
     excluded: set[Tensor] = set()
     for item in exclude:

@@ -280,7 +280,6 @@ class Averaging(Callback):
             self.pieces.join(trainer.strategy, module)
 
     def _update(self, trainer: TrainerProtocol, module: Module) -> None:
-        """Take the weights into the average."""
         self.pieces.update(trainer.strategy, module, self.n_averaged)
         self.n_averaged += 1
 

@@ -235,7 +235,6 @@ class BaseFinetuning(Callback):
 
 
 def _parts_of(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and the schedulers that it chains."""
     yield scheduler
     for value in vars(scheduler).values():
         for part in value if isinstance(value, (list, tuple)) else (value,):
@@ -362,7 +361,6 @@ class BackboneFinetuning(BaseFinetuning):
         return min(rate, head) if self.should_align else rate
 
     def _set_rate(self, module: Module, optimizer: Optimizer, rate: float) -> None:
-        """Set the rate of the groups that this callback added."""
         names = {name for group in self._groups[self._optimizer_index] for name in group["names"]}
         own = {parameter for parameter, name in names_of(module).items() if name in names}
         for group in optimizer.param_groups:

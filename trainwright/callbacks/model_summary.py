@@ -62,7 +62,6 @@ class ModelSummary(Callback):
         self._print(trainer, LayerSummary(module, self.max_depth, run))
 
     def _print(self, trainer: TrainerProtocol, summary: LayerSummary) -> None:
-        """Print on rank 0."""
         trainer.print(summary)
 
 

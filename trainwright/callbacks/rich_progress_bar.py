@@ -122,7 +122,6 @@ class RichProgressBar(LiveProgressBar):
         return self._display.add(title, total, count, leave)
 
     def _text(self, metrics: dict[str, Any]) -> str:
-        """Return the metrics as they are shown."""
         theme, form = self.theme, self.theme.metrics_format
         shown = rounded(metrics, digits=3)
         if form:

@@ -105,7 +105,6 @@ class StochasticWeightAveraging(Averaging):
             self._start = self._first_epoch(trainer)
 
     def _first_epoch(self, trainer: TrainerProtocol) -> int:
-        """Return the number, from 0, of the first epoch to average."""
         start = self._swa_epoch_start
         if isinstance(start, float):
             if trainer.max_epochs in (None, -1):

@@ -118,7 +118,6 @@ def _stored_recipe(path: str, state: Mapping[str, Any], model: str | None, entri
 
 
 def _renamed(tied: Iterable[Sequence[str]], origin: str, strip_prefix: str, prefix: str) -> Recipe:
-    """Return the recipe for the names that begin with `strip_prefix`."""
     groups = [[name.removeprefix(strip_prefix) for name in names if name.startswith(strip_prefix)] for names in tied]
     recipe = recipe_from(filter(None, groups), strip_prefix)
     if not recipe.names:

@@ -231,7 +231,6 @@ class TrainwrightCLI:
         parser.link_optimizers()
 
     def _arguments_of(self, name: str) -> set[str]:
-        """Return the arguments of a subcommand's method."""
         method = getattr(as_class(self.trainer_class), name)
         return set(inspect.signature(method).parameters) - self.subcommands()[name] - {"self"}
 
@@ -365,7 +364,6 @@ class TrainwrightCLI:
 def _optimizers_of(
     module: Module, cli: type[TrainwrightCLI], optimizer: dict[str, Any], scheduler: dict[str, Any] | None = None
 ) -> Any:
-    """Return the value of a module's configure_optimizers for the optimizer and scheduler of a config."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     instance = instantiate_class((parameters,), optimizer)
     if scheduler is None:
@@ -378,7 +376,6 @@ def _listed(callbacks: Any) -> list[Callback]:
 
 
 def _value_of(words: Sequence[str], option: str) -> str | None:
-    """Return the last value of an option, or None."""
     value = None
     for word, following in pairwise([*words, ""]):
         if word == option:

@@ -45,7 +45,6 @@ def explain(message: str, names: Sequence[str]) -> str:
 
 
 def _unknown_key(unknown: re.Match[str], names: Sequence[str]) -> str:
-    """Return a message on an unknown key with the accepted names."""
     path = [*(unknown[1].split(".") if unknown[1] else ()), *unknown[2].split(".")]
     for at, name in enumerate(path):
         prefix = "".join(f"{part}." for part in path[:at])
@@ -58,7 +57,6 @@ def _unknown_key(unknown: re.Match[str], names: Sequence[str]) -> str:
 
 
 def _explain_value(message: str, key: str) -> str:
-    """Return a clearer message about a value."""
     if of_class := UNKNOWN_OF_CLASS.findall(message):
         for kind, text in of_class:
             if kind not in (base.__name__ for base in BASES):

@@ -129,7 +129,6 @@ class SaveConfigCallback(Callback):
                 return
 
     def _resumes(self, trainer: Trainer) -> bool:
-        """Return whether the run continues an earlier one, if there is one."""
         return trainer.ckpt_path is not None or self.config.get("ckpt_path") is not None
 
     def _is_this(self, earlier: str, trainer: Trainer) -> bool:
@@ -195,7 +194,6 @@ def _read(path: str) -> str | None:
 
 
 def _is_same(earlier: str, text: str, ignored: Collection[str]) -> bool:
-    """Return whether two configs have the same content."""
     try:
         pair: list[Mapping[str, Any]] = [plain_config(config) for config in (earlier, text)]
     except CheckpointError:

@@ -129,7 +129,6 @@ def _rebuilt(collection: Any, batches: Iterator[Any]) -> Any:
 
 
 def _with_items(collection: Any, items: list[Any]) -> Any:
-    """Return a collection of the same structure with other items."""
     if isinstance(collection, Mapping):
         mapped = dict(zip(collection, items, strict=True))
         return with_values(collection, mapped) if isinstance(collection, MutableMapping) else mapped

@@ -166,8 +166,6 @@ class DataModule(HyperParameters):
 
 
 def _make_loaders(datasets: Datasets, *, shuffle: bool, batch_size: int, num_workers: int) -> Any:
-    """Return the loaders of the datasets, in the same structure."""
-
     def make(dataset: Dataset[Any]) -> DataLoader[Any]:
         shuffled = shuffle and not isinstance(dataset, IterableDataset)
         # torch rejects persistent_workers=True for a loader without workers.

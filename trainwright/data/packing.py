@@ -103,7 +103,6 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "position_ids": positions, "document_ids": numbers, "labels": targets}
 
     def _document(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return a document's tokens and labels."""
         document = self.dataset[index]
         if isinstance(document, str) or (isinstance(document, Mapping) and "input_ids" not in document):
             keys = f" with the keys {', '.join(map(repr, document))}" if isinstance(document, Mapping) else ""

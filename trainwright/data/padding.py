@@ -87,7 +87,6 @@ class PadCollate:
 
 
 def _as_sequence(value: object) -> Tensor | None:
-    """Return a sequence of numbers as a tensor, or None for other values."""
     is_list = isinstance(value, list) and all(isinstance(item, (int, float)) for item in value[:1])
     if not is_list and not hasattr(value, "__array__"):
         return None

@@ -143,7 +143,6 @@ def _has_most_parameters(blocks: Sequence[nn.Module], layer: nn.Module) -> bool:
 
 
 def _submodules(module: nn.Module) -> list[nn.Module]:
-    """Return all submodules that may be compiled."""
     submodules = [layer for layer in module.modules() if layer is not module]
     excluded = {
         inner

@@ -411,7 +411,6 @@ class _ModelFit:
         self.trained = list(check_model(path, trained, filled, False))
 
     def _is_filled(self, name: str) -> bool:
-        """Return whether a tensor of this name is read in place."""
         return (int(name.split(".", 2)[1]) if name.startswith(".") else 0) not in self._wholes
 
     def load_wholes(self, strict: bool) -> None:
@@ -443,7 +442,6 @@ class _ModelFit:
 
 
 def _shapes(checkpoint: StoredCheckpoint, section: str) -> Shapes:
-    """Return the shapes of a section's tensors by name, or {} if the checkpoint has no such section."""
     stored = checkpoint.tensors(section) if section in checkpoint.sections else {}
     return {name: entry.shape for name, entry in stored.items()}
 

@@ -383,6 +383,5 @@ def _late_ranks(answers: Sequence[Answer | None]) -> list[int]:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Return ranks in words, at most eight."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"

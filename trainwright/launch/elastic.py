@@ -273,7 +273,6 @@ class NodeLauncher(RendezvousHandler):
             time.sleep(0.5)
 
     def _describe(self) -> dict[str, Any]:
-        """Return this launcher as the others see it."""
         node = {"host": socket.gethostname(), "num_processes": self._job.num_processes, "node_rank": self._nodes.rank}
         terms = [str(self._nodes), f"max_restarts={self._job.max_restarts}"]
         return {**node, "job": self._job.name, "time": time.time(), "terms": terms}

@@ -134,7 +134,6 @@ def _find_culprit(named: Mapping[str, Any], depth: int = 5) -> str | None:
 
 
 def _parts(value: Any) -> dict[str, Any]:
-    """Return the parts of an object by their places in it."""
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):

@@ -247,7 +247,6 @@ def _reaches(process: subprocess.Popen[bytes], number: int) -> bool:
 
 
 def _print_lines(pipe: IO[bytes], prefix: bytes, target: TextIO, log: IO[bytes]) -> None:
-    """Print the lines of a rank until it has ended."""
     with pipe, log:
         for line in iter(lambda: pipe.readline(MAX_LINE_BYTES), b""):
             # A progress bar redraws its line after a carriage return: only the last state is printed.

@@ -82,7 +82,6 @@ class CSVLogger(FolderLogger):
         self._file = None
 
     def _written(self) -> dict[str, Any]:
-        """Write all rows, and return their number."""
         outlived(self, "flush")
         if self._file is None and self._writer.is_late:  # it may be about to open the file
             return {}

@@ -355,7 +355,6 @@ class FolderLogger(Logger):
         pass
 
     def _write_rows(self, rows: list[Row]) -> None:
-        """Write rows, in the writer's thread."""
         raise NotImplementedError
 
 

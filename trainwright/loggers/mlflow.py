@@ -119,7 +119,6 @@ class MLFlowLogger(RemoteLogger):
         return str(run.info.run_id)
 
     def _experiment(self, client: Any) -> str:
-        """Return the id of the experiment, which is created if necessary."""
         from mlflow.exceptions import MlflowException
 
         if (experiment := client.get_experiment_by_name(self._experiment_name)) is not None:
@@ -250,5 +249,4 @@ def _allowed(name: str) -> str:
 
 
 def _image_name(key: str) -> str:
-    """Return the row name of an image, from its key or the key in its file name."""
     return f"image {re.sub('[/#~]', '~', key)}"

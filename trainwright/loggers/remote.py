@@ -124,7 +124,6 @@ class RemoteLogger(Logger):
         raise NotImplementedError
 
     def _upload(self, path: str, is_best: bool) -> None:
-        """Upload a checkpoint."""
         raise NotImplementedError
 
     def _close(self, status: RunResult) -> None:
@@ -199,7 +198,6 @@ class RemoteLogger(Logger):
                 self._writer.submit(self._deliver)
 
     def _next_time(self) -> int:
-        """Return the time of a new row."""
         self._time = max(self._time + 1, int(time.time() * 1000))
         return self._time
 

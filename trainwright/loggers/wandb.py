@@ -210,7 +210,6 @@ class WandbLogger(RemoteLogger):
         self._idle[:] = (logger for logger in self._idle if logger is not self)
 
     def _finish(self, exit_code: int = 0) -> None:
-        """Finish the run if this logger opened it."""
         if self._is_own and self._run is not None:
             run, self._run = self._run, None
             run.finish(exit_code=exit_code)

@@ -164,7 +164,6 @@ def smoothed(curve: Curve) -> Curve:
 
 
 def _panel_of(name: str) -> tuple[int, str]:
-    """Return the group of a metric and the title of its panel."""
     if _SPEED.search(name):
         return GROUPS.index(THROUGHPUT), re.split(r"/", name)[-1]
     if _RATE.search(name):

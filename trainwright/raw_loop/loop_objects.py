@@ -206,7 +206,6 @@ class Preparation(Preparations):
             self._observer.note_step(self.step_count)
 
     def _drop_gradients(self, models: tuple[nn.Module, ...]) -> None:
-        """Clear the gradients of these models, or of all if there are none."""
         own = {parameter for model in models for parameter in model.parameters()}
         for optimizer in self.optimizers:
             if not models or not own.isdisjoint(stepped_by(optimizer)):

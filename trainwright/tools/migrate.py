@@ -258,5 +258,4 @@ def advice_on(module: str, name: str) -> str:
 
 
 def _path(module: str) -> str:
-    """Return a module's path within its package."""
     return _PACKAGE.sub("", module, count=1)

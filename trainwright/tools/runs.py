@@ -227,7 +227,6 @@ def _take_monitors(run: ListedRun, states: Any) -> None:
 
 
 def _newest(folder: str, record: RunRecord | None, saved: _Saved, problems: list[str]) -> CheckpointEntry | None:
-    """Return the newest checkpoint of a run."""
     recorded = record.checkpoint_folders(folder) if record is not None else ()
     homes = [folder]
     # Checkpoints in other folders name the folder that the run had when it saved them.
@@ -245,7 +244,6 @@ def _newest(folder: str, record: RunRecord | None, saved: _Saved, problems: list
 
 
 def _is_of(facts: _Facts, homes: Sequence[str]) -> bool:
-    """Return whether a checkpoint is of a run that is, or was, in one of these folders."""
     inside = [str(fsspec.core.url_to_fs(home)[1]) for home in homes]
     return any(same_path(folder, home) for folder in facts.folders for home in inside)
 

@@ -110,8 +110,6 @@ class HookTable:
         """The ends of epochs whose hooks see the epoch's values. After `agree` they are the same on every rank."""
 
     def _of_callbacks(self, name: str, callbacks: Iterable[Callback]) -> Hooks:
-        """Return this hook of the callbacks that override it."""
-
         def bound(callback: Callback) -> Any:
             hook = partial(getattr(callback, name), self._trainer, self._module)
             return self._timed(name, hook, f"[callback] {type(callback).__name__}")
@@ -119,7 +117,6 @@ class HookTable:
         return tuple(bound(callback) for callback in callbacks if is_overridden(name, callback, Callback))
 
     def _of_module(self, name: str) -> Hooks:
-        """Return this hook of the module, if it overrides it."""
         module = self._module
         if module is None or not hasattr(Module, name) or not is_overridden(name, module, Module):
             return ()

@@ -140,7 +140,6 @@ class Stop:
 
     @property
     def _is_requested(self) -> bool:
-        """Return whether all ranks know that the run is to end."""
         return self.requested and (self.is_agreed or self._engine.world_size == 1)
 
     def agree(self) -> None:
@@ -215,7 +214,6 @@ class Stop:
         return exit_code(self.number, bool(self.path))
 
     def _announce(self) -> None:
-        """Report the stop to the launcher and the user."""
         self._engine.connection.announce_stop(self._code)
         if self._engine.rank:
             return

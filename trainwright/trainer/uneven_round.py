@@ -122,7 +122,6 @@ def _of_module(module: nn.Module) -> Undo:
 
 
 def _is_count(now: Any, before: Any) -> bool:
-    """Return whether a number, or a tensor with one integer, has grown by one."""
     if isinstance(before, Tensor):
         is_number = not before.dim() and not before.is_floating_point() and not before.is_complex()
         return is_number and isinstance(now, Tensor) and torch.equal(now, before + 1)

@@ -27,7 +27,6 @@ def notes(comparison: Comparison, device_type: str) -> Iterator[str]:
 
 
 def _notes_on_states(comparison: Comparison) -> Iterator[str]:
-    """Yield why rungs have not finished."""
     skipped: dict[str, list[str]] = {}
     for result in comparison.results:
         if result.state == "skipped":

@@ -135,7 +135,6 @@ def _parser() -> Parser:
 
 
 def _ladder(options: argparse.Namespace, command: list[str]) -> Ladder:
-    """Return the ladder of the options, or raise ValueError."""
     check_script(command)
     if options.higher and options.lower:
         raise ValueError("--higher and --lower exclude each other. Pass one.")
@@ -215,7 +214,6 @@ class Ladder:
         return code
 
     def _climb(self, name: str) -> None:
-        """Run the script under a rung."""
         settings: dict[str, Any] = {}
         reason = why_missing(name) if name in _strategies(known_rungs()) else ""
         if not reason:
@@ -264,7 +262,6 @@ def _say(text: str) -> None:
 
 
 def _strategies(names: Sequence[str]) -> list[str]:
-    """Return the rungs that are strategies."""
     return [name for name in names if name in STRATEGIES or name in VARIANTS]
 
 
