@@ -1,6 +1,6 @@
 """Collectives of the data ranks: of tensors, of JSON, and of nests, which are plain data with the tensors in it.
 
-Broadcasts and `scatter_nests` are over all ranks, and so are the others unless a strategy has a data group (`use_data_group`).
+Broadcasts are over all ranks, and so are the others unless a strategy has a data group (`use_data_group`).
 `checkpoint/codec.py` encodes nests, and nothing is pickled. In a job of one process every collective returns its input.
 """
 
