@@ -33,8 +33,9 @@ from trainwright.strategies import Strategy
 REPLACED = {
     "deepspeed_plugins": "pass one plugin as deepspeed_plugin=, and make an Accelerator for each model",
     "megatron_lm_plugin": "Megatron-LM is not supported; strategy='fsdp' or 'deepspeed' shards the model",
-    "torch_tp_plugin": "tensor parallelism is not supported; strategy='fsdp' or 'deepspeed' shards the model",
-    "parallelism_config": "pass strategy='ddp', 'fsdp' or 'deepspeed'",
+    "torch_tp_plugin": "pass strategy=FSDPStrategy(mesh={'data': 2, 'tensor': 2}, tensor_plan={...})",
+    "parallelism_config": "pass strategy='ddp', 'fsdp' or 'deepspeed', or for tp_size "
+    "strategy=FSDPStrategy(mesh={'data': 2, 'tensor': 2}, tensor_plan={...})",
     "dynamo_plugin": "pass dynamo_backend=, or compile the model with its compile() before prepare",
     "dispatch_batches": "pass dataloader_config=DataLoaderConfiguration(dispatch_batches=...)",
     "even_batches": "pass dataloader_config=DataLoaderConfiguration(even_batches=...)",
