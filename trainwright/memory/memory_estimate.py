@@ -46,6 +46,8 @@ class MemoryEstimate:
     """The bytes of a device."""
     parts: dict[str, DeviceBytes]
     """The bytes on every device, by the strategy's name."""
+    sent: dict[str, int]
+    """The bytes that a device sends in an optimizer step of one batch, by the strategy's name. Reductions are rings."""
 
     @property
     def per_device(self) -> dict[str, int]:
@@ -116,22 +118,26 @@ def estimate_memory(
             raise ValueError(f"{name}={value!r} is not accepted; pass a number of at least 1.")
     check_policy("auto_wrap_policy", auto_wrap_policy)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    state, of_masters, is_assumed = _state_bytes(optimizer, trained)
-    sizes = {
+    state, state_of_masters, is_assumed = _state_bytes(optimizer, trained)
+    gathered, regathered = _gathered_bytes(module, choose_groups(module, auto_wrap_policy))
+    whole = {
         "parameters": _bytes((*module.parameters(), *module.buffers())),
         "gradients": _bytes(trained),
-        "optimizer": state,
         "unsharded": _bytes(module.buffers()),
-        "gathered": _gathered_bytes(module, choose_groups(module, auto_wrap_policy)),
         "num_devices": num_devices,
     }
-    masters = 4 * sum(parameter.numel() for parameter in trained)
+    count = sum(parameter.numel() for parameter in trained)
+    own = {"optimizer": state, "gathered": gathered}
+    of_masters = {"masters": 4 * count, "of_masters": state_of_masters}
+    sizes = [] if isinstance(module, nn.ParameterList) else [parameter.numel() for parameter in trained]
     plans = {ALONE: MemoryPlan()} if num_devices == 1 else MEMORY_PLANS
     return MemoryEstimate(
-        **sizes,
+        **whole,
+        **own,
         is_assumed=is_assumed,
         available=int(available),
-        parts={name: plan.on_device(**sizes, masters=masters, of_masters=of_masters) for name, plan in plans.items()},
+        parts={name: plan.on_device(**whole, **own, **of_masters, sizes=sizes) for name, plan in plans.items()},
+        sent={name: plan.sent(**whole, trained=count, regathered=regathered) for name, plan in plans.items()},
     )
 
 
@@ -147,10 +153,13 @@ def available_memory() -> int:
     return min(limits)
 
 
-def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
-    """Return the bytes that fsdp gathers at once, or 0 for a list of parameters, whose groups are unknown."""
+def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> tuple[int, int]:
+    """Return the bytes that fsdp gathers at once, and those that it gathers again for backward.
+
+    For a list of parameters, whose groups are unknown, these are 0 and all.
+    """
     if isinstance(module, nn.ParameterList):
-        return 0
+        return 0, _bytes(module.parameters())
     taken: set[Tensor] = set()
     parts = []
     for group in (*groups, module):
@@ -158,7 +167,7 @@ def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
         taken.update(parts[-1])
     largest = sorted(map(_bytes, parts[:-1]))[-2:]
     gradients = max(_bytes(parameter for parameter in part if parameter.requires_grad) for part in parts)
-    return _bytes(parts[-1]) + sum(largest) + gradients
+    return _bytes(parts[-1]) + sum(largest) + gradients, sum(map(_bytes, parts[:-1]))
 
 
 def _state_bytes(optimizer: Any, trained: Sequence[Tensor]) -> tuple[int, int, bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ MOST_GATHERED = 1_000_000_000
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes on one device in training, without activations."""
+    """Bytes on one device in training."""
 
     parameters: int
     """The bytes of the parameters, and of the module's buffers."""
@@ -24,7 +26,11 @@ class DeviceBytes(NamedTuple):
     masters: int
     """The bytes of the float32 copies that an engine steps in place of the parameters."""
     buffers: int
-    """The bytes of the buffers for reducing and gathering over the devices."""
+    """The bytes of the buffers for reducing gradients over the devices."""
+    gathered: int
+    """The bytes of the parameters that a step gathers from other devices, and under fsdp of their gradients."""
+    activations: int = 0
+    """The bytes that a forward saves for backward, if they are known."""
 
     @property
     def total(self) -> int:
@@ -34,11 +40,16 @@ class DeviceBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Which parts of a model's training memory are sharded over the devices."""
+    """Which parts of a model's training memory are sharded over the devices, and what is sent."""
 
     parameters: bool = False
     gradients: bool = False
     optimizer: bool = False
+    keeps_tensors: bool = False
+    """Whether the optimizer's state is divided by whole tensors: each goes to the device that has least."""
+    sends: int = 0
+    """How often a step sends the bytes of the gradients, apart from gathered parameters. A reduced tensor that every device
+    gets is sent twice, as in a ring."""
     has_buckets: bool = False
     """Whether gradients are copied into communication buckets."""
     has_masters: bool = False
@@ -61,14 +72,17 @@ class MemoryPlan:
         masters: int,
         of_masters: int,
         gathered: int,
+        sizes: Sequence[int],
         num_devices: int,
     ) -> DeviceBytes:
         """Return one device's part of a whole model's bytes.
 
         `unsharded` are the module's buffers, which are among `parameters`. `masters` are its trained parameters in float32,
-        and `of_masters` is the optimizer's state for these. `gathered` is the largest size that groups have at once.
+        and `of_masters` is the optimizer's state for these. `gathered` is the largest size that groups have at once. `sizes`
+        are the elements of each trained parameter, if they are known.
         """
         trained, sharded = masters // 4, parameters - unsharded
+        state = of_masters if self.has_masters else optimizer
         reduced = {"float32": masters, "gradients": gradients, "": 0}[self.reduces]
 
         def part(size: int, is_divided: bool) -> int:
@@ -77,13 +91,43 @@ class MemoryPlan:
         return DeviceBytes(
             parameters=part(sharded, self.parameters) + unsharded,
             gradients=part(masters if self.has_masters else gradients, self.gradients),
-            optimizer=part(of_masters if self.has_masters else optimizer, self.optimizer),
+            optimizer=state * _largest_share(sizes, num_devices) // trained
+            if self.keeps_tensors and sizes
+            else part(state, self.optimizer),
             masters=part(masters, True) if self.has_masters else 0,
             buffers=(gradients if self.has_buckets else 0)
-            + (reduced if trained <= LARGEST_BUCKET else reduced * LARGEST_BUCKET // trained)
-            + (min(sharded, MOST_GATHERED * (gradients // trained if trained else 4)) if self.gathers else 0)
+            + (reduced if trained <= LARGEST_BUCKET else reduced * LARGEST_BUCKET // trained),
+            gathered=(_still_gathered(sharded, gradients, trained) if self.gathers else 0)
             + (gathered if self.gathers_groups else 0),
         )
+
+    def sent(
+        self, *, parameters: int, gradients: int, unsharded: int, trained: int, regathered: int, num_devices: int
+    ) -> int:
+        """Return the bytes that one device sends in an optimizer step of one batch, by rings, without module buffers.
+
+        `regathered` are the bytes of the groups that fsdp gathers again for backward.
+        """
+        sharded = parameters - unsharded
+        size = self.sends * gradients
+        if self.gathers_groups:
+            size += sharded + regathered
+        if self.gathers:
+            size += 2 * sharded - _still_gathered(sharded, gradients, trained)
+        return size * (num_devices - 1) // num_devices
+
+
+def _largest_share(sizes: Sequence[int], num_devices: int) -> int:
+    """Return the most elements on one device, if every tensor goes to the device that has the fewest."""
+    shares = [0] * num_devices
+    for size in sizes:
+        heapq.heapreplace(shares, shares[0] + size)
+    return max(shares)
+
+
+def _still_gathered(sharded: int, gradients: int, trained: int) -> int:
+    """Return the bytes of the parameters that DeepSpeed's stage 3 keeps from forward to backward."""
+    return min(sharded, MOST_GATHERED * (gradients // trained if trained else 4))
 
 
 ALONE = "single_device"
@@ -91,13 +135,13 @@ FULLY_SHARDED = "fsdp"
 """The strategy that shards everything."""
 
 MEMORY_PLANS = {
-    "ddp": MemoryPlan(has_buckets=True),
-    "ddp_sharded": MemoryPlan(optimizer=True),
-    "deepspeed_stage_1": MemoryPlan(optimizer=True, has_masters=True, reduces="float32"),
-    "deepspeed_stage_2": MemoryPlan(gradients=True, optimizer=True, has_masters=True, reduces="gradients"),
-    "fsdp": MemoryPlan(parameters=True, gradients=True, optimizer=True, gathers_groups=True),
+    "ddp": MemoryPlan(has_buckets=True, sends=2),
+    "ddp_sharded": MemoryPlan(optimizer=True, keeps_tensors=True, sends=2),
+    "deepspeed_stage_1": MemoryPlan(optimizer=True, has_masters=True, reduces="float32", sends=3),
+    "deepspeed_stage_2": MemoryPlan(gradients=True, optimizer=True, has_masters=True, reduces="gradients", sends=3),
+    "fsdp": MemoryPlan(parameters=True, gradients=True, optimizer=True, gathers_groups=True, sends=1),
     "deepspeed_stage_3": MemoryPlan(
-        parameters=True, gradients=True, optimizer=True, has_masters=True, reduces="gradients", gathers=True
+        parameters=True, gradients=True, optimizer=True, has_masters=True, reduces="gradients", gathers=True, sends=1
     ),
 }
 """The strategies for several devices. The first that fits is recommended."""

@@ -1,4 +1,4 @@
-"""`trainwright estimate`: the memory per device that training a model takes, computed from sizes."""
+"""`trainwright estimate`: the memory per device that training a model takes and the bytes it sends, computed from sizes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from trainwright import estimate_memory
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser
 from trainwright.memory.memory_estimate import MOST_USED, available_memory, size_text
-from trainwright.precision import NAMES, canonical_name, resolve_precision
+from trainwright.memory.rank_mesh import RankMesh
+from trainwright.memory.traced_step import parse_batch, saved_bytes
+from trainwright.precision import NAMES, Precision, canonical_name, resolve_precision
 from trainwright.strategies.memory_plan import FULLY_SHARDED, DeviceBytes
+from trainwright.strategies.rejection import why_rejected
 from trainwright.tools.choices import LISTED_STRATEGIES, choose
 from trainwright.tools.columns import fill, lay_out, terminal_width
 from trainwright.tools.module_source import make_module
@@ -28,8 +31,23 @@ UNITS = {"": 1, "b": 1}
 """The units of sizes, in bytes."""
 for power, letter in enumerate("kmgt", 1):
     UNITS |= {letter: 1000**power, f"{letter}b": 1000**power, f"{letter}ib": 1024**power}
-HEADS = ("strategy", "devices", "parameters", "gradients", "optimizer", "masters", "buffers", "total", "")
-SHORT_HEADS = ("strategy", "devices", "params", "grads", "optim", "masters", "buffers", "total", "")
+HEADS = {
+    "strategy": "strategy",
+    "devices": "devices",
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "masters": "masters",
+    "buffers": "buffers",
+    "gathered": "gathered",
+    "activations": "activ",
+    "total": "total",
+    "sent per step": "sent",
+    "": "",
+}
+"""The columns, and their heads on a narrow terminal."""
+DROPPED = ("buffers", "masters", "gradients", "optimizer", "parameters", "gathered", "activations", "sent per step")
+"""The columns that a narrow terminal drops, in this order. The total includes them, but for the last."""
 MOST_PARAMETERS = 10**18
 """torch counts the bytes of a tensor in 64 bits, also on the meta device."""
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -42,6 +60,17 @@ class EstimateRow(NamedTuple):
     strategy: str
     num_devices: int
     held: DeviceBytes
+    sent: int
+    """The bytes that a device sends in an optimizer step."""
+    mesh: str
+    """The axes of the mesh of devices, or "" for a single axis."""
+    rejected: str
+    """Why the strategy would reject this, or ""."""
+
+    @property
+    def label(self) -> str:
+        """Return the strategy with its mesh."""
+        return f"{self.strategy} {self.mesh}".rstrip()
 
 
 def estimate_command(arguments: Sequence[str], _: Any) -> int:
@@ -51,11 +80,13 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
     try:
         precisions = _precisions(options.precision)
         strategies = choose(options.strategies, LISTED_STRATEGIES, LISTED_STRATEGIES, "--strategies")
-        devices = [_whole(text, "--devices") for text in options.devices.split(",")]
+        meshes = [RankMesh.parse(text) for text in options.mesh or ()]
+        devices = _devices(options.devices, meshes)
         memory = _amount(options.memory, UNITS, "--memory", "80GiB") if options.memory else available_memory()
         optimizer = _optimizer(options.optimizer)
         module, name = _module(options.target, options.params, options.args)
-        rows = list(_rows(module, optimizer, precisions, strategies, devices))
+        batch, of_step, problem = _batch(module, options.batch)
+        rows = list(_rows(module, optimizer, precisions, strategies, devices, meshes, batch))
         if not rows:
             raise ValueError(
                 f"--strategies {options.strategies} with --devices {options.devices} and these precisions selects nothing: "
@@ -70,14 +101,20 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
         print(json.dumps({**facts, "rows": [_as_data(row, memory) for row in rows]}, indent=2))
         return 0
     width = terminal_width(sys.stdout)
-    lines = [f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes per device, without activations."]
+    lines = [f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes per device, {of_step}.", *problem]
     if is_assumed:
         lines.append(
             f"{options.optimizer} could not be tried on these sizes. Its state is counted like Adam's, 8 bytes a parameter."
         )
     if options.params and FULLY_SHARDED in strategies:
         lines.append(f"{FULLY_SHARDED} also gathers one block at a time, whose size --params does not show.")
-    lines.append(f"With {size_text(memory)} per device; `fits` means that a fifth of it is free for activations.")
+    if any(mesh.tensor > 1 for mesh in meshes):
+        lines.append(
+            "Assumed: tensor ranks divide the matrices of Linear and Embedding layers, and save all activations. The sent "
+            "bytes are without the activations that they exchange."
+        )
+    free = "temporary tensors" if batch else "activations"
+    lines.append(f"With {size_text(memory)} per device; `fits` means that a fifth of it is free for {free}.")
     print("\n".join([*(fill(line, width) for line in lines), *_table(rows, memory, width)]))
     if options.precision is None:
         more = "--precision all also shows 16-true and bf16-true, which keep the parameters themselves in 16 bits."
@@ -89,9 +126,9 @@ def _parser() -> Parser:
     parser = Parser(
         prog="trainwright estimate",
         usage="trainwright estimate [OPTIONS] (SCRIPT_OR_MODULE[:CLASS] | --params N)",
-        description="Prints the bytes of parameters, gradients and optimizer state per device, for strategies, precisions and "
-        "numbers of devices. The module is made on the meta device, which allocates nothing. A script is imported, so put its "
-        "work under `if __name__ == '__main__':`.",
+        description="Prints the bytes of parameters, gradients, optimizer state, gathered groups and activations per device, "
+        "and the bytes that it sends, for strategies, precisions, numbers of devices and meshes. The module is made on the "
+        "meta device, which allocates nothing. A script is imported, so put its work under `if __name__ == '__main__':`.",
     )
     add = parser.add_argument
     model = "the class of the model, or a function that returns it"
@@ -99,11 +136,22 @@ def _parser() -> Parser:
     add("--params", metavar="N", help="a number of parameters instead, such as 7e9 or 7B")
     add("--args", metavar="JSON", help="the arguments of the class, such as '{\"width\": 512}'")
     add("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (default: AdamW)")
-    add("--devices", metavar="N,N", default="1,2,4,8", help="numbers of devices (default: 1,2,4,8)")
+    add("--devices", "--ranks", metavar="N,N", help="numbers of devices (default: those of --mesh, or 1,2,4,8)")
+    mesh = "also show fsdp on a mesh: replicate=R,shard=S or data=D,tensor=T; may be repeated"
+    add("--mesh", metavar="AXIS=N,AXIS=N", action="append", help=mesh)
+    batch = (
+        "count the activations of one training_step with a batch, such as 8x128:int64,8:int64 (default: of a forward "
+    )
+    add("--batch", metavar="SHAPE:DTYPE,...", help=f"{batch}with the module's example_input_array, if it has one)")
     precisions = f"of {', '.join(NAMES)}, or all of 16 and 32 bits (default: {', '.join(USUAL_PRECISIONS)})"
     add("--precision", metavar="NAME,NAME", help=precisions)
     add("--strategies", metavar="NAME,NAME", help=f"of {', '.join(LISTED_STRATEGIES)} (default: all)")
-    add("--memory", metavar="SIZE", help="memory per device, such as 80GiB (default: the memory of this machine)")
+    add(
+        "--memory",
+        "--device-memory",
+        metavar="SIZE",
+        help="memory per device, such as 80GiB (default: the memory of this machine)",
+    )
     add("--json", action="store_true", help="print JSON")
     return parser
 
@@ -121,55 +169,130 @@ def _module(target: str | None, params: str | None, arguments: str | None) -> tu
     return nn.ParameterList([nn.Parameter(torch.empty(count, device="meta"))]), f"--params {params}"
 
 
+def _devices(text: str | None, meshes: Sequence[RankMesh]) -> list[int]:
+    """Return the numbers of devices, by default those of the meshes (ValueError for a mesh of another number)."""
+    if text is None:
+        return sorted({mesh.num_ranks for mesh in meshes}) or [1, 2, 4, 8]
+    devices = [_whole(part, "--devices") for part in text.split(",")]
+    for mesh in meshes:
+        if mesh.num_ranks not in devices:
+            raise ValueError(
+                f"--mesh {mesh.text} has {mesh.num_ranks} ranks (the product of its axes), but --ranks is {text}. Change "
+                "one of them, or omit --ranks."
+            )
+    return devices
+
+
+def _batch(module: nn.Module, text: str | None) -> tuple[tuple[Any, bool] | None, str, list[str]]:
+    """Return a batch and whether it is for the forward, or None, a phrase about its activations, and a note on a failure.
+
+    Raises:
+        ValueError: the text is no batch, or the step cannot be traced with it.
+    """
+    batch = (parse_batch(text), False) if text is not None else (getattr(module, "example_input_array", None), True)
+    if batch[0] is None:
+        return None, "without activations (--batch adds those of a step)", []
+    try:
+        saved_bytes(module, *_in(Precision(), batch))
+    except Exception as error:
+        reason = f"the step cannot be traced ({type(error).__name__}: {str(error).splitlines()[0]})"
+        if text is not None:
+            raise ValueError(
+                f"--batch {text}: {reason}. Pass the shapes and dtypes of a batch. Omit --batch if the step reads values, as "
+                "item() does, or steps the optimizers itself."
+            ) from error
+        return (
+            None,
+            "without activations (--batch adds those of a step)",
+            [f"example_input_array was not used: {reason}."],
+        )
+    if text is None:
+        return batch, "with the activations of a forward of example_input_array, without the loss", []
+    return batch, f"with the activations of a step of {text}", []
+
+
+def _in(precision: Precision, batch: tuple[Any, bool]) -> tuple[Any, Precision, bool]:
+    return batch[0], precision, batch[1]
+
+
 def _rows(
-    module: nn.Module, optimizer: Any, precisions: Sequence[str], strategies: Sequence[str], devices: Sequence[int]
+    module: nn.Module,
+    optimizer: Any,
+    precisions: Sequence[str],
+    strategies: Sequence[str],
+    devices: Sequence[int],
+    meshes: Sequence[RankMesh],
+    batch: tuple[Any, bool] | None,
 ) -> Iterator[EstimateRow]:
-    for precision in precisions:
+    for name in precisions:
+        precision = resolve_precision(name, "cpu")
         # Mixed precisions compute under autocast and keep the dtype of the module.
-        dtype = resolve_precision(precision, "cpu").param_dtype
+        dtype = precision.param_dtype
         converted = module if dtype is None else copy.deepcopy(module).to(dtype)
+        saved = saved_bytes(converted, *_in(precision, batch)) if batch else 0
+
+        def make(
+            strategy: str, count: int, held: DeviceBytes, sent: int, mesh: str = "", **options: int
+        ) -> EstimateRow:
+            rejected = why_rejected(strategy, options, converted, optimizer, count, precision)  # noqa: B023
+            return EstimateRow(name, strategy, count, held._replace(activations=saved), sent, mesh, rejected)  # noqa: B023
+
         for count in devices:
-            for strategy, held in estimate_memory(converted, optimizer, count, 1).parts.items():
+            estimate = estimate_memory(converted, optimizer, count, 1)
+            for strategy, held in estimate.parts.items():
                 if strategy in strategies and not (dtype == torch.float64 and held.masters):  # no engine has these
-                    yield EstimateRow(precision, strategy, count, held)
+                    yield make(strategy, count, held, estimate.sent[strategy])
+            for mesh in meshes if FULLY_SHARDED in strategies else ():
+                if mesh.num_ranks == count:
+                    on_rank = mesh.on_rank(converted, optimizer)
+                    yield make(FULLY_SHARDED, count, *on_rank, mesh.text, num_replicas=mesh.replicas)
 
 
 def _table(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Iterator[str]:
-    """Yield the tables. Precisions with equal sizes share one."""
+    """Yield the tables. Precisions with equal sizes share one. Columns without a size are omitted."""
     by_precision: dict[str, list[EstimateRow]] = {}
     for row in rows:
         by_precision.setdefault(row.precision, []).append(row)
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, its_rows in by_precision.items():
         groups.setdefault(tuple(row[1:] for row in its_rows), []).append(name)
-    for group, names in groups.items():
+    for its_rows, names in ((by_precision[names[0]], names) for names in groups.values()):
         cells = []
-        fitting = []
-        for strategy, count, held in group:
-            verdict = _verdict(held, memory)
-            sizes = (size_text(size) if size else "-" for size in (*held, held.total))
-            cells.append((strategy, str(count), *sizes, verdict))
-            if verdict == "fits":
-                fitting.append((count, strategy))
-        # The total includes the parts, so a narrow terminal drops the parts first, and empty ones before the others.
-        parts = sorted((6, 5, 3, 4, 2), key=lambda at: any(row[at] != "-" for row in cells))
+        for row in its_rows:
+            sizes = (size_text(size) if size else "-" for size in (*row.held, row.held.total, row.sent))
+            cells.append((row.label, str(row.num_devices), *sizes, _verdict(row, memory)))
+        heads = [head for at, head in enumerate(HEADS) if any(line[at] != "-" for line in cells)]
+        lines = [[line[at] for at, head in enumerate(HEADS) if head in heads] for line in cells]
+        dropped = [heads.index(head) for head in DROPPED if head in heads]
         yield f"\n{', '.join(names)}"
-        is_narrow = width is not None and len(lay_out([HEADS, *cells], None)[1]) > width
-        heads = SHORT_HEADS if is_narrow else HEADS
-        yield from lay_out([heads, *cells], width, right=range(1, 8), dropped=parts)
-        best = min(fitting, key=lambda entry: entry[0], default=None)
-        yield "  nothing here fits" if best is None else f"  fewest devices that fit: {best[0]}, with {best[1]}"
+        is_narrow = width is not None and len(lay_out([heads, *lines], None)[1]) > width
+        shown = [HEADS[head] for head in heads] if is_narrow else heads
+        yield from lay_out([shown, *lines], width, right=range(1, len(heads) - 1), dropped=dropped)
+        best = min(
+            (row for row in its_rows if _verdict(row, memory) == "fits"), key=lambda row: row.num_devices, default=None
+        )
+        yield (
+            "  nothing here fits"
+            if best is None
+            else f"  fewest devices that fit: {best.num_devices}, with {best.label}"
+        )
+        for reason, label in {row.rejected: row.label for row in reversed(its_rows) if row.rejected}.items():
+            yield fill(f"  {label} rejects it: {reason}", width)
 
 
-def _verdict(held: DeviceBytes, memory: int) -> str:
-    if held.total <= MOST_USED * memory:
+def _verdict(row: EstimateRow, memory: int) -> str:
+    if row.rejected:
+        return "rejected"
+    if row.held.total <= MOST_USED * memory:
         return "fits"
-    return "tight" if held.total <= memory else "too large"
+    return "tight" if row.held.total <= memory else "too large"
 
 
 def _as_data(row: EstimateRow, memory: int) -> dict[str, Any]:
-    about = {"precision": row.precision, "strategy": row.strategy, "devices": row.num_devices}
-    return {**about, **row.held._asdict(), "total": row.held.total, "verdict": _verdict(row.held, memory)}
+    data = row._asdict()
+    held = data.pop("held")
+    data["devices"] = data.pop("num_devices")
+    return {**data, **held._asdict(), "total": held.total, "verdict": _verdict(row, memory)}
 
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:

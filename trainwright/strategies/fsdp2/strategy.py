@@ -162,10 +162,21 @@ class FSDPStrategy(Strategy):
         self._automatic = True
         self._use, self._guard = RanksUse(self.name), BackwardGuard(self.name)
 
-    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+    def check_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
         refuse_reentrant(module, self.name, self.world_size > 1 and optimization)
         refuse_sparse_weights(module, self.name, optimization)
+        if ROOT not in module.__dict__:
+            vendor.refuse_hooks(module)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        refuse_unsharded(optimizer)
+        refuse_whole_matrices(optimizer, self.name)
+        if not self.elementwise:
+            refuse_unknown_optimizer(optimizer, self.name)
+
+    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        self.check_module(module, optimization)
         self._automatic = optimization is None or optimization.automatic
         if ROOT in module.__dict__:
             module.__dict__[ROOT].refuse_failed()
@@ -181,7 +192,6 @@ class FSDPStrategy(Strategy):
                 f"{type(module).__name__} holds parameters that torch's fully_shard has sharded. Leave the sharding to the "
                 "strategy, or create the module again."
             )
-        vendor.refuse_hooks(module)
         groups = choose_groups(module, self.auto_wrap_policy, self.min_parameters)
         to_checkpoint = recomputed(module, self.activation_checkpointing_policy, groups)
         low = self.mixed_precision or self._policy()
@@ -305,10 +315,7 @@ class FSDPStrategy(Strategy):
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
         for optimizer in optimizers:
-            refuse_unsharded(optimizer)
-            refuse_whole_matrices(optimizer, self.name)
-            if not self.elementwise:
-                refuse_unknown_optimizer(optimizer, self.name)
+            self.check_optimizer(optimizer)
         self.refresh_trainable(modules)  # configure_optimizers may have created some
         return list(optimizers)
 

@@ -214,13 +214,27 @@ class ShardedDDPStrategy(Strategy):
         if num_processes == 1:
             rank_zero_info("strategy='ddp_sharded' has nothing to shard on one process; it runs as 'single_device'.")
 
+    def check_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        if self.world_size > 1:
+            refuse_unreplicable(module, self.name, optimization)
+            refuse_reentrant(module, self.name, optimization)
+            refuse_sparse_weights(module, self.name, optimization)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ValueError for several dtypes, because FairScale keeps a rank's parameters in one buffer."""
+        dtypes = {p.dtype for p in parameters_of(optimizer) if p.requires_grad}
+        if self.world_size > 1 and len(dtypes) > 1:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise ValueError(
+                f"ddp_sharded sends parameters in buffers of one dtype, but this {type(optimizer).__name__} steps parameters "
+                f"in {names}. Convert the module to one dtype, or choose 'ddp' or 'fsdp'."
+            )
+
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         self._move(module)
+        self.check_module(module, optimization)
         if self.world_size == 1:
             return
-        refuse_unreplicable(module, self.name, optimization)
-        refuse_reentrant(module, self.name, optimization)
-        refuse_sparse_weights(module, self.name, optimization)
         equalize((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = module  # so that a raw loop's forward comes here, which broadcasts buffers
@@ -243,7 +257,7 @@ class ShardedDDPStrategy(Strategy):
         sharded: list[Optimizer] = []
         for optimizer in optimizers:
             if not isinstance(optimizer, ShardedOptimizer):
-                _refuse_mixed(optimizer)
+                self.check_optimizer(optimizer)
                 dtype = torch.float16 if self.reduce_fp16 else None
                 optimizer = ShardedOptimizer(optimizer, self.reduce_buffer_size, dtype)
                 self._optimizers[id(optimizer)] = optimizer
@@ -303,14 +317,3 @@ class ShardedDDPStrategy(Strategy):
             optimizer.close()
         super().close()
         self._optimizers.clear()
-
-
-def _refuse_mixed(optimizer: Optimizer) -> None:
-    """Raise ValueError for several dtypes, because FairScale keeps a rank's parameters in one buffer."""
-    dtypes = {p.dtype for p in parameters_of(optimizer) if p.requires_grad}
-    if len(dtypes) > 1:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ValueError(
-            f"ddp_sharded sends parameters in buffers of one dtype, but this {type(optimizer).__name__} steps parameters in "
-            f"{names}. Convert the module to one dtype, or choose 'ddp' or 'fsdp'."
-        )
