@@ -226,6 +226,8 @@ class Count(tw.Callback):
         for each in (*self.module.parameters(), *self.whole.values()):
             if each.grad is not None:
                 yield local(each.grad)
+        for optimizer in self.trainer.optimizers:  # ddp_sharded's buckets, which replace gradients that are sent
+            yield from (flat for flat, *_ in getattr(optimizer, "_sent", ()))
         for zero in self._zero_optimizers():
             for name in ("averaged_gradients", "all_grad_tensors"):
                 for group in getattr(zero, name, {}).values():

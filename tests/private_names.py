@@ -28,6 +28,7 @@ USES = (
     Use("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper", "_checkpoint_wrapped_module",
         "keep what checkpoint_wrapper wraps under its plain names"),
     Use("torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "keep what torch.compile wraps under its plain names"),
+    Use("torch", "_subclasses", "trace a step by shapes only, as torch.compile does (memory/traced_step.py)"),
     Use("torch.autograd", "_profiler_enabled", "leave torch's profiler whole when a recording fails (profilers/pytorch.py)"),
     Use("torch.cuda.memory", "_record_memory_history _dump_snapshot",
         "write torch's record of the memory, as its documentation says (devices/cuda.py)"),

@@ -46,8 +46,6 @@ class MemoryEstimate:
     """The bytes of a device."""
     parts: dict[str, DeviceBytes]
     """The bytes on every device, by the strategy's name."""
-    sent: dict[str, int]
-    """The bytes that a device sends in an optimizer step of one batch, by the strategy's name. Reductions are rings."""
 
     @property
     def per_device(self) -> dict[str, int]:
@@ -118,26 +116,25 @@ def estimate_memory(
             raise ValueError(f"{name}={value!r} is not accepted; pass a number of at least 1.")
     check_policy("auto_wrap_policy", auto_wrap_policy)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    state, state_of_masters, is_assumed = _state_bytes(optimizer, trained)
+    state, of_masters, is_assumed = _state_bytes(optimizer, trained)
     gathered, regathered = _gathered_bytes(module, choose_groups(module, auto_wrap_policy))
     whole = {
         "parameters": _bytes((*module.parameters(), *module.buffers())),
         "gradients": _bytes(trained),
+        "optimizer": state,
         "unsharded": _bytes(module.buffers()),
+        "gathered": gathered,
         "num_devices": num_devices,
     }
-    count = sum(parameter.numel() for parameter in trained)
-    own = {"optimizer": state, "gathered": gathered}
-    of_masters = {"masters": 4 * count, "of_masters": state_of_masters}
-    sizes = [] if isinstance(module, nn.ParameterList) else [parameter.numel() for parameter in trained]
+    masters = 4 * sum(parameter.numel() for parameter in trained)
+    sizes = () if isinstance(module, nn.ParameterList) else tuple(map(Tensor.numel, trained))
+    more = {"masters": masters, "of_masters": of_masters, "regathered": regathered}
     plans = {ALONE: MemoryPlan()} if num_devices == 1 else MEMORY_PLANS
     return MemoryEstimate(
         **whole,
-        **own,
         is_assumed=is_assumed,
         available=int(available),
-        parts={name: plan.on_device(**whole, **own, **of_masters, sizes=sizes) for name, plan in plans.items()},
-        sent={name: plan.sent(**whole, trained=count, regathered=regathered) for name, plan in plans.items()},
+        parts={name: plan.on_device(**whole, **more, sizes=sizes) for name, plan in plans.items()},
     )
 
 

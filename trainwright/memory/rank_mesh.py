@@ -33,11 +33,7 @@ class RankMesh(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> RankMesh:
-        """Return the mesh of a text such as "replicate=32,shard=8".
-
-        Raises:
-            ValueError: it has another form, or other axes. The message shows the accepted ones.
-        """
+        """Return the mesh of a text such as "replicate=32,shard=8"; ValueError for another form or other axes."""
         parts = [re.fullmatch(r"\s*(\w+)\s*=\s*0*([1-9]\d*)\s*", part) for part in text.split(",")]
         sizes = {part[1]: int(part[2]) for part in parts if part is not None}
         known = [name for names in MESHES for name in names]
@@ -54,25 +50,22 @@ class RankMesh(NamedTuple):
         """Return the product of the axes."""
         return self.replicas * self.shards * self.tensor
 
-    def on_rank(self, module: nn.Module, optimizer: type[Optimizer]) -> tuple[DeviceBytes, int]:
-        """Return the bytes on one rank under fsdp, and those that it sends in an optimizer step.
+    def on_rank(self, module: nn.Module, optimizer: type[Optimizer]) -> DeviceBytes:
+        """Return the bytes on one rank under fsdp.
 
         With tensor ranks the matrices of Linear and Embedding layers count as divided, and sent activations are not counted.
         """
-        groups: set[nn.Module] = set()
-        if self.tensor > 1:
-            module = copy.deepcopy(module)
-            groups.update(choose_groups(module, None))  # fsdp chooses them by whole sizes
-            _divide(module, self.tensor)
+        module = copy.deepcopy(module)
+        groups = set(choose_groups(module, None))  # fsdp chooses them by whole sizes
+        _divide(module, self.tensor)
         policy = (lambda part: part in groups) if groups else None
-        estimate = estimate_memory(module, optimizer, self.shards, 1, policy)
-        name = ALONE if self.shards == 1 else FULLY_SHARDED
-        held = estimate.parts[name]
-        return held, estimate.sent[name] + 2 * held.gradients * (self.replicas - 1) // self.replicas
+        parts = estimate_memory(module, optimizer, self.shards, 1, policy).parts
+        held = parts[ALONE if self.shards == 1 else FULLY_SHARDED]
+        return held._replace(sent=held.sent + 2 * held.gradients * (self.replicas - 1) // self.replicas)
 
 
 def _divide(module: nn.Module, count: int) -> None:
-    """Leave, in place, one rank's rows in the matrices of Linear and Embedding layers."""
+    """Keep one of `count` ranks' rows in the matrices of Linear and Embedding layers, in place."""
     divided: set[Tensor] = set()  # tied ones once
     for layer in module.modules():
         if isinstance(layer, (nn.Linear, nn.Embedding)) and layer.weight not in divided:

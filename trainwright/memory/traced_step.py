@@ -60,8 +60,9 @@ def saved_bytes(module: nn.Module, batch: Any, precision: Precision, calls_forwa
     """
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")  # such as self.log's, without a trainer
+        attributes = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
         memo: dict[int, Any] = {}
-        for tensor in chain(module.parameters(), module.buffers()):
+        for tensor in chain(module.parameters(), module.buffers(), attributes):
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(_fake(tensor), tensor.requires_grad) if is_parameter else _fake(tensor)
         fake = copy.deepcopy(module, memo).train()

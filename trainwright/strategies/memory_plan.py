@@ -31,11 +31,13 @@ class DeviceBytes(NamedTuple):
     """The bytes of the parameters that a step gathers from other devices, and under fsdp of their gradients."""
     activations: int = 0
     """The bytes that a forward saves for backward, if they are known."""
+    sent: int = 0
+    """The bytes that the device sends in an optimizer step of one batch, by rings, without module buffers."""
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts."""
-        return sum(self)
+        """Return the sum of all parts that are stored."""
+        return sum(self[:-1])
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,7 @@ class MemoryPlan:
     keeps_tensors: bool = False
     """Whether the optimizer's state is divided by whole tensors: each goes to the device that has least."""
     sends: int = 0
-    """How often a step sends the bytes of the gradients, apart from gathered parameters. A reduced tensor that every device
-    gets is sent twice, as in a ring."""
+    """How often a step sends as many bytes as the gradients have, apart from gathered parameters. An all-reduce is two."""
     has_buckets: bool = False
     """Whether gradients are copied into communication buckets."""
     has_masters: bool = False
@@ -72,18 +73,23 @@ class MemoryPlan:
         masters: int,
         of_masters: int,
         gathered: int,
+        regathered: int,
         sizes: Sequence[int],
         num_devices: int,
     ) -> DeviceBytes:
         """Return one device's part of a whole model's bytes.
 
         `unsharded` are the module's buffers, which are among `parameters`. `masters` are its trained parameters in float32,
-        and `of_masters` is the optimizer's state for these. `gathered` is the largest size that groups have at once. `sizes`
-        are the elements of each trained parameter, if they are known.
+        and `of_masters` is the optimizer's state for these. `gathered` is the largest size that groups have at once, and
+        `regathered` what is gathered again for backward. `sizes` are the elements of each trained parameter, if known.
         """
         trained, sharded = masters // 4, parameters - unsharded
         state = of_masters if self.has_masters else optimizer
         reduced = {"float32": masters, "gradients": gradients, "": 0}[self.reduces]
+        sent = self.sends * gradients + (sharded + regathered if self.gathers_groups else 0)
+        if self.gathers:
+            gathered = min(sharded, MOST_GATHERED * (gradients // trained if trained else 4))
+            sent += 2 * sharded - gathered
 
         def part(size: int, is_divided: bool) -> int:
             return -(-size // num_devices) if is_divided else size
@@ -97,24 +103,9 @@ class MemoryPlan:
             masters=part(masters, True) if self.has_masters else 0,
             buffers=(gradients if self.has_buckets else 0)
             + (reduced if trained <= LARGEST_BUCKET else reduced * LARGEST_BUCKET // trained),
-            gathered=(_still_gathered(sharded, gradients, trained) if self.gathers else 0)
-            + (gathered if self.gathers_groups else 0),
+            gathered=gathered if self.gathers or self.gathers_groups else 0,
+            sent=sent * (num_devices - 1) // num_devices,
         )
-
-    def sent(
-        self, *, parameters: int, gradients: int, unsharded: int, trained: int, regathered: int, num_devices: int
-    ) -> int:
-        """Return the bytes that one device sends in an optimizer step of one batch, by rings, without module buffers.
-
-        `regathered` are the bytes of the groups that fsdp gathers again for backward.
-        """
-        sharded = parameters - unsharded
-        size = self.sends * gradients
-        if self.gathers_groups:
-            size += sharded + regathered
-        if self.gathers:
-            size += 2 * sharded - _still_gathered(sharded, gradients, trained)
-        return size * (num_devices - 1) // num_devices
 
 
 def _largest_share(sizes: Sequence[int], num_devices: int) -> int:
@@ -123,11 +114,6 @@ def _largest_share(sizes: Sequence[int], num_devices: int) -> int:
     for size in sizes:
         heapq.heapreplace(shares, shares[0] + size)
     return max(shares)
-
-
-def _still_gathered(sharded: int, gradients: int, trained: int) -> int:
-    """Return the bytes of the parameters that DeepSpeed's stage 3 keeps from forward to backward."""
-    return min(sharded, MOST_GATHERED * (gradients // trained if trained else 4))
 
 
 ALONE = "single_device"

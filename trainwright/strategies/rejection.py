@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,24 +19,19 @@ __all__ = ["why_rejected"]
 
 def why_rejected(
     name: str,
-    options: Mapping[str, Any],
-    module: nn.Module,
-    optimizer: type[Optimizer],
+    options: dict[str, Any],
     num_ranks: int,
     precision: Precision,
+    module: nn.Module,
+    optimizer: type[Optimizer],
 ) -> str:
-    """Return the error of a strategy's setup on the CPU, or "". A strategy whose package is missing is not asked.
+    """Return the error of a strategy's setup on the CPU, or "" if there is none or its package is missing.
 
-    Args:
-        name: the strategy's name.
-        options: further options of the strategy.
-        module: a module, also on the meta device.
-        optimizer: the class of an optimizer of all trained parameters.
-        num_ranks: the number of processes.
-        precision: the precision of the run.
+    The module may be on the meta device, and the optimizer trains all of its parameters.
     """
     base, usual = named_strategy(name, num_ranks)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    instance: Optimizer | None = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -45,15 +39,11 @@ def why_rejected(
             strategy.check("cpu", num_ranks, precision)
             strategy.connect(0, num_ranks, torch.device("cpu"), precision)
         strategy.check_module(module, Optimization())
-        for parameters in (trained, [each for each in trained if each.dim() == 2]):  # Muon takes matrices only
+        for parameters in ([each for each in trained if each.dim() == 2], trained):  # Muon takes matrices only
             with suppress(ValueError, TypeError):
-                instance: Any = optimizer(parameters)  # type: ignore[call-arg]
-                break
-        else:
-            return ""
-        strategy.check_optimizer(instance)
-    except ImportError:
-        return ""
-    except ValueError as error:
-        return str(error)
+                instance = optimizer(parameters)  # type: ignore[call-arg]
+        if instance is not None:
+            strategy.check_optimizer(instance)
+    except (ImportError, ValueError) as error:
+        return "" if isinstance(error, ImportError) else str(error)
     return ""

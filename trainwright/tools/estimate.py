@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 import sys
@@ -27,27 +28,18 @@ from trainwright.tools.module_source import make_module
 
 ALL_PRECISIONS = [name for name in NAMES if not name.startswith(("64", "fp8"))]
 USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name not in ("16-true", "bf16-true")]
+Plan = tuple[str, RankMesh | None, DeviceBytes]
+"""A strategy, its mesh and the bytes on a device."""
 UNITS = {"": 1, "b": 1}
 """The units of sizes, in bytes."""
 for power, letter in enumerate("kmgt", 1):
     UNITS |= {letter: 1000**power, f"{letter}b": 1000**power, f"{letter}ib": 1024**power}
-HEADS = {
-    "strategy": "strategy",
-    "devices": "devices",
-    "parameters": "params",
-    "gradients": "grads",
-    "optimizer": "optim",
-    "masters": "masters",
-    "buffers": "buffers",
-    "gathered": "gathered",
-    "activations": "activ",
-    "total": "total",
-    "sent per step": "sent",
-    "": "",
-}
-"""The columns, and their heads on a narrow terminal."""
-DROPPED = ("buffers", "masters", "gradients", "optimizer", "parameters", "gathered", "activations", "sent per step")
-"""The columns that a narrow terminal drops, in this order. The total includes them, but for the last."""
+PARTS = ("parameters", "gradients", "optimizer", "masters", "buffers", "gathered", "activations", "total", "sent/step")
+HEADS = ("strategy", "devices", *PARTS, "")
+SHORT_PARTS = ("params", "grads", "optim", "masters", "buffers", "gathered", "activ", "total", "sent")
+SHORT_HEADS = ("strategy", "devices", *SHORT_PARTS, "")
+DROPPED = (6, 5, 3, 4, 2, 7, 8, 10)
+"""The columns that a narrow terminal drops, in this order: parts of the total, and last the sent bytes."""
 MOST_PARAMETERS = 10**18
 """torch counts the bytes of a tensor in 64 bits, also on the meta device."""
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -60,8 +52,6 @@ class EstimateRow(NamedTuple):
     strategy: str
     num_devices: int
     held: DeviceBytes
-    sent: int
-    """The bytes that a device sends in an optimizer step."""
     mesh: str
     """The axes of the mesh of devices, or "" for a single axis."""
     rejected: str
@@ -85,12 +75,12 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
         memory = _amount(options.memory, UNITS, "--memory", "80GiB") if options.memory else available_memory()
         optimizer = _optimizer(options.optimizer)
         module, name = _module(options.target, options.params, options.args)
-        batch, of_step, problem = _batch(module, options.batch)
-        rows = list(_rows(module, optimizer, precisions, strategies, devices, meshes, batch))
+        activations, of_step = _activations(module, precisions, options.batch)
+        rows = list(_rows(module, optimizer, precisions, strategies, devices, meshes, activations))
         if not rows:
             raise ValueError(
-                f"--strategies {options.strategies} with --devices {options.devices} and these precisions selects nothing: "
-                "single_device is for 1 device, the others are for several, and DeepSpeed has no 64 bits."
+                f"--strategies {options.strategies} with --devices {options.devices} selects nothing: single_device is for 1 "
+                "device, and the others are for several."
             )
         is_assumed = estimate_memory(module, optimizer, 1, 1).is_assumed
     except (ValueError, TypeError) as error:
@@ -101,7 +91,7 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
         print(json.dumps({**facts, "rows": [_as_data(row, memory) for row in rows]}, indent=2))
         return 0
     width = terminal_width(sys.stdout)
-    lines = [f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes per device, {of_step}.", *problem]
+    lines = [f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes per device, {of_step}."]
     if is_assumed:
         lines.append(
             f"{options.optimizer} could not be tried on these sizes. Its state is counted like Adam's, 8 bytes a parameter."
@@ -113,7 +103,7 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
             "Assumed: tensor ranks divide the matrices of Linear and Embedding layers, and save all activations. The sent "
             "bytes are without the activations that they exchange."
         )
-    free = "temporary tensors" if batch else "activations"
+    free = "temporary tensors" if activations else "activations"
     lines.append(f"With {size_text(memory)} per device; `fits` means that a fifth of it is free for {free}.")
     print("\n".join([*(fill(line, width) for line in lines), *_table(rows, memory, width)]))
     if options.precision is None:
@@ -140,18 +130,16 @@ def _parser() -> Parser:
     mesh = "also show fsdp on a mesh: replicate=R,shard=S or data=D,tensor=T; may be repeated"
     add("--mesh", metavar="AXIS=N,AXIS=N", action="append", help=mesh)
     batch = (
-        "count the activations of one training_step with a batch, such as 8x128:int64,8:int64 (default: of a forward "
+        "also count the activations of a training_step of this batch, such as 8x128:int64,8:int64 (default: those of a "
     )
-    add("--batch", metavar="SHAPE:DTYPE,...", help=f"{batch}with the module's example_input_array, if it has one)")
+    add(
+        "--batch", metavar="SHAPE:DTYPE,...", help=f"{batch}forward of the module's example_input_array, if it has one)"
+    )
     precisions = f"of {', '.join(NAMES)}, or all of 16 and 32 bits (default: {', '.join(USUAL_PRECISIONS)})"
     add("--precision", metavar="NAME,NAME", help=precisions)
     add("--strategies", metavar="NAME,NAME", help=f"of {', '.join(LISTED_STRATEGIES)} (default: all)")
-    add(
-        "--memory",
-        "--device-memory",
-        metavar="SIZE",
-        help="memory per device, such as 80GiB (default: the memory of this machine)",
-    )
+    memory = "memory per device, such as 80GiB (default: the memory of this machine)"
+    add("--memory", "--device-memory", metavar="SIZE", help=memory)
     add("--json", action="store_true", help="print JSON")
     return parser
 
@@ -174,45 +162,43 @@ def _devices(text: str | None, meshes: Sequence[RankMesh]) -> list[int]:
     if text is None:
         return sorted({mesh.num_ranks for mesh in meshes}) or [1, 2, 4, 8]
     devices = [_whole(part, "--devices") for part in text.split(",")]
-    for mesh in meshes:
-        if mesh.num_ranks not in devices:
-            raise ValueError(
-                f"--mesh {mesh.text} has {mesh.num_ranks} ranks (the product of its axes), but --ranks is {text}. Change "
-                "one of them, or omit --ranks."
-            )
+    for mesh in (mesh for mesh in meshes if mesh.num_ranks not in devices):
+        raise ValueError(
+            f"--mesh {mesh.text} is for {mesh.num_ranks} ranks, the product, but --ranks is {text}. Change one."
+        )
     return devices
 
 
-def _batch(module: nn.Module, text: str | None) -> tuple[tuple[Any, bool] | None, str, list[str]]:
-    """Return a batch and whether it is for the forward, or None, a phrase about its activations, and a note on a failure.
+def _activations(module: nn.Module, precisions: Sequence[str], text: str | None) -> tuple[dict[str, int], str]:
+    """Return the bytes of activations by precision if there is a batch, and a phrase about them.
 
     Raises:
         ValueError: the text is no batch, or the step cannot be traced with it.
     """
-    batch = (parse_batch(text), False) if text is not None else (getattr(module, "example_input_array", None), True)
-    if batch[0] is None:
-        return None, "without activations (--batch adds those of a step)", []
-    try:
-        saved_bytes(module, *_in(Precision(), batch))
-    except Exception as error:
-        reason = f"the step cannot be traced ({type(error).__name__}: {str(error).splitlines()[0]})"
-        if text is not None:
+    batch = getattr(module, "example_input_array", None) if text is None else parse_batch(text)
+    saved: dict[str, int] = {}
+    if batch is None:
+        return saved, "without activations (--batch adds those of a step)"
+    for name in precisions:
+        precision = resolve_precision(name, "cpu")
+        try:
+            saved[name] = saved_bytes(_converted(module, precision), batch, precision, calls_forward=text is None)
+        except Exception as error:
+            reason = f"cannot be traced in {name} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            if text is None:
+                return {}, f"without activations: the forward of example_input_array {reason}"
             raise ValueError(
-                f"--batch {text}: {reason}. Pass the shapes and dtypes of a batch. Omit --batch if the step reads values, as "
-                "item() does, or steps the optimizers itself."
+                f"--batch {text}: the step {reason}. Pass the shapes and dtypes of a batch. Omit --batch if the step reads "
+                "values, as item() does, or steps the optimizers itself."
             ) from error
-        return (
-            None,
-            "without activations (--batch adds those of a step)",
-            [f"example_input_array was not used: {reason}."],
-        )
-    if text is None:
-        return batch, "with the activations of a forward of example_input_array, without the loss", []
-    return batch, f"with the activations of a step of {text}", []
+    traced = f"a step of {text}" if text is not None else "a forward of example_input_array, without the loss"
+    return saved, f"with the activations of {traced}"
 
 
-def _in(precision: Precision, batch: tuple[Any, bool]) -> tuple[Any, Precision, bool]:
-    return batch[0], precision, batch[1]
+def _converted(module: nn.Module, precision: Precision) -> nn.Module:
+    """Return the module in the dtype of its parameters in training. Mixed precisions compute under autocast and keep it."""
+    dtype = precision.param_dtype
+    return module if dtype is None else copy.deepcopy(module).to(dtype)
 
 
 def _rows(
@@ -222,30 +208,22 @@ def _rows(
     strategies: Sequence[str],
     devices: Sequence[int],
     meshes: Sequence[RankMesh],
-    batch: tuple[Any, bool] | None,
+    activations: dict[str, int],
 ) -> Iterator[EstimateRow]:
-    for name in precisions:
+    for name, count in itertools.product(precisions, devices):
         precision = resolve_precision(name, "cpu")
-        # Mixed precisions compute under autocast and keep the dtype of the module.
-        dtype = precision.param_dtype
-        converted = module if dtype is None else copy.deepcopy(module).to(dtype)
-        saved = saved_bytes(converted, *_in(precision, batch)) if batch else 0
-
-        def make(
-            strategy: str, count: int, held: DeviceBytes, sent: int, mesh: str = "", **options: int
-        ) -> EstimateRow:
-            rejected = why_rejected(strategy, options, converted, optimizer, count, precision)  # noqa: B023
-            return EstimateRow(name, strategy, count, held._replace(activations=saved), sent, mesh, rejected)  # noqa: B023
-
-        for count in devices:
-            estimate = estimate_memory(converted, optimizer, count, 1)
-            for strategy, held in estimate.parts.items():
-                if strategy in strategies and not (dtype == torch.float64 and held.masters):  # no engine has these
-                    yield make(strategy, count, held, estimate.sent[strategy])
-            for mesh in meshes if FULLY_SHARDED in strategies else ():
-                if mesh.num_ranks == count:
-                    on_rank = mesh.on_rank(converted, optimizer)
-                    yield make(FULLY_SHARDED, count, *on_rank, mesh.text, num_replicas=mesh.replicas)
+        converted = _converted(module, precision)
+        plans: list[Plan] = [
+            (key, None, held) for key, held in estimate_memory(converted, optimizer, count, 1).parts.items()
+        ]
+        plans += [
+            (FULLY_SHARDED, mesh, mesh.on_rank(converted, optimizer)) for mesh in meshes if mesh.num_ranks == count
+        ]
+        for strategy, mesh, held in (plan for plan in plans if plan[0] in strategies):
+            options: dict[str, Any] = {"num_replicas": mesh.replicas} if mesh else {}
+            rejected = why_rejected(strategy, options, count, precision, converted, optimizer)
+            held = held._replace(activations=activations.get(name, 0))
+            yield EstimateRow(name, strategy, count, held, mesh.text if mesh else "", rejected)
 
 
 def _table(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Iterator[str]:
@@ -259,23 +237,18 @@ def _table(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Itera
     for its_rows, names in ((by_precision[names[0]], names) for names in groups.values()):
         cells = []
         for row in its_rows:
-            sizes = (size_text(size) if size else "-" for size in (*row.held, row.held.total, row.sent))
+            sizes = (size_text(size) if size else "-" for size in (*row.held[:-1], row.held.total, row.held.sent))
             cells.append((row.label, str(row.num_devices), *sizes, _verdict(row, memory)))
-        heads = [head for at, head in enumerate(HEADS) if any(line[at] != "-" for line in cells)]
-        lines = [[line[at] for at, head in enumerate(HEADS) if head in heads] for line in cells]
-        dropped = [heads.index(head) for head in DROPPED if head in heads]
+        shown = [at for at in range(len(HEADS)) if any(line[at] != "-" for line in cells)]
+        long, short, *lines = ([line[at] for at in shown] for line in (HEADS, SHORT_HEADS, *cells))
+        dropped = [shown.index(at) for at in DROPPED if at in shown]
         yield f"\n{', '.join(names)}"
-        is_narrow = width is not None and len(lay_out([heads, *lines], None)[1]) > width
-        shown = [HEADS[head] for head in heads] if is_narrow else heads
-        yield from lay_out([shown, *lines], width, right=range(1, len(heads) - 1), dropped=dropped)
-        best = min(
-            (row for row in its_rows if _verdict(row, memory) == "fits"), key=lambda row: row.num_devices, default=None
-        )
-        yield (
-            "  nothing here fits"
-            if best is None
-            else f"  fewest devices that fit: {best.num_devices}, with {best.label}"
-        )
+        is_narrow = width is not None and len(lay_out([long, *lines], None)[1]) > width
+        heads = short if is_narrow else long
+        yield from lay_out([heads, *lines], width, right=range(1, len(heads) - 1), dropped=dropped)
+        fitting = sorted((row for row in its_rows if _verdict(row, memory) == "fits"), key=lambda row: row.num_devices)
+        best = f"{fitting[0].num_devices}, with {fitting[0].label}" if fitting else ""
+        yield f"  fewest devices that fit: {best}" if best else "  nothing here fits"
         for reason, label in {row.rejected: row.label for row in reversed(its_rows) if row.rejected}.items():
             yield fill(f"  {label} rejects it: {reason}", width)
 
@@ -289,10 +262,9 @@ def _verdict(row: EstimateRow, memory: int) -> str:
 
 
 def _as_data(row: EstimateRow, memory: int) -> dict[str, Any]:
-    data = row._asdict()
-    held = data.pop("held")
-    data["devices"] = data.pop("num_devices")
-    return {**data, **held._asdict(), "total": held.total, "verdict": _verdict(row, memory)}
+    about = {"precision": row.precision, "strategy": row.strategy, "devices": row.num_devices, "mesh": row.mesh}
+    result = {"total": row.held.total, "verdict": _verdict(row, memory), "rejected": row.rejected}
+    return {**about, **row.held._asdict(), **result}
 
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:
