@@ -48,7 +48,7 @@ class MemoryPlan:
     gradients: bool = False
     optimizer: bool = False
     keeps_tensors: bool = False
-    """Whether the optimizer's state is divided by whole tensors: each goes to the device that has least."""
+    """Whether the optimizer's state is divided by whole tensors: a tensor goes to the device that has least."""
     sends: int = 0
     """How often a step sends as many bytes as the gradients have, apart from gathered parameters. An all-reduce is two."""
     has_buckets: bool = False
@@ -81,7 +81,7 @@ class MemoryPlan:
 
         `unsharded` are the module's buffers, which are among `parameters`. `masters` are its trained parameters in float32,
         and `of_masters` is the optimizer's state for these. `gathered` is the largest size that groups have at once, and
-        `regathered` what is gathered again for backward. `sizes` are the elements of each trained parameter, if known.
+        `regathered` what is gathered again for backward. `sizes` are the elements of the trained parameters, if known.
         """
         trained, sharded = masters // 4, parameters - unsharded
         state = of_masters if self.has_masters else optimizer

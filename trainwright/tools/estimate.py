@@ -7,21 +7,21 @@ import itertools
 import json
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainwright import estimate_memory
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser
-from trainwright.memory.memory_estimate import MOST_USED, available_memory, size_text
-from trainwright.memory.rank_mesh import RankMesh
-from trainwright.memory.traced_step import parse_batch, saved_bytes
+from trainwright.memory.memory_estimate import MOST_USED, RankMesh, available_memory, size_text
+from trainwright.memory.vendor import saved_bytes
 from trainwright.precision import NAMES, Precision, canonical_name, resolve_precision
+from trainwright.strategies import why_rejected
 from trainwright.strategies.memory_plan import FULLY_SHARDED, DeviceBytes
-from trainwright.strategies.rejection import why_rejected
 from trainwright.tools.choices import LISTED_STRATEGIES, choose
 from trainwright.tools.columns import fill, lay_out, terminal_width
 from trainwright.tools.module_source import make_module
@@ -91,25 +91,30 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
         print(json.dumps({**facts, "rows": [_as_data(row, memory) for row in rows]}, indent=2))
         return 0
     width = terminal_width(sys.stdout)
-    lines = [f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes per device, {of_step}."]
-    if is_assumed:
-        lines.append(
-            f"{options.optimizer} could not be tried on these sizes. Its state is counted like Adam's, 8 bytes a parameter."
-        )
-    if options.params and FULLY_SHARDED in strategies:
-        lines.append(f"{FULLY_SHARDED} also gathers one block at a time, whose size --params does not show.")
-    if any(mesh.tensor > 1 for mesh in meshes):
-        lines.append(
-            "Assumed: tensor ranks divide the matrices of Linear and Embedding layers, and save all activations. The sent "
-            "bytes are without the activations that they exchange."
-        )
     free = "temporary tensors" if activations else "activations"
-    lines.append(f"With {size_text(memory)} per device; `fits` means that a fifth of it is free for {free}.")
-    print("\n".join([*(fill(line, width) for line in lines), *_table(rows, memory, width)]))
+    lines = [
+        f"{name}: {count:,} parameters, trained with {options.optimizer}. Bytes per device, {of_step}.",
+        *_notes(options, is_assumed, any(row.strategy == FULLY_SHARDED for row in rows), meshes),
+        f"With {size_text(memory)} per device; `fits` means that a fifth of it is free for {free}.",
+    ]
+    print("\n".join([*(fill(line, width) for line in lines), *_tables(rows, memory, width)]))
     if options.precision is None:
         more = "--precision all also shows 16-true and bf16-true, which keep the parameters themselves in 16 bits."
         print(f"\n{fill(more, width)}")
     return 0
+
+
+def _notes(options: Namespace, is_assumed: bool, is_fully_sharded: bool, meshes: Sequence[RankMesh]) -> Iterator[str]:
+    """Yield a sentence for each part that is assumed or not counted."""
+    if is_assumed:
+        yield f"{options.optimizer} could not be tried on these sizes. Its state is counted like Adam's, 8 bytes a parameter."
+    if options.params and is_fully_sharded:
+        yield f"{FULLY_SHARDED} also gathers one block at a time, whose size --params does not show."
+    if any(mesh.tensor > 1 for mesh in meshes):
+        yield (
+            "Assumed: tensor ranks divide the matrices of Linear and Embedding layers, and save all activations. The sent "
+            "bytes are without the activations that they exchange."
+        )
 
 
 def _parser() -> Parser:
@@ -169,6 +174,31 @@ def _devices(text: str | None, meshes: Sequence[RankMesh]) -> list[int]:
     return devices
 
 
+def parse_batch(text: str) -> Tensor | list[Tensor] | dict[str, Tensor]:
+    """Return a batch on the meta device for a text such as "8x128:int64,8:int64".
+
+    Several tensors are a list, as a DataLoader returns it, and so is one with a comma after it. With names, such as
+    "words=8x128:int64", they are a dict.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    example = "a batch such as 8x128:int64,8:int64, or x=8x3x32x32,y=8:int64 for a dict (float32 without a dtype)"
+    tensors, names = [], []
+    for part in text.removesuffix(",").split(","):
+        form = re.fullmatch(r"\s*(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?\s*", part)
+        dtype = getattr(torch, form[3] or "float32", None) if form else None
+        if form is None or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"--batch {text}: {part!r} is not the shape and dtype of a tensor. Pass {example}.")
+        names.append(form[1])
+        tensors.append(torch.empty([int(size) for size in form[2].split("x")], dtype=dtype, device="meta"))
+    if len(set(names)) == len(names) and None not in names:
+        return dict(zip(names, tensors, strict=True))
+    if any(names):
+        raise ValueError(f"--batch {text}: expected a separate name for each tensor, or none. Pass {example}.")
+    return tensors if "," in text else tensors[0]
+
+
 def _activations(module: nn.Module, precisions: Sequence[str], text: str | None) -> tuple[dict[str, int], str]:
     """Return the bytes of activations by precision if there is a batch, and a phrase about them.
 
@@ -220,37 +250,43 @@ def _rows(
             (FULLY_SHARDED, mesh, mesh.on_rank(converted, optimizer)) for mesh in meshes if mesh.num_ranks == count
         ]
         for strategy, mesh, held in (plan for plan in plans if plan[0] in strategies):
-            options: dict[str, Any] = {"num_replicas": mesh.replicas} if mesh else {}
+            options = {"num_replicas": mesh.replicas} if mesh else {}
             rejected = why_rejected(strategy, options, count, precision, converted, optimizer)
             held = held._replace(activations=activations.get(name, 0))
             yield EstimateRow(name, strategy, count, held, mesh.text if mesh else "", rejected)
 
 
-def _table(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Iterator[str]:
-    """Yield the tables. Precisions with equal sizes share one. Columns without a size are omitted."""
+def _tables(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Iterator[str]:
+    """Yield the tables. Precisions with equal sizes share one."""
     by_precision: dict[str, list[EstimateRow]] = {}
     for row in rows:
         by_precision.setdefault(row.precision, []).append(row)
-    groups: dict[tuple[Any, ...], list[str]] = {}
+    names: dict[tuple[object, ...], list[str]] = {}
     for name, its_rows in by_precision.items():
-        groups.setdefault(tuple(row[1:] for row in its_rows), []).append(name)
-    for its_rows, names in ((by_precision[names[0]], names) for names in groups.values()):
-        cells = []
-        for row in its_rows:
-            sizes = (size_text(size) if size else "-" for size in (*row.held[:-1], row.held.total, row.held.sent))
-            cells.append((row.label, str(row.num_devices), *sizes, _verdict(row, memory)))
-        shown = [at for at in range(len(HEADS)) if any(line[at] != "-" for line in cells)]
-        long, short, *lines = ([line[at] for at in shown] for line in (HEADS, SHORT_HEADS, *cells))
-        dropped = [shown.index(at) for at in DROPPED if at in shown]
-        yield f"\n{', '.join(names)}"
-        is_narrow = width is not None and len(lay_out([long, *lines], None)[1]) > width
-        heads = short if is_narrow else long
-        yield from lay_out([heads, *lines], width, right=range(1, len(heads) - 1), dropped=dropped)
-        fitting = sorted((row for row in its_rows if _verdict(row, memory) == "fits"), key=lambda row: row.num_devices)
-        best = f"{fitting[0].num_devices}, with {fitting[0].label}" if fitting else ""
-        yield f"  fewest devices that fit: {best}" if best else "  nothing here fits"
-        for reason, label in {row.rejected: row.label for row in reversed(its_rows) if row.rejected}.items():
-            yield fill(f"  {label} rejects it: {reason}", width)
+        names.setdefault(tuple(row[1:] for row in its_rows), []).append(name)
+    for group in names.values():
+        yield f"\n{', '.join(group)}"
+        yield from _table(by_precision[group[0]], memory, width)
+
+
+def _table(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Iterator[str]:
+    """Yield the lines of a table, without columns that have no size, and of its results."""
+    cells = []
+    for row in rows:
+        sizes = (size_text(size) if size else "-" for size in (*row.held[:-1], row.held.total, row.held.sent))
+        cells.append((row.label, str(row.num_devices), *sizes, _verdict(row, memory)))
+    shown = [at for at in range(len(HEADS)) if any(line[at] != "-" for line in cells)]
+    long, short, *lines = ([line[at] for at in shown] for line in (HEADS, SHORT_HEADS, *cells))
+    # The total includes the parts, so a narrow terminal drops the parts first.
+    dropped = [shown.index(at) for at in DROPPED if at in shown]
+    is_narrow = width is not None and len(lay_out([long, *lines], None)[1]) > width
+    heads = short if is_narrow else long
+    yield from lay_out([heads, *lines], width, right=range(1, len(heads) - 1), dropped=dropped)
+    fitting = sorted((row for row in rows if _verdict(row, memory) == "fits"), key=lambda row: row.num_devices)
+    best = f"{fitting[0].num_devices}, with {fitting[0].label}" if fitting else ""
+    yield f"  fewest devices that fit: {best}" if best else "  nothing here fits"
+    for reason, label in {row.rejected: row.label for row in reversed(rows) if row.rejected}.items():
+        yield fill(f"  {label} rejects it: {reason}", width)
 
 
 def _verdict(row: EstimateRow, memory: int) -> str:

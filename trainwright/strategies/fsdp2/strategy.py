@@ -30,13 +30,7 @@ from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Capabilities, Clipping, Optimization, StepResult, Strategy, scale_and_clip_value
-from trainwright.strategies.divided_optimizers import (
-    no_shards,
-    refuse_unknown_optimizer,
-    refuse_unsharded,
-    refuse_whole_matrices,
-    with_gradients,
-)
+from trainwright.strategies.divided_optimizers import no_shards, refuse_undivided, with_gradients
 from trainwright.strategies.fsdp2 import vendor
 from trainwright.strategies.fsdp2.sharded_access import (
     Root,
@@ -63,7 +57,7 @@ from trainwright.strategies.fsdp2.wrap_policy import (
     recomputed,
     refuse_mixed,
 )
-from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
+from trainwright.strategies.module_checks import refuse_sparse_weights, refuse_unshardable
 from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.replication import DeferredAllReduce, equalize
@@ -163,17 +157,12 @@ class FSDPStrategy(Strategy):
         self._use, self._guard = RanksUse(self.name), BackwardGuard(self.name)
 
     def check_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
-        refuse_reentrant(module, self.name, self.world_size > 1 and optimization)
-        refuse_sparse_weights(module, self.name, optimization)
+        refuse_unshardable(module, self.name, optimization, self.world_size > 1)
         if ROOT not in module.__dict__:
             vendor.refuse_hooks(module)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        refuse_unsharded(optimizer)
-        refuse_whole_matrices(optimizer, self.name)
-        if not self.elementwise:
-            refuse_unknown_optimizer(optimizer, self.name)
+        refuse_undivided(optimizer, self.name, self.elementwise)
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         self.check_module(module, optimization)

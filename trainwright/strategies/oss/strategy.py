@@ -22,7 +22,7 @@ from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies.base import Capabilities, Clipping, Optimization, StepResult, Strategy, scale_and_clip_value
 from trainwright.strategies.divided_optimizers import DIVIDED, REPLACED, OptimizerProxy, parameters_of, with_gradients
-from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
+from trainwright.strategies.module_checks import refuse_sparse_weights, refuse_unshardable
 from trainwright.strategies.oss import vendor
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.replication import equalize
@@ -216,9 +216,7 @@ class ShardedDDPStrategy(Strategy):
 
     def check_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         if self.world_size > 1:
-            refuse_unreplicable(module, self.name, optimization)
-            refuse_reentrant(module, self.name, optimization)
-            refuse_sparse_weights(module, self.name, optimization)
+            refuse_unshardable(module, self.name, optimization)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise ValueError for several dtypes, because FairScale keeps a rank's parameters in one buffer."""

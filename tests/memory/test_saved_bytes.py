@@ -1,4 +1,4 @@
-"""The bytes that a step saves for backward, from shapes, compared with those of a real step."""
+"""The bytes that a step saves for backward, computed from shapes and measured in a real step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import trainwright as tw
-from trainwright.memory.traced_step import parse_batch, saved_bytes
+from trainwright.memory.vendor import saved_bytes
 from trainwright.precision import resolve_precision
+from trainwright.tools.estimate import parse_batch
 
 
 class Attends(tw.Module):
@@ -66,7 +67,7 @@ def test_the_traced_step_saves_the_bytes_of_a_real_one(name: str) -> None:
     real = Attends().to(precision.param_dtype)
     words = [torch.randint(50, (6, 20)), torch.randint(50, (6,))]
     saved = really_saved(real, words, precision.forward_context() or nullcontext())
-    # Shapes alone give a batch norm's statistics the dtype of its input under autocast.
+    # Without values a batch norm's statistics have the dtype of its input under autocast.
     assert traced == (pytest.approx(saved, rel=0.01) if name == "bf16-mixed" else saved)
     assert all(each.is_meta for each in module.parameters())
 

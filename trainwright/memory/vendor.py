@@ -1,14 +1,12 @@
-"""Traced step: the bytes that a forward saves for backward, computed from shapes only."""
+"""The bytes that a step saves for backward, by torch's private tensors without values, as read in torch 2.13."""
 
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 import weakref
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,35 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainwright.data.transfer import map_leaves
 from trainwright.precision.base import Precision
 
-__all__ = ["parse_batch", "saved_bytes"]
+__all__ = ["saved_bytes"]
 
 
-def parse_batch(text: str) -> Any:
-    """Return a batch on the meta device for a text such as "8x128:int64,8:int64".
-
-    Several tensors are a list, as a DataLoader returns it, and so is one with a comma after it. With names, such as
-    "words=8x128:int64", they are a dict.
-
-    Raises:
-        ValueError: the text has another form.
-    """
-    example = "a batch such as 8x128:int64,8:int64, or x=8x3x32x32,y=8:int64 for a dict (float32 without a dtype)"
-    tensors, names = [], []
-    for part in text.removesuffix(",").split(","):
-        form = re.fullmatch(r"\s*(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?\s*", part)
-        dtype = getattr(torch, form[3] or "float32", None) if form else None
-        if form is None or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"--batch {text}: {part!r} is not the shape and dtype of a tensor. Pass {example}.")
-        names.append(form[1])
-        tensors.append(torch.empty([int(size) for size in form[2].split("x")], dtype=dtype, device="meta"))
-    if len(set(names)) == len(names) and None not in names:
-        return dict(zip(names, tensors, strict=True))
-    if any(names):
-        raise ValueError(f"--batch {text}: expected a separate name for each tensor, or none. Pass {example}.")
-    return tensors if "," in text else tensors[0]
-
-
-def saved_bytes(module: nn.Module, batch: Any, precision: Precision, calls_forward: bool = False) -> int:
+def saved_bytes(module: nn.Module, batch: object, precision: Precision, calls_forward: bool = False) -> int:
     """Return the bytes of the tensors that one step saves for backward, without parameters and buffers.
 
     The tensors have shapes but no values, as on the CPU, so nothing is allocated or computed. A step that reads values
@@ -61,10 +34,9 @@ def saved_bytes(module: nn.Module, batch: Any, precision: Precision, calls_forwa
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")  # such as self.log's, without a trainer
         attributes = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
-        memo: dict[int, Any] = {}
-        for tensor in chain(module.parameters(), module.buffers(), attributes):
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(_fake(tensor), tensor.requires_grad) if is_parameter else _fake(tensor)
+        memo: dict[int, object] = {
+            id(each): _fake(each) for each in (*module.parameters(), *module.buffers(), *attributes)
+        }
         fake = copy.deepcopy(module, memo).train()
         batch = precision.convert_batch(map_leaves(_fake, batch))
         saved: list[weakref.ref[Tensor]] = []
@@ -82,7 +54,7 @@ def saved_bytes(module: nn.Module, batch: Any, precision: Precision, calls_forwa
         return size
 
 
-def _call(module: nn.Module, batch: Any, calls_forward: bool) -> Any:
+def _call(module: nn.Module, batch: object, calls_forward: bool) -> object:
     step = getattr(module, "training_step", None)
     if callable(step) and not calls_forward:
         return step(batch, 0)
@@ -91,8 +63,11 @@ def _call(module: nn.Module, batch: Any, calls_forward: bool) -> Any:
     return module(*batch) if isinstance(batch, (list, tuple)) else module(batch)
 
 
-def _fake(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") if isinstance(leaf, Tensor) else leaf
+def _fake(leaf: object) -> object:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    fake = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+    return nn.Parameter(fake, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else fake
 
 
 def _same(tensor: Tensor) -> Tensor:
