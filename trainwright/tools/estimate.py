@@ -267,10 +267,11 @@ def _tables(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Iter
     for group in names.values():
         yield f"\n{', '.join(group)}"
         yield from _table(by_precision[group[0]], memory, width)
+        yield from (fill(f"  {line}", width) for line in _results(by_precision[group[0]], memory))
 
 
 def _table(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Iterator[str]:
-    """Yield the lines of a table, without columns that have no size, and of its results."""
+    """Yield the lines of a table, without columns that have no size."""
     cells = []
     for row in rows:
         sizes = (size_text(size) if size else "-" for size in (*row.held[:-1], row.held.total, row.held.sent))
@@ -282,11 +283,15 @@ def _table(rows: Sequence[EstimateRow], memory: int, width: int | None) -> Itera
     is_narrow = width is not None and len(lay_out([long, *lines], None)[1]) > width
     heads = short if is_narrow else long
     yield from lay_out([heads, *lines], width, right=range(1, len(heads) - 1), dropped=dropped)
+
+
+def _results(rows: Sequence[EstimateRow], memory: int) -> Iterator[str]:
+    """Yield the fewest devices that fit, then the reason of every rejection."""
     fitting = sorted((row for row in rows if _verdict(row, memory) == "fits"), key=lambda row: row.num_devices)
     best = f"{fitting[0].num_devices}, with {fitting[0].label}" if fitting else ""
-    yield f"  fewest devices that fit: {best}" if best else "  nothing here fits"
+    yield f"fewest devices that fit: {best}" if best else "nothing here fits"
     for reason, label in {row.rejected: row.label for row in reversed(rows) if row.rejected}.items():
-        yield fill(f"  {label} rejects it: {reason}", width)
+        yield f"{label} rejects it: {reason}"
 
 
 def _verdict(row: EstimateRow, memory: int) -> str:
