@@ -32,8 +32,6 @@ from torch.utils.data import DataLoader
 
 import trainwright as tw
 
-HYBRID = "fsdp hybrid"
-"""Two replicas."""
 BUCKET = 2**18
 """The elements of a small bucket."""
 SMALL_BUFFERS: dict[str, dict[str, Any]] = {
@@ -279,7 +277,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def make_strategy(name: str, family: Family) -> Any:
     if name.startswith("fsdp"):
-        replicas = 2 if name == HYBRID else 1
+        replicas = 2 if name.endswith(" hybrid") else 1
         return tw.FSDPStrategy(auto_wrap_policy={family.block}, num_replicas=replicas)  # a small network's too
     if name in SMALL_BUFFERS:
         return tw.DeepSpeedStrategy(stage=int(name[len("deepspeed_stage_")]), **SMALL_BUFFERS[name])
@@ -344,7 +342,7 @@ def report(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         width = options.width or family.width
         measure(family, family.step, strategy)  # what is imported and allocated once
         network = family.make(width)
-        shards = options.ranks // 2 if strategy == HYBRID else options.ranks
+        shards = options.ranks // 2 if strategy.endswith(" hybrid") else options.ranks
         estimates = tw.estimate_memory(network, torch.optim.Adam, shards, auto_wrap_policy={family.block})
         estimate = estimates.per_device[strategy.split()[0]]
         held = measure(family, width, strategy)
