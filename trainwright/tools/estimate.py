@@ -38,8 +38,8 @@ PARTS = ("parameters", "gradients", "optimizer", "masters", "buffers", "gathered
 HEADS = ("strategy", "devices", *PARTS, "")
 SHORT_PARTS = ("params", "grads", "optim", "masters", "buffers", "gathered", "activ", "total", "sent")
 SHORT_HEADS = ("strategy", "devices", *SHORT_PARTS, "")
-DROPPED = (6, 5, 3, 4, 2, 7, 8, 10)
-"""The columns that a narrow terminal drops, in this order: parts of the total, and last the sent bytes."""
+DROPPED = (6, 5, 7, 10, 3, 4, 2, 8)
+"""The columns that a narrow terminal drops, in this order."""
 MOST_PARAMETERS = 10**18
 """torch counts the bytes of a tensor in 64 bits, also on the meta device."""
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
