@@ -13,6 +13,8 @@ import json
 import logging
 import math
 import os
+import socket
+import struct
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,6 +25,7 @@ import torch
 from memory_models import FAMILIES, Family
 from strategy_loops import resident
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
@@ -43,6 +46,8 @@ SMALL_BUFFERS: dict[str, dict[str, Any]] = {
     },
 }
 """DeepSpeed's own buffers are made for larger networks: by default they are as large as one of these."""
+ACKNOWLEDGED = 120
+"""The place of the acknowledged bytes in Linux's tcp_info."""
 STEPS = 2
 """The first makes the optimizer's state, the second has all at once."""
 
@@ -62,6 +67,10 @@ class Held(NamedTuple):
     """What forward saves for backward, parameters apart."""
     peak: int
     """By which the process has grown; without what it kept free from earlier, and with all else."""
+    ahead: int
+    """The buffers of groups that fsdp has begun to gather, which no parameter shows yet."""
+    sent: int
+    """The bytes that a rank has sent over its sockets in the last step, on average."""
 
     @property
     def total(self) -> int:
@@ -125,6 +134,7 @@ class Count(tw.Callback):
         self.held: Held | None = None
         self.gradients_seen = Storages()
         self.most_parameters, self.most_gradients = 0, 0
+        self.most_ahead, self.sent = 0, 0
         self.whole: dict[int, Tensor] = {}
         """fsdp's gathered parameters, which have the gradients within a backward."""
         self._handles: list[Any] = []
@@ -144,6 +154,14 @@ class Count(tw.Callback):
             ):  # stages 1 and 2: the bucket and this rank's averages are both there
                 zero._release_ipg_buffers = partial(self._look_and_call, zero._release_ipg_buffers)
 
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.strategy.barrier()
+        self.sent = -sent_bytes()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.strategy.barrier()
+        self.sent += sent_bytes()
+
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self._look()
 
@@ -156,8 +174,10 @@ class Count(tw.Callback):
         parameters = kept.alive()
         gradients = self.most_gradients + sum(each.nbytes for each in self._reducer_buckets())
         parts = (parameters, self.most_parameters - parameters, gradients, optimizer.alive(), module.activations, peak)
+        parts += (self.most_ahead, self.sent)
         by_rank = trainer.strategy.all_gather(torch.tensor(parts)).reshape(-1, len(parts)).tolist()
-        self.held = max((Held(*map(int, each)) for each in by_rank), key=lambda held: held.total)
+        held = max((Held(*map(int, each)) for each in by_rank), key=lambda held: held.total)
+        self.held = held._replace(sent=int(sum(each[-1] for each in by_rank) / len(by_rank)))
         for each in self._handles:  # a tensor's hooks would keep all of this alive
             each.remove()
         for zero in self._zero_optimizers():
@@ -179,6 +199,7 @@ class Count(tw.Callback):
         self.gradients_seen.note(self._gradients())
         self.most_gradients = max(self.most_gradients, self.gradients_seen.alive())
         self.most_parameters = max(self.most_parameters, self.module.parameters_seen.alive())
+        self.most_ahead = max(self.most_ahead, sum(each.nbytes for each in self._begun_gathers()))
 
     def _look_and_call(self, function: Callable[[], None]) -> None:
         self._look()
@@ -203,6 +224,8 @@ class Count(tw.Callback):
         for each in (*self.module.parameters(), *self.whole.values()):
             if each.grad is not None:
                 yield local(each.grad)
+        for optimizer in self.trainer.optimizers:  # ddp_sharded's buckets, which replace gradients that are sent
+            yield from (flat for flat, *_ in getattr(optimizer, "_sent", ()))
         for zero in self._zero_optimizers():
             for name in ("averaged_gradients", "all_grad_tensors"):
                 for group in getattr(zero, name, {}).values():
@@ -214,6 +237,13 @@ class Count(tw.Callback):
                 yield zero.grad_partitions_flat_buffer
             for masters in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
                 yield from (each.grad for each in getattr(zero, masters, []) if each.grad is not None)
+
+    def _begun_gathers(self) -> Iterator[Tensor]:
+        """Yield the buffers of fsdp's gathers whose parameters are not there yet."""
+        for each in self.module.modules():
+            group = each._get_fsdp_state()._fsdp_param_group if isinstance(each, FSDPModule) else None
+            if group is not None and group._all_gather_result is not None:
+                yield group._all_gather_result.all_gather_output
 
     def _zero_optimizers(self) -> Iterator[Any]:
         """Yield the optimizers of DeepSpeed's engines."""
@@ -228,13 +258,27 @@ class Count(tw.Callback):
                 yield from (bucket.buffer() for bucket in wrapped.reducer._get_zeros_like_grad_buckets())
 
 
+def sent_bytes() -> int:
+    """Return the bytes that this process has sent over its open sockets, and whose receivers have them."""
+    total = 0
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if not path.is_symlink() or not str(path.readlink()).startswith("socket:"):
+            continue
+        with socket.socket(fileno=os.dup(int(path.name))) as connection:
+            if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+                total += struct.unpack_from("Q", info, ACKNOWLEDGED)[0]
+    return total
+
+
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def make_strategy(name: str, family: Family) -> Any:
-    if name == "fsdp":
-        return tw.FSDPStrategy(auto_wrap_policy={family.block})  # a small network's too
+    if name.startswith("fsdp"):
+        replicas = 2 if name.endswith(" hybrid") else 1
+        return tw.FSDPStrategy(auto_wrap_policy={family.block}, num_replicas=replicas)  # a small network's too
     if name in SMALL_BUFFERS:
         return tw.DeepSpeedStrategy(stage=int(name[len("deepspeed_stage_")]), **SMALL_BUFFERS[name])
     return name
@@ -298,7 +342,8 @@ def report(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         width = options.width or family.width
         measure(family, family.step, strategy)  # what is imported and allocated once
         network = family.make(width)
-        estimates = tw.estimate_memory(network, torch.optim.Adam, options.ranks, auto_wrap_policy={family.block})
+        shards = options.ranks // 2 if strategy.endswith(" hybrid") else options.ranks
+        estimates = tw.estimate_memory(network, torch.optim.Adam, shards, auto_wrap_policy={family.block})
         estimate = estimates.per_device[strategy.split()[0]]
         held = measure(family, width, strategy)
         shared = {"family": options.family, "ranks": options.ranks, "strategy": strategy}

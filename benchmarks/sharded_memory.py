@@ -26,6 +26,8 @@ from pathlib import Path
 from memory_models import FAMILIES
 from memory_picture import PARTS, Record, draw, of_ddp, total
 
+HYBRID = "fsdp hybrid"
+"""Two replicas of groups of shards, which is for four ranks or more."""
 STRATEGIES = (
     "ddp",
     "ddp_sharded",
@@ -56,7 +58,7 @@ LARGEST_ROOT = Path(__file__).resolve().parents[1]
 def run_job(family: str, ranks: int, options: argparse.Namespace, out: Path) -> None:
     """Measure one family on a number of ranks; its records are added to the file."""
     settings = {"family": family, "strategies": ",".join(options.strategies), "ranks": ranks, "out": out}
-    settings |= {"width": SMALL_WIDTH if options.small else 0, "budget": options.budget}
+    settings |= {"width": options.width, "budget": options.budget}
     command = [sys.executable, "-m", "trainwright.launch.processes", f'{{"num_processes": {ranks}}}']
     command += [sys.executable, str(Path(__file__).with_name("memory_job.py"))]
     command += [part for key, value in settings.items() for part in (f"--{key}", str(value))]
@@ -134,13 +136,19 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--strategies", default="", help=f"of {', '.join(STRATEGIES)}, comma-separated")
     parser.add_argument("--budget", type=int, help="MiB of a rank for the largest network; 0 leaves that out")
     parser.add_argument("--small", action="store_true", help="narrow networks, to try it")
+    parser.add_argument("--width", type=int, default=0, help="another width of the networks in the table")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "out", help="the folder for what it writes")
     options = parser.parse_args()
     options.families = choose(options.families, FAMILIES, "--families", parser)
-    options.strategies = choose(options.strategies, STRATEGIES, "--strategies", parser)
+    options.strategies = choose(
+        options.strategies or ",".join(STRATEGIES), [*STRATEGIES, HYBRID], "--strategies", parser
+    )
     if not all(each.isdigit() and int(each) > 1 for each in options.ranks.split(",")):
         parser.error(f"--ranks {options.ranks}: numbers of processes from 2 on, such as 2,4")
     options.ranks = [int(each) for each in options.ranks.split(",")]
+    options.width = options.width or (SMALL_WIDTH if options.small else 0)
+    if HYBRID in options.strategies and any(each < 4 or each % 2 for each in options.ranks):
+        parser.error(f"{HYBRID} makes two replicas of several ranks: pass --ranks 4, or omit it from --strategies")
     if options.budget is None:
         options.budget = SMALL_BUDGET if options.small else BUDGET
     if options.budget < 0:

@@ -41,7 +41,7 @@ METHODS = {
         save_state set_trigger skip_first_batches split_between_processes step trigger_sync_in_backward
         unscale_gradients unwrap_model wait_for_everyone""",
     tw.Strategy: """after_run all_gather allocate_optimizer_state backward barrier broadcast broadcast_buffers check
-        check_gradients
+        check_gradients check_module check_optimizer
         clip_gradients close connect describe_optimizer finalize gradient_norm join_job model_pieces note_module
         optimizer_pieces reduce reduce_boolean_decision refresh_trainable refresh_weights release resolve run
         setup_module setup_optimizers skip_step step sync_gradients""",

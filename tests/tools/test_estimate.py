@@ -23,10 +23,14 @@ class Net(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(depth)])
         assert self.layers[0].weight.is_meta
 
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
 class Reads(nn.Linear):
     def __init__(self):
-        super().__init__(2, 2)
-        self.weight.sum().item()
+        super().__init__(2, int(torch.tensor([2, 3]).max()))
 
 class Data(torch.utils.data.Dataset):
     def __init__(self, path):
@@ -34,6 +38,17 @@ class Data(torch.utils.data.Dataset):
 
 def small():
     return Net(4)
+
+def sparse():
+    return nn.Embedding(10, 4, sparse=True)
+
+def block():
+    return nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000))
+
+def with_example(shape=(6, 8)):
+    net = Net(8)
+    net.example_input_array = torch.zeros(shape)
+    return net
 
 made = nn.Linear(3, 5)
 number = 7
@@ -119,7 +134,7 @@ def test_precisions_with_equal_sizes_are_grouped(capsys: pytest.CaptureFixture[s
     assert "fewest devices that fit: 1, with single_device" in said
     assert "\nfsdp also gathers one block at a time, whose size --params does not show.\n" in said
     line = next(" ".join(line.split()) for line in said.splitlines() if line.startswith("  fsdp"))
-    assert line == "fsdp 2 1.9 GiB 1.9 GiB 3.7 GiB - - 7.5 GiB fits"
+    assert line == "fsdp 2 1.9 GiB 1.9 GiB 3.7 GiB - - - 7.5 GiB 5.6 GiB fits"
 
 
 def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,13 +170,23 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
     (["--params", "9e18"], "--params 9e18: expected at most 1e+18 parameters, such as 7e9 or 7B."),
     (["bad.py"], "the import of bad.py failed (ValueError: a wrong number). Put its work under"),
     (["--params", "1", "--devices", "8", "--strategies", "single_device"], "selects nothing: single_device is"),
-    (["--params", "1", "--precision", "64-true", "--strategies", "deepspeed_stage_2"], "DeepSpeed has no 64 bits."),
     (["--params", "many"], "--params many: expected a number such as 7e9 or 7B."),
     (["--params", "1", "--memory", "80GiBs"], "--memory 80GiBs: expected a number such as 80GiB."),
     (["--params", "1", "--devices", "1,x"], "--devices x: expected integers of at least 1, separated by commas."),
     (["--params", "1", "--strategies", "dpd"], "--strategies dpd: choose from single_device, ddp,"),
     (["--params", "1", "--precision", "bf17"], "precision='bf17' is unknown; choose from 64-true, 32-true,"),
     (["--params", "1", "--optimizer", "Adamw"], "Did you mean 'AdamW'?"),
+    (["net.py:Reads"], "must not read data or values. Read data in setup() or in the loaders, and pass sizes that depend"),
+    (["--params", "1", "--mesh", "replicate=2,shards=4"], "'shards' is not an axis; pass replicate=R,shard=S (replicas of "),
+    (["--params", "1", "--mesh", "replicate=2,shards=4"], "Did you mean 'shard'?"),
+    (["--params", "1", "--mesh", "replicate=2,tensor=4"], "--mesh replicate=2,tensor=4: pass replicate=R,shard=S"),
+    (["--params", "1", "--mesh", "replicate=0,shard=4"], "data=D,tensor=T (layers that T ranks divide), with integers of "),
+    (["--params", "1", "--mesh", "shard=2,shard=4"], "--mesh shard=2,shard=4: pass replicate=R,shard=S"),
+    (["--params", "1", "--mesh", "replicate=2,shard=4", "--ranks", "16"],
+     "--mesh replicate=2,shard=4 is for 8 ranks, the product, but --ranks is 16. Change one."),
+    (["net.py:small", "--batch", "8y4"], "--batch 8y4: '8y4' is not the shape and dtype of a tensor. Pass a batch such as"),
+    (["net.py:small", "--batch", "8x5"], "--batch 8x5: the step cannot be traced in 32-true (RuntimeError: "),
+    (["net.py:small", "--batch", "8x5"], "Omit --batch if the step reads values"),
 ])  # fmt: skip
 def test_estimate_rejects_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("fails.py").write_text("import sys\nsys.exit(3)")
@@ -182,3 +207,88 @@ def test_weights_that_layers_share_count_once_and_an_assumed_optimizer_is_said(c
     assert estimate_command(["--params", "9", "--optimizer", "LBFGS"], check_names) == 0
     assert "LBFGS could not be tried on these sizes. Its state is counted like Adam's" in capsys.readouterr().out
     assert not estimated(capsys, "--params", "9")["optimizer_is_assumed"]
+
+
+def test_meshes_are_rows_of_fsdp_for_their_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    options = (
+        "--mesh",
+        "replicate=32,shard=8",
+        "--mesh",
+        "data=32, tensor=8",
+        "--precision",
+        "32-true",
+        "--optimizer",
+        "Adam",
+    )
+    found = estimated(capsys, "net.py:block", *options, "--ranks", "256,8", "--device-memory", "80GiB")
+    hybrid, tensor = (each for each in found["rows"] if each["mesh"])
+    assert (hybrid["mesh"], tensor["mesh"], tensor["devices"]) == ("replicate=32,shard=8", "data=32,tensor=8", 256)
+    eight = row(found, "32-true", "fsdp", 8)
+    for part in ("parameters", "gradients", "optimizer", "gathered"):
+        assert hybrid[part] == eight[part] > 0
+    assert hybrid["sent"] == eight["sent"] + 2 * hybrid["gradients"] * 31 // 32
+    local = 4 * (2 * 125 * 64 + 1000)  # the bias is whole
+    assert tensor["parameters"] == local / 32
+    assert tensor["gathered"] == 2 * local
+    assert tensor["sent"] == 2 * local * 31 // 32
+    assert {each["devices"] for each in estimated(capsys, "net.py:block", *options)["rows"]} == {256}
+    assert estimate_command(["net.py:block", *options], check_names) == 0
+    said = capsys.readouterr().out
+    assert (
+        "\nAssumed: tensor ranks divide the matrices of Linear and Embedding layers, and save all activations." in said
+    )
+    assert "\n  fsdp replicate=32,shard=8      256 " in said
+
+
+def test_activations_of_a_step_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    args = (
+        "--args",
+        '{"width": 8, "depth": 2}',
+        "--devices",
+        "2",
+        "--strategies",
+        "ddp,fsdp",
+        "--precision",
+        "32-true",
+    )
+    plain = row(estimated(capsys, "net.py:Net", *args), "32-true", "ddp", 2)
+    traced = row(estimated(capsys, "net.py:Net", *args, "--batch", "6x8"), "32-true", "ddp", 2)
+    assert (plain["activations"], traced["activations"]) == (0, 3 * 4 * 6 * 8)  # the input, and two results of tanh
+    assert traced["total"] - plain["total"] == traced["activations"]
+    assert estimate_command(["net.py:Net", *args, "--batch", "6x8"], check_names) == 0
+    said = capsys.readouterr().out
+    assert "with the activations of a step of 6x8.\n" in said
+    assert "`fits` means that a fifth of it is free for temporary tensors" in said
+    assert estimate_command(["net.py:with_example"], check_names) == 0
+    said = capsys.readouterr().out
+    assert "with the activations of a forward of example_input_array, without the loss.\n" in said
+    assert "  384 bytes  " in said
+    assert estimate_command(["net.py:with_example", "--args", '{"shape": [6, 7]}'], check_names) == 0
+    said = capsys.readouterr().out
+    assert (
+        "Bytes per device, without activations: the forward of example_input_array cannot be traced in 32-true (R"
+        in said
+    )
+
+
+def test_a_plan_says_which_strategies_reject_the_module(capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimated(
+        capsys, "net.py:sparse", "--ranks", "4", "--precision", "32-true", "--mesh", "replicate=4,shard=1"
+    )
+    rejected = {each["strategy"] + each["mesh"]: each["rejected"] for each in found["rows"]}
+    assert rejected.pop("ddp") == ""
+    for name, reason in rejected.items():
+        expected = (
+            "num_replicas=4 does not divide 4 processes" if "shard" in name[4:] and "=" in name else "sparse=True"
+        )
+        assert expected in reason, name
+    assert {each["verdict"] for each in found["rows"]} == {"fits", "rejected"}
+    (double,) = estimated(
+        capsys, "net.py:block", "--ranks", "2", "--precision", "64-true", "--strategies", "deepspeed_stage_2"
+    )["rows"]
+    assert double["rejected"].startswith("precision='64-true': DeepSpeed computes in 32 or 16 bits.")
+    assert estimate_command(["net.py:block", "--optimizer", "Muon", "--ranks", "4"], check_names) == 0
+    said = capsys.readouterr().out
+    assert "\n  fsdp rejects it: Muon steps whole matrices, and strategy='fsdp' gives a rank only a shard" in said
+    assert "ddp_sharded rejects" not in said
+    assert "fewest devices that fit: 4, with ddp\n" in said

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 from trainwright.devices import hardware
+from trainwright.errors import did_you_mean
 from trainwright.strategies.fsdp2.wrap_policy import WrapPolicy, check_policy, choose_groups
 from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
 
-__all__ = ["MOST_USED", "available_memory", "size_text"]
+__all__ = ["MOST_USED", "RankMesh", "available_memory", "size_text"]
 
 MOST_USED = 0.8
 """The part of a device's memory that an estimate may take. Activations need the rest."""
 TENSORS: dict[Any, int] = {SGD: 0, (RMSprop, Adagrad): 1, (Adam, Adadelta, Adamax, NAdam, RAdam): 2}
 """The numbers of tensors of a parameter's size that torch's optimizers store for it, without further options."""
+MESHES = (("replicate", "shard"), ("data", "tensor"))
+ACCEPTED = "pass replicate=R,shard=S (replicas of groups of shards), or data=D,tensor=T (layers that T ranks divide)"
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -117,22 +122,78 @@ def estimate_memory(
     check_policy("auto_wrap_policy", auto_wrap_policy)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     state, of_masters, is_assumed = _state_bytes(optimizer, trained)
-    sizes = {
+    gathered, regathered = _gathered_bytes(module, choose_groups(module, auto_wrap_policy))
+    whole = {
         "parameters": _bytes((*module.parameters(), *module.buffers())),
         "gradients": _bytes(trained),
         "optimizer": state,
         "unsharded": _bytes(module.buffers()),
-        "gathered": _gathered_bytes(module, choose_groups(module, auto_wrap_policy)),
+        "gathered": gathered,
         "num_devices": num_devices,
     }
     masters = 4 * sum(parameter.numel() for parameter in trained)
+    sizes = () if isinstance(module, nn.ParameterList) else tuple(map(Tensor.numel, trained))
+    more = {"masters": masters, "of_masters": of_masters, "regathered": regathered}
     plans = {ALONE: MemoryPlan()} if num_devices == 1 else MEMORY_PLANS
     return MemoryEstimate(
-        **sizes,
+        **whole,
         is_assumed=is_assumed,
         available=int(available),
-        parts={name: plan.on_device(**sizes, masters=masters, of_masters=of_masters) for name, plan in plans.items()},
+        parts={name: plan.on_device(**whole, **more, sizes=sizes) for name, plan in plans.items()},
     )
+
+
+class RankMesh(NamedTuple):
+    """The numbers of ranks along the axes of a mesh."""
+
+    replicas: int
+    shards: int
+    """The ranks that divide the parameters, gradients and optimizer state of a replica."""
+    tensor: int
+    """The ranks that divide the matrices of layers."""
+    text: str
+
+    @classmethod
+    def parse(cls, text: str) -> RankMesh:
+        """Return the mesh of a text such as "replicate=32,shard=8"; ValueError for another form or other axes."""
+        parts = [re.fullmatch(r"\s*(\w+)\s*=\s*0*([1-9]\d*)\s*", part) for part in text.split(",")]
+        sizes = {part[1]: int(part[2]) for part in parts if part is not None}
+        known = [name for names in MESHES for name in names]
+        for name in sizes:
+            if name not in known:
+                raise ValueError(f"--mesh {text}: {name!r} is not an axis; {ACCEPTED}.{did_you_mean(name, known)}")
+        if None in parts or len(sizes) != len(parts) or set(sizes) not in map(set, MESHES):
+            raise ValueError(f"--mesh {text}: {ACCEPTED}, with integers of at least 1.")
+        shards = sizes.get("shard") or sizes["data"]
+        return cls(sizes.get("replicate", 1), shards, sizes.get("tensor", 1), text.replace(" ", ""))
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the product of the axes."""
+        return self.replicas * self.shards * self.tensor
+
+    def on_rank(self, module: nn.Module, optimizer: type[Optimizer]) -> DeviceBytes:
+        """Return the bytes on one rank under fsdp.
+
+        With tensor ranks the matrices of Linear and Embedding layers count as divided, and sent activations are not counted.
+        """
+        module = copy.deepcopy(module)
+        groups = set(choose_groups(module, None))  # fsdp chooses them by whole sizes
+        _divide(module, self.tensor)
+        policy = (lambda part: part in groups) if groups else None
+        parts = estimate_memory(module, optimizer, self.shards, 1, policy).parts
+        held = parts[ALONE if self.shards == 1 else FULLY_SHARDED]
+        return held._replace(sent=held.sent + 2 * held.gradients * (self.replicas - 1) // self.replicas)
+
+
+def _divide(module: nn.Module, count: int) -> None:
+    """Keep one of `count` ranks' rows in the matrices of Linear and Embedding layers, in place."""
+    divided: set[Tensor] = set()  # tied ones once
+    for layer in module.modules():
+        if isinstance(layer, (nn.Linear, nn.Embedding)) and layer.weight not in divided:
+            divided.add(layer.weight)
+            shape = (-(-layer.weight.shape[0] // count), *layer.weight.shape[1:])
+            layer.weight.data = torch.empty(shape, dtype=layer.weight.dtype, device=layer.weight.device)
 
 
 def available_memory() -> int:
@@ -147,10 +208,13 @@ def available_memory() -> int:
     return min(limits)
 
 
-def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
-    """Return the bytes that fsdp gathers at once, or 0 for a list of parameters, whose groups are unknown."""
+def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> tuple[int, int]:
+    """Return the bytes that fsdp gathers at once, and those that it gathers again for backward.
+
+    For a list of parameters, whose groups are unknown, these are 0 and all.
+    """
     if isinstance(module, nn.ParameterList):
-        return 0
+        return 0, _bytes(module.parameters())
     taken: set[Tensor] = set()
     parts = []
     for group in (*groups, module):
@@ -158,7 +222,7 @@ def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> int:
         taken.update(parts[-1])
     largest = sorted(map(_bytes, parts[:-1]))[-2:]
     gradients = max(_bytes(parameter for parameter in part if parameter.requires_grad) for part in parts)
-    return _bytes(parts[-1]) + sum(largest) + gradients
+    return _bytes(parts[-1]) + sum(largest) + gradients, sum(map(_bytes, parts[:-1]))
 
 
 def _state_bytes(optimizer: Any, trained: Sequence[Tensor]) -> tuple[int, int, bool]:

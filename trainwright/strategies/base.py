@@ -133,7 +133,8 @@ class Strategy(JobView):
     All methods are called on every rank, in the same order. Override the methods in which your engine differs, set
     `capabilities` accordingly, and pass the instance as `strategy=`. The methods are, by groups:
 
-    - setup: `check`, `connect`, `resolve`, `setup_module`, `setup_optimizers`, `refresh_trainable`
+    - setup: `check`, `connect`, `resolve`, `check_module`, `check_optimizer`, `setup_module`, `setup_optimizers`,
+      `refresh_trainable`
     - step: `run`, `backward`, `sync_gradients`, `finalize`, `clip_gradients`, `step`, `check_gradients`
     - state: `model_pieces`, `optimizer_pieces`, `describe_optimizer`, `allocate_optimizer_state`, `refresh_weights`, and the
       property `state`
@@ -191,6 +192,12 @@ class Strategy(JobView):
     def resolve(self, optimization: Optimization) -> Optimization:
         """Return the optimization with the settings of the engine's configuration, which win over the arguments."""
         return optimization
+
+    def check_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        """Raise ValueError for a module that this strategy cannot set up. It may be on the meta device."""
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ValueError for an optimizer, of a checked module, that this strategy cannot step."""
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         """Move a module to the device, and wrap or shard it, before its optimizers exist.

@@ -72,10 +72,16 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     )
 
 
-def refuse_unsharded(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer of torch that cannot step DTensors. Others fail in their first step."""
+def refuse_undivided(optimizer: Optimizer, strategy: str, is_elementwise: bool) -> None:
+    """Raise ValueError for an optimizer that cannot step DTensors, or may step an element by other elements.
+
+    Only torch's optimizers are known to be unable. Others fail in their first step.
+    """
     if isinstance(optimizer, UNSHARDED):
         raise ValueError(no_shards(optimizer))
+    refuse_whole_matrices(optimizer, strategy)
+    if not is_elementwise:
+        refuse_unknown_optimizer(optimizer, strategy)
 
 
 def no_shards(optimizer: Optimizer) -> str:

@@ -116,6 +116,13 @@ def refuse_unreplicable(module: nn.Module, name: str, is_trained: object) -> Non
         )
 
 
+def refuse_unshardable(module: nn.Module, name: str, is_trained: object, is_parallel: bool = True) -> None:
+    """Raise ValueError for a module whose training cannot be sharded, or a module that cannot be replicated."""
+    refuse_unreplicable(module, name, is_parallel and is_trained)
+    refuse_reentrant(module, name, is_parallel and is_trained)
+    refuse_sparse_weights(module, name, is_trained)
+
+
 def refuse_unaveraged(strategy: str, modules: Iterable[nn.Module], unknown: Collection[Tensor]) -> None:
     """Raise RuntimeError if a module trains a parameter that the strategy does not know.
 

@@ -69,7 +69,8 @@ def _made(origin: str, name: str, arguments: str | None) -> tuple[nn.Module, str
     except Exception as error:
         raise ValueError(
             f"{name} cannot be made on the meta device, whose tensors have no values ({type(error).__name__}: {error}). Its "
-            "constructor must not read values. Or use --params."
+            "constructor must not read data or values. Read data in setup() or in the loaders, and pass sizes that depend on "
+            "data as arguments (--args), or name a function that does. Or use --params."
         ) from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"{name} returned {a_type_of(module)}; name a torch module, or a function that returns one.")

@@ -113,22 +113,29 @@ class DDPStrategy(Strategy):
         self._due: set[nn.Module] = set()
         """Modules whose training step has run, and whose first parameter no backward has reached since then."""
 
-    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        self._move(module)
+    def check_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         if self.world_size == 1:
             return
         refuse_lazy(module, self.name)
         if optimization is None:
-            equalize(replicated(module, (*module.named_parameters(), *module.named_buffers())))
             return
         refuse_row_norms(module, self.name)
         refuse_reentrant(module, self.name, not self.static_graph)  # which counts the calls of a layer
-        self._automatic = optimization.automatic
-        if self.static_graph and not self._automatic:
+        if self.static_graph and not optimization.automatic:
             raise ValueError(
                 "static_graph=True needs automatic optimization, but this module steps its optimizers itself, after separate "
                 "backwards. Leave static_graph at False."
             )
+
+    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        self._move(module)
+        self.check_module(module, optimization)
+        if self.world_size == 1:
+            return
+        if optimization is None:
+            equalize(replicated(module, (*module.named_parameters(), *module.named_buffers())))
+            return
+        self._automatic = optimization.automatic
         self._wrap(module)
 
     def _wrap(self, module: nn.Module) -> None:

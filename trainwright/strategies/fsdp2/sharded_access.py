@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.vendor import tree_leaves, tree_map_only
+from trainwright.checkpoint.vendor import tree_leaves, tree_map
 from trainwright.strategies.base import StepForward
 from trainwright.strategies.fsdp2.tensor_plan import HEADS, is_shard
 from trainwright.strategies.fsdp2.vendor import WriteCheck, without_view
@@ -53,7 +53,7 @@ def without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """Clone views among a group's outputs: an in-place write would detach FSDP's hook, and lose gradients."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return output
-    return tree_map_only(Tensor, without_view, output)
+    return tree_map(lambda leaf: without_view(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
 
 def refuse_second_order(name: str, group: nn.Module, args: Any, output: Any) -> None:

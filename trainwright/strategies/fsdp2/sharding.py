@@ -80,7 +80,6 @@ class ModuleSharding:
 
     def shard(self, module: nn.Module) -> None:
         """Shard a module, whose root is then its attribute ROOT. Collective."""
-        vendor.refuse_hooks(module)
         groups = choose_groups(module, self._options.auto_wrap_policy, self._options.min_parameters)
         to_checkpoint = recomputed(module, self._options.activation_checkpointing_policy, groups)
         root = Root(module, self._low.param_dtype, groups)

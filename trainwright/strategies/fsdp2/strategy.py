@@ -21,20 +21,14 @@ from torch.optim import Optimizer
 
 from trainwright.arguments import check_flags
 from trainwright.checkpoint.tensors import Piece
-from trainwright.checkpoint.vendor import tree_map_only
+from trainwright.checkpoint.vendor import tree_map
 from trainwright.distributed.collectives import Exchange, gather_object
 from trainwright.distributed.connection import make_mesh
 from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Capabilities, Clipping, Optimization, StepResult, Strategy, scale_and_clip_value
-from trainwright.strategies.divided_optimizers import (
-    no_shards,
-    refuse_unknown_optimizer,
-    refuse_unsharded,
-    refuse_whole_matrices,
-    with_gradients,
-)
+from trainwright.strategies.divided_optimizers import no_shards, refuse_undivided, with_gradients
 from trainwright.strategies.fsdp2 import vendor
 from trainwright.strategies.fsdp2.sharded_access import (
     DIVIDED,
@@ -64,7 +58,7 @@ from trainwright.strategies.fsdp2.wrap_policy import (
     check_policy,
 )
 from trainwright.strategies.mesh_axes import check_mesh, reject_unsupported_axes
-from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
+from trainwright.strategies.module_checks import refuse_sparse_weights, refuse_unshardable
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.replication import DeferredAllReduce
 from trainwright.strategies.used_parameters import BackwardGuard, RanksUse
@@ -201,10 +195,16 @@ class FSDPStrategy(Strategy):
             self.data_rank, self.num_data_ranks = rank // sizes[TENSOR], sizes[DATA]
             self.data_group = self.device_mesh[DATA].get_group()
 
+    def check_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        refuse_unshardable(module, self.name, optimization, self.world_size > 1)
+        if ROOT not in module.__dict__:
+            vendor.refuse_hooks(module)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        refuse_undivided(optimizer, self.name, self.elementwise)
+
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
-        refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
-        refuse_reentrant(module, self.name, self.world_size > 1 and optimization)
-        refuse_sparse_weights(module, self.name, optimization)
+        self.check_module(module, optimization)
         self._automatic = optimization is None or optimization.automatic
         if ROOT in module.__dict__:
             module.__dict__[ROOT].refuse_failed()
@@ -264,10 +264,7 @@ class FSDPStrategy(Strategy):
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], optimization: Optimization
     ) -> list[Optimizer]:
         for optimizer in optimizers:
-            refuse_unsharded(optimizer)
-            refuse_whole_matrices(optimizer, self.name)
-            if not self.elementwise:
-                refuse_unknown_optimizer(optimizer, self.name)
+            self.check_optimizer(optimizer)
         self.refresh_trainable(modules)  # configure_optimizers may have created some
         return list(optimizers)
 
@@ -295,7 +292,7 @@ class FSDPStrategy(Strategy):
         with self.precision.forward_context() or nullcontext(), self._failing([root]):
             outputs = root(name, *args, **kwargs)
             if self._tensor is not None:
-                outputs = tree_map_only(DTensor, whole_of, outputs)
+                outputs = tree_map(lambda leaf: whole_of(leaf) if isinstance(leaf, DTensor) else leaf, outputs)
         if not (self._automatic and torch.is_grad_enabled()):
             root.reshard()  # no backward will do it, and hooks must freeze the shards, not the gathered parameters
             if self.cpu_offload and self.device.type != "cpu":

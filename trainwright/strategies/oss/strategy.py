@@ -22,7 +22,7 @@ from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_info
 from trainwright.strategies.base import Capabilities, Clipping, Optimization, StepResult, Strategy, scale_and_clip_value
 from trainwright.strategies.divided_optimizers import DIVIDED, REPLACED, OptimizerProxy, parameters_of, with_gradients
-from trainwright.strategies.module_checks import refuse_reentrant, refuse_sparse_weights, refuse_unreplicable
+from trainwright.strategies.module_checks import refuse_sparse_weights, refuse_unshardable
 from trainwright.strategies.oss import vendor
 from trainwright.strategies.replaced_options import OF_DDP, refuse_options
 from trainwright.strategies.replication import equalize
@@ -214,13 +214,25 @@ class ShardedDDPStrategy(Strategy):
         if num_processes == 1:
             rank_zero_info("strategy='ddp_sharded' has nothing to shard on one process; it runs as 'single_device'.")
 
+    def check_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        if self.world_size > 1:
+            refuse_unshardable(module, self.name, optimization)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ValueError for several dtypes, because FairScale keeps a rank's parameters in one buffer."""
+        dtypes = {p.dtype for p in parameters_of(optimizer) if p.requires_grad}
+        if self.world_size > 1 and len(dtypes) > 1:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise ValueError(
+                f"ddp_sharded sends parameters in buffers of one dtype, but this {type(optimizer).__name__} steps parameters "
+                f"in {names}. Convert the module to one dtype, or choose 'ddp' or 'fsdp'."
+            )
+
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         self._move(module)
+        self.check_module(module, optimization)
         if self.world_size == 1:
             return
-        refuse_unreplicable(module, self.name, optimization)
-        refuse_reentrant(module, self.name, optimization)
-        refuse_sparse_weights(module, self.name, optimization)
         equalize((*module.parameters(), *module.buffers()))
         self._automatic = optimization is None or optimization.automatic
         self.wrapped[module] = module  # so that a raw loop's forward comes here, which broadcasts buffers
@@ -243,7 +255,7 @@ class ShardedDDPStrategy(Strategy):
         sharded: list[Optimizer] = []
         for optimizer in optimizers:
             if not isinstance(optimizer, ShardedOptimizer):
-                _refuse_mixed(optimizer)
+                self.check_optimizer(optimizer)
                 dtype = torch.float16 if self.reduce_fp16 else None
                 optimizer = ShardedOptimizer(optimizer, self.reduce_buffer_size, dtype)
                 self._optimizers[id(optimizer)] = optimizer
@@ -303,14 +315,3 @@ class ShardedDDPStrategy(Strategy):
             optimizer.close()
         super().close()
         self._optimizers.clear()
-
-
-def _refuse_mixed(optimizer: Optimizer) -> None:
-    """Raise ValueError for several dtypes, because FairScale keeps a rank's parameters in one buffer."""
-    dtypes = {p.dtype for p in parameters_of(optimizer) if p.requires_grad}
-    if len(dtypes) > 1:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ValueError(
-            f"ddp_sharded sends parameters in buffers of one dtype, but this {type(optimizer).__name__} steps parameters in "
-            f"{names}. Convert the module to one dtype, or choose 'ddp' or 'fsdp'."
-        )

@@ -171,9 +171,14 @@ class DeepSpeedStrategy(Strategy):
         configured = self.own_config.get("zero_optimization", {}).get("offload_optimizer", {})
         return (self.offload_optimizer and self.device.type != "cpu") or configured.get("device", "none") != "none"
 
-    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+    def check_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         refuse_unreplicable(module, self.name, optimization if self.world_size > 1 else None)
         refuse_sparse_weights(module, self.name, optimization)
+        if optimization is not None:
+            deepspeed_config.refuse_what_cannot_be_sharded(Part([module]), self.stage)
+
+    def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
+        self.check_module(module, optimization)
         sharded = {name: p for name, p in module.named_parameters() if hasattr(p, "ds_id")}
         if self.stage < 3 or not sharded:
             self._move(module)
@@ -213,14 +218,14 @@ class DeepSpeedStrategy(Strategy):
         # A module may override parameters().
         held = {each: {own for _, own in nn.Module.named_parameters(each)} for each in modules}
         for optimizer in (each for each in optimizers if each not in self._engines):
-            self._refuse_optimizer(optimizer)
+            self.check_optimizer(optimizer)
             deepspeed_config.refuse_strangers(optimizer, set().union(*held.values()))
             owners = [module for module in modules if not held[module].isdisjoint(parameters_of(optimizer))]
             master = MasterOptimizer(optimizer)
             self._take(master, self._initialize(Part(owners), master), owners)
         return list(self._engines)
 
-    def _refuse_optimizer(self, optimizer: Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:
         refuse_whole_matrices(optimizer, self.name)
         if not self.elementwise:
             deepspeed_config.refuse_optimizer(self.own_config, optimizer, self.name)
@@ -254,7 +259,7 @@ class DeepSpeedStrategy(Strategy):
         with self._added[-1]:
             config = self._config(part.parameters())
             deepspeed_config.refuse_what_cannot_be_sharded(part, self.stage)
-            engine = vendor.make_engine(part, optimizer, trained, config, self.device, self._refuse_optimizer)
+            engine = vendor.make_engine(part, optimizer, trained, config, self.device, self.check_optimizer)
         self._write_back.track(engine.optimizer, self.stage, self.rank, part, self.wrapped)
         if self.precision.autocast_dtype == torch.float16 and (optimizer is not None or trained is not None):
             vendor.scale_losses(engine)
