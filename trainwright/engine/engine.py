@@ -122,7 +122,9 @@ class Engine(EngineCheckpoints):
         if optimization is not None:
             self.optimization = optimization
             if self.device.type == "cpu":
-                keep_freed_memory()
+                # Gathered groups would leave gaps of freed memory, three times as large as a model of 0.2 billion parameters.
+                gathers = self.strategy.capabilities.forward_is_collective and self.ranks.world_size > 1
+                keep_freed_memory(1 << 20) if gathers else keep_freed_memory()
         holder = _holders.get(module)
         if holder is not None and (earlier := holder()) not in (None, self.strategy):
             earlier.close()  # of another Trainer, whose engine's hooks on the module would still run
