@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +84,7 @@ def rows() -> DataLoader[Any]:
 
 def fit(module: LanguageModel, steps: int, base: int, ckpt_path: Path | None = None) -> tuple[tw.Trainer, Memory]:
     memory = Memory(base)
-    trainer = tw.Trainer(
-        devices=int(os.environ["WORLD_SIZE"]), strategy="fsdp", max_steps=steps, callbacks=[memory], **QUIET
-    )
+    trainer = tw.Trainer(devices=4, strategy="fsdp", max_steps=steps, callbacks=[memory], **QUIET)
     memory.begin()
     trainer.fit(module, rows(), ckpt_path=ckpt_path)
     return trainer, memory
