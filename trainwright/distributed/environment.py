@@ -129,7 +129,7 @@ def prepare_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def keep_freed_memory(most: int = 1 << 30) -> None:
+def keep_freed_memory(most: int) -> None:
     """Let glibc keep the memory of freed tensors of up to `most` bytes, unless the environment configures its allocator.
 
     By default glibc returns it to the kernel, and each step faults it in again: 8,000 page faults for 20 M parameters.
