@@ -83,7 +83,7 @@ class CountedStore:
         return getattr(self._store, name)
 
 
-def test_the_requests_of_a_rank_hardly_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_sends_as_many_requests_among_more_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoreChannel, "group_size", 8)
 
     def requests(world_size: int) -> list[int]:
@@ -97,7 +97,7 @@ def test_the_requests_of_a_rank_hardly_grow_with_the_ranks(monkeypatch: pytest.M
 
         with ThreadPoolExecutor(world_size) as pool:
             list(pool.map(work, range(world_size)))
-        return [each.count for each in counted]
+        return [rank.count for rank in counted]
 
     few, many = requests(16), requests(64)
     assert few[1:] == many[1:16] == many[17:32]

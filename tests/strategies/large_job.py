@@ -46,13 +46,13 @@ class LanguageModel(tw.Module):
 
 
 class Memory(tw.Callback):
-    """Measures by how many MiB the process has grown since a base, at the most, in each phase of a run."""
+    """Measures by how many MiB the process has grown since a base, at the most, in the phases of a run."""
 
     def __init__(self, base: int) -> None:
         self.base = base
         self.peaks: dict[str, float] = {}
         self.sums: list[float] = []
-        """Of each parameter's shard at the start of the training."""
+        """Of the parameters' shards at the start of the training."""
 
     def begin(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on

@@ -13,7 +13,7 @@ from large_job import MIB, resume, train
 @pytest.mark.slow
 @pytest.mark.host  # the memory of the process is the device's memory
 def test_no_rank_holds_more_than_its_share_and_a_few_groups(tmp_path: Path) -> None:
-    """A group is a block, a twelfth of the model. Shards of parameters, gradients and two moments are a share each."""
+    """A group is a block, a twelfth of the model. Shards of parameters, gradients and two moments are four shares."""
     try:
         trained = run_job(train, 4, tmp_path, seconds=200)
         resumed = run_job(resume, 4, tmp_path, seconds=200)
