@@ -1,28 +1,28 @@
 """Measure agreement, commits and the data order for many ranks, and reads of large and of many checkpoints.
 
-The ranks are threads of one process, each with its own connections to a real TCPStore, so their figures include the time of
-all their Python code on this machine.
+The ranks are threads of a few processes (scale_job.py), each with its own connection to a real TCPStore. They run the package's
+code, so on a machine with fewer cores than ranks a measurement takes the CPU time of all. The output therefore also shows the
+CPU time of the store's server, of rank 0 and of another rank, which take place one after another in a job on many machines.
 
-    python benchmarks/scale.py [--ranks 64,256,1024] [--tensors 100000] [--checkpoints 10000] [--rounds 5]
+    python benchmarks/scale.py [--ranks 64,256,1024] [--tensors 100000] [--checkpoints 10000] [--rounds 5] [--picture PATH]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from scale_job import Cost, Job, Rank, Work
+from scale_picture import draw
 from torch.utils.data import BatchSampler, RandomSampler
 
 from trainwright.checkpoint.discovery import latest_checkpoint
@@ -30,78 +30,49 @@ from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import Piece
 from trainwright.data.index_stream import IndexStream
+from trainwright.distributed.failures import FailureLog
 from trainwright.distributed.ranks import Ranks
 from trainwright.distributed.store_channel import StoreChannel
-from trainwright.distributed.sync_points import SyncPoints
 
+NAMES = ("agreement", "stop", "watch", "commit")
 BATCH_SIZE, BATCHES = 32, 50
+STEP_SECONDS = 0.01
 
 
-class Job:
-    """Ranks as threads that wait for one another before each measurement."""
-
-    def __init__(self, world_size: int) -> None:
-        self._server: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        self._pool, self._barrier = ThreadPoolExecutor(world_size), threading.Barrier(world_size)
-        self.world_size = world_size
-        self.stores = [self._connect() for _ in range(world_size)]
-        self.ranks = [Ranks(StoreChannel(store, rank, world_size), 600.0) for rank, store in enumerate(self.stores)]
-
-    def _connect(self) -> Any:
-        options = {"timeout": timedelta(minutes=5), "wait_for_workers": False}
-        return dist.TCPStore("127.0.0.1", self._server.port, None, False, **options)
-
-    def seconds(self, work: Callable[[int], Any]) -> float:
-        """Return the seconds until the last rank has done its work."""
-
-        def timed(rank: int) -> tuple[float, float]:
-            self._barrier.wait()
-            began = time.perf_counter()
-            work(rank)
-            return began, time.perf_counter()
-
-        times = list(self._pool.map(timed, range(self.world_size)))
-        return max(ended for _, ended in times) - min(began for began, _ in times)
+def agreement(rank: Rank) -> None:
+    rank.ranks.exchange(rank.rank % 7 == 0, "a stop")
 
 
-def agreement(job: Job) -> float:
-    return job.seconds(lambda rank: job.ranks[rank].exchange(rank % 7 == 0, "a stop"))
+def stop(rank: Rank) -> None:
+    """Reach the boundary on which all ranks agree."""
+    rank.stop.is_pending = True
+    step = 0
+    while not rank.stop.is_reached(step):
+        step = 1
+        time.sleep(STEP_SECONDS)
 
 
-def stop(job: Job) -> float:
-    """Let every rank reach the boundary on which all ranks agree."""
-    points = [SyncPoints(store, rank, job.world_size).make("stop") for rank, store in enumerate(job.stores)]
-    for point in points:
-        point.is_pending = True
-
-    def reach(rank: int) -> None:
-        step = 0
-        while not points[rank].is_reached(step):
-            step = 1
-            time.sleep(0.01)
-
-    return job.seconds(reach)
+def watch(rank: Rank) -> None:
+    """Make the requests of one poll of a watcher thread."""
+    FailureLog(rank.store).count()
+    rank.store.check(["closing"])
+    rank.positions.answer(rank.store)
+    rank.points.poll(rank.store)
 
 
-def commit(job: Job) -> float:
-    folder = Path(tempfile.mkdtemp())
-
-    def write(rank: int) -> None:
-        pieces = [Piece(f"weight{i}", (job.world_size * 8,), rank * 8, torch.ones(8), rank) for i in range(20)]
-        header = {"step": 1, "epoch": 0}
-        sections = {"model": pieces}
-        write_checkpoint(
-            str(folder / "a.ckpt"), sections=sections, state={}, rank_state={}, header=header, ranks=job.ranks[rank]
-        )
-
-    try:
-        return job.seconds(write)
-    finally:
-        shutil.rmtree(folder)
+def commit(path: str, rank: Rank) -> None:
+    pieces = [Piece(f"weight{i}", (rank.world_size * 8,), rank.rank * 8, torch.ones(8), rank.rank) for i in range(20)]
+    header, sections = {"step": 1, "epoch": 0}, {"model": pieces}
+    write_checkpoint(path, sections=sections, state={}, rank_state={}, header=header, ranks=rank.ranks)
 
 
-def data_order(world_size: int) -> float:
-    """Return the seconds for the indices of one batch of one rank."""
+def work_of(name: str, folder: Path) -> Work:
+    works: dict[str, Work] = {"agreement": agreement, "stop": stop, "watch": watch}
+    return works.get(name) or partial(commit, str(folder / f"{time.monotonic_ns()}.ckpt"))
+
+
+def data_order(world_size: int) -> tuple[float, float]:
+    """Return the seconds for the indices of one batch of one rank, and of the last batch of an epoch."""
     source = BatchSampler(RandomSampler(range(BATCH_SIZE * BATCHES * world_size)), BATCH_SIZE, False)
     stream = IndexStream(
         source,
@@ -117,9 +88,8 @@ def data_order(world_size: int) -> float:
     stream.set_epoch(0, 0)
     batches = iter(stream)
     next(batches)
-    began = time.perf_counter()
-    count = sum(1 for _ in batches)
-    return (time.perf_counter() - began) / count
+    seconds = [timed(partial(next, batches)) for _ in range(BATCHES - 1)]
+    return statistics.median(seconds), seconds[-1]
 
 
 def write_alone(path: Path, count: int, step: int = 1) -> None:
@@ -141,13 +111,24 @@ def reads(folder: Path, tensors: int, checkpoints: int) -> list[tuple[str, Calla
     ]
 
 
-def report(rounds: int, name: str, measure: Callable[[], float]) -> None:
+def report(name: str, figures: Sequence[float], note: str = "") -> None:
     """Print the median, the least and the most milliseconds of a measurement."""
-    measure()
-    seconds = sorted(measure() for _ in range(rounds))
-    figures = statistics.median(seconds), seconds[0], seconds[-1]
-    middle, least, most = (f"{figure * 1e3:.3f}" for figure in figures)
-    print(f"{name:40s} {middle:>10s} ms ({least} to {most})", flush=True)
+    middle, least, most = (f"{figure * 1e3:.3f}" for figure in (statistics.median(figures), min(figures), max(figures)))
+    print(f"{name:40s} {middle:>10s} ms ({least} to {most}){note}", flush=True)
+
+
+def report_job(world_size: int, rounds: int, folder: Path) -> dict[str, Cost]:
+    """Measure a job, print the costs and return their medians by name."""
+    medians = {}
+    with Job(world_size) as job:
+        for name in NAMES:
+            job.measure(work_of(name, folder))
+            costs = [job.measure(work_of(name, folder)) for _ in range(rounds)]
+            medians[name] = Cost(*map(statistics.median, zip(*costs, strict=True)))
+            parts = zip(("server", "rank 0", "another rank"), medians[name][1:], strict=True)
+            note = ", ".join(f"{part} {seconds * 1e3:.3f} ms" for part, seconds in parts)
+            report(f"{world_size} ranks: {name}", [cost.seconds for cost in costs], f"; CPU time: {note}")
+    return medians
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -162,22 +143,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tensors", type=int, default=100_000, help="tensors of the large checkpoint")
     parser.add_argument("--checkpoints", type=int, default=10_000, help="checkpoints in one folder")
     parser.add_argument("--rounds", type=int, default=5, help="measurements; the median counts")
+    parser.add_argument("--picture", type=Path, help="an SVG to draw")
     parser.add_argument(
         "--all-at-once", action="store_true", help="every rank reads every post, as in a job of 32 ranks"
     )
     options = parser.parse_args(arguments)
     if options.all_at_once:
         StoreChannel.group_size = 1 << 20
-    for world_size in map(int, options.ranks.split(",")):
-        job = Job(world_size)
-        show = partial(report, options.rounds)
-        for measure in (agreement, stop, commit):
-            show(f"{world_size} ranks: {measure.__name__}", partial(measure, job))
-        show(f"{world_size} ranks: the indices of a batch", partial(data_order, world_size))
-    folder = Path(tempfile.mkdtemp())
+    # Torch looks up the names of the connections' ends, and waits for a name server that does not answer.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    folder, costs = Path(tempfile.mkdtemp()), {}
     try:
+        for world_size in map(int, options.ranks.split(",")):
+            costs[world_size] = report_job(world_size, options.rounds, folder)
+            orders = [data_order(world_size) for _ in range(options.rounds)]
+            for name, figures in zip(("a batch", "an epoch's last batch"), zip(*orders, strict=True), strict=True):
+                report(f"{world_size} ranks: the indices of {name}", figures)
         for name, work in reads(folder, options.tensors, options.checkpoints):
-            show(name, partial(timed, work))
+            work()
+            report(name, [timed(work) for _ in range(options.rounds)])
+        if options.picture:
+            draw(options.picture, costs)
     finally:
         shutil.rmtree(folder)
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from forked import run_python
@@ -120,11 +121,15 @@ def test_checkpoints_are_compared_with_the_bare_work() -> None:
 
 
 @pytest.mark.slow
-def test_the_scale_benchmark_prints_every_measurement() -> None:
-    done = run("--ranks", "40", "--tensors", "50", "--checkpoints", "5", "--rounds", "1", script="scale.py")
+def test_the_scale_benchmark_prints_every_measurement(tmp_path: Path) -> None:
+    sizes = ("--ranks", "2,70", "--tensors", "50", "--checkpoints", "5", "--rounds", "1")
+    done = run(*sizes, "--picture", str(tmp_path / "scale.svg"), script="scale.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    names = ["40 ranks: agreement", "40 ranks: stop", "40 ranks: commit", "40 ranks: the indices of a batch"]
+    parts = ("agreement", "stop", "watch", "commit", "the indices of a batch", "the indices of an epoch's last batch")
+    names = [f"{count} ranks: {part}" for count in (2, 70) for part in parts]
     names += ["open a checkpoint of 50 tensors", "find the newest of 5 checkpoints"]
     rows = re.findall(r"^(.*?) +([\d.]+) ms \(", done.stdout, re.MULTILINE)
     assert [name for name, _ in rows] == names
     assert all(float(figure) > 0 for _, figure in rows)
+    picture = ElementTree.parse(tmp_path / "scale.svg").getroot()
+    assert sum(each.tag.endswith("circle") for each in picture.iter()) == 2 * 4 * 4

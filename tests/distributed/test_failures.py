@@ -92,6 +92,11 @@ def test_a_failed_peer_ends_this_rank(exits: list[int]) -> None:
     watch.stop()
 
 
+def test_a_watcher_of_many_ranks_waits_longer() -> None:
+    seconds = {count: PeerWatch(make_store(), 0, count).poll_seconds for count in (2, 500, 1000, 2000)}
+    assert seconds == {2: 0.2, 500: 0.2, 1000: 0.4, 2000: 0.8}
+
+
 def test_after_a_clean_close_nothing_ends_this_rank(exits: list[int]) -> None:
     store = make_store()
     host = PeerWatch(store, 0, 2, store_host=0, poll_seconds=0.01)

@@ -72,6 +72,38 @@ def test_the_store_does_not_grow(of_each_size: int) -> None:
     assert counts[1] <= counts[0] + 2 * of_each_size  # ranks delete the keys of a call during the next one
 
 
+class CountedStore:
+    """Counts the requests of one rank, except for the checks of a wait, whose number depends on time."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.count = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.count += name != "check"
+        return getattr(self._store, name)
+
+
+def test_a_rank_sends_as_many_requests_among_more_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoreChannel, "group_size", 8)
+
+    def requests(world_size: int) -> list[int]:
+        store = make_store()
+        counted = [CountedStore(store) for _ in range(world_size)]
+
+        def work(rank: int) -> None:
+            channel = StoreChannel(counted[rank], rank, world_size)
+            for _ in range(3):
+                channel.exchange(b"+", call="a test", timeout_seconds=120, for_first=b"result")
+
+        with ThreadPoolExecutor(world_size) as pool:
+            list(pool.map(work, range(world_size)))
+        return [rank.count for rank in counted]
+
+    few, many = requests(16), requests(64)
+    assert few[1:] == many[1:16] == many[17:32]
+    assert few[0] + 6 >= many[0] > few[0]  # rank 0 reads the second parts of all, 32 in a request
+
+
 def test_who_has_left_is_not_waited_for() -> None:
     def work(channel: StoreChannel) -> bytes | str:
         channel.exchange(b"both", call="a test", timeout_seconds=120)

@@ -22,6 +22,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any, BinaryIO
 
+from trainwright.checkpoint.codec import without_collection
 from trainwright.checkpoint.contents import Contents, HostMemory, collect
 from trainwright.checkpoint.discovery import refuse_irreplaceable, replace_checkpoint
 from trainwright.checkpoint.filesystem import Files, describe, note_new, resolve, temporary_path
@@ -362,6 +363,7 @@ def _stage(files: Files, target: str, overwrite: bool) -> str:
     return directory
 
 
+@without_collection()
 def _commit(
     files: Files,
     directory: str,

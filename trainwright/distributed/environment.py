@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any
 
 from trainwright.distributed.clusters import (
@@ -130,9 +129,8 @@ def prepare_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-@cache
-def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors for the next step, unless the environment configures its allocator.
+def keep_freed_memory(most: int) -> None:
+    """Let glibc keep the memory of freed tensors of up to `most` bytes, unless the environment configures its allocator.
 
     By default glibc returns it to the kernel, and each step faults it in again: 8,000 page faults for 20 M parameters.
     TRAINWRIGHT_KEEP_FREED_MEMORY=0 keeps the default.
@@ -142,7 +140,7 @@ def keep_freed_memory() -> None:
     if is_glibc and is_wanted and os.environ.keys().isdisjoint(ALLOCATOR_VARIABLES):
         libc = ctypes.CDLL(None)
         # M_MMAP_THRESHOLD: larger tensors have pages of their own. Before 2.35 glibc accepts at most 32 MiB.
-        if not libc.mallopt(-3, 1 << 30):
+        if not libc.mallopt(-3, most):
             libc.mallopt(-3, 32 << 20)
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 

@@ -25,6 +25,7 @@ PEER_FAILED_EXIT_CODE = 79
 PRINT_SECONDS = 0.5  # for the first failing rank to print its traceback before the others leave
 SECONDARY_SECONDS = 2.0  # that an error about a lost peer waits for the peer's error: a process takes a moment to end
 REPORT_SECONDS = 0.5  # that the text of a failure may take after its number
+MOST_POLLS = 2500  # of all ranks, that poll in a second; each makes four requests of the 100,000 that a store answers
 LONGEST, LONGEST_TRACE, MOST_REPORTS = 600, 100_000, 1000
 """The limits on the characters of an error's message and of a traceback, and on the reports that are read."""
 LOST_PEER_TEXTS = ("connection closed by peer", "connection reset by peer", "connection was closed", "broken pipe")
@@ -147,6 +148,7 @@ class PeerWatch:
         store_host: the rank whose process hosts the store, or None if a launcher does.
         error_file: gets this rank's error in elastic's format, for torchrun's summary.
         poll: called at every poll, for other watches.
+        poll_seconds: the seconds between two polls, or more in a job of many ranks.
     """
 
     def __init__(
@@ -170,7 +172,8 @@ class PeerWatch:
         self._error_file = error_file
         # Of several exit codes srun returns the highest, which is to be that of the rank that failed.
         self._secondary_code = PEER_FAILED_EXIT_CODE if store_host is None else 1
-        self._poll, self._poll_seconds = poll, poll_seconds
+        self._poll = poll
+        self.poll_seconds = max(poll_seconds, world_size / MOST_POLLS)
         self._pid = os.getpid()
         self._stopped = threading.Event()
         self._previous_hook: Callable[..., object] = sys.excepthook
@@ -193,7 +196,7 @@ class PeerWatch:
             return
         # Joined, because a daemon thread in the store's C++ code can abort the process at interpreter shutdown.
         self._stopped.set()
-        self._thread.join(timeout=2 * self._poll_seconds + 1.0)
+        self._thread.join(timeout=2 * self.poll_seconds + 1.0)
         if self._store_host is not None and not self.has_failed:
             with contextlib.suppress(RuntimeError):
                 self._say_goodbye(farewell_seconds)
@@ -213,7 +216,7 @@ class PeerWatch:
 
     def _watch(self) -> None:
         # All ranks poll in the same moments, so that their counts of collectives compare.
-        while not self._stopped.wait(self._poll_seconds - time.time() % self._poll_seconds):
+        while not self._stopped.wait(self.poll_seconds - time.time() % self.poll_seconds):
             try:
                 if self._log.count() > 0 and not self.has_failed:
                     self._log.wait_until_printed(PRINT_SECONDS)

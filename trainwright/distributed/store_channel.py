@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import BytesIO
@@ -28,6 +28,8 @@ ON_ALL_RANKS = (
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02
 PAUSED_PART = 1 / 32
 """The pause of a waiting rank as a part of the time that it has waited, within the two limits."""
+MOST_POLLS = 20_000
+"""The requests per second of all waiting ranks together. A TCPStore answers 100,000, of one rank after the other."""
 LARGEST_VALUE = 4 << 20
 """The most bytes of a value; a TCPStore accepts 8 MiB."""
 LOOK_SECONDS = 0.5
@@ -168,44 +170,46 @@ class StoreChannel:
             )
             parts = [post.split(b"\n", 1) for post in posts]
             if for_first is not None and self.rank == 0:
-                parts = [
-                    [head, body + bytes(self._store.get(self._key(number, f"{rank}/first")))]
-                    for rank, (head, body) in enumerate(parts)
-                ]
+                seconds = self._get_all([self._key(number, f"{rank}/first") for rank in range(self.world_size)])
+                parts = [[head, body + second] for (head, body), second in zip(parts, seconds, strict=True)]
             # Every rank has posted this call, so every rank has read the previous one.
             for key in self._previous_keys:
                 self._store.delete_key(key)
             self._previous_keys, self._keys = self._keys, []
-        (here, at_here), *others = [json.loads(head) for head, _ in parts]
-        for rank, (there, at_there) in enumerate(others, start=1):
+        heads = [head for head, _ in parts]
+        here, at_here = json.loads(heads[0])
+        for head in dict.fromkeys(heads):  # usually one, and reading a thousand takes milliseconds on every rank
+            there, at_there = json.loads(head)
             if there != here:
+                rank = heads.index(head)
                 raise RuntimeError(
                     f"the ranks have met in different calls: rank 0 in {here}{_at(at_here)}, rank {rank} in "
                     f"{there}{_at(at_there)}. {ON_ALL_RANKS}"
                 )
         return [body for _, body in parts]
 
-    def _gather(self, number: int, wait: Callable[[dict[str, int]], None]) -> list[bytes]:
+    def _gather(self, number: int, wait: Callable[[dict[str, int], int], None]) -> list[bytes]:
         """Return the posts of all ranks in a call."""
         keys = {self._key(number, rank): rank for rank in range(self.world_size)}
-        wait(keys)  # for this rank's key too, which is the store's receipt
-        return [bytes(self._store.get(key)) for key in keys]
+        wait(keys, self.world_size)  # for this rank's key too, which is the store's receipt
+        return self._get_all(keys)
 
-    def _gather_by_groups(self, number: int, wait: Callable[[dict[str, int]], None]) -> list[bytes]:
+    def _gather_by_groups(self, number: int, wait: Callable[[dict[str, int], int], None]) -> list[bytes]:
         """Return the posts of all ranks, which the first rank of each group and then rank 0 collect."""
         first = self.rank - self.rank % self.group_size
         if self.rank == first:
             members = range(first, min(first + self.group_size, self.world_size))
             keys = {self._key(number, rank): rank for rank in members}
-            wait(keys)
-            self._set_list(self._key(number, f"group/{first}"), [bytes(self._store.get(key)) for key in keys])
+            wait(keys, self.world_size // self.group_size)
+            self._set_list(self._key(number, f"group/{first}"), self._get_all(keys))
         whole = self._key(number, "whole")
         if self.rank == 0:
             groups = {self._key(number, f"group/{rank}"): rank for rank in range(0, self.world_size, self.group_size)}
-            wait(groups)
-            self._set_list(whole, [post for key in groups for post in self._get_list(key)])
-        wait({whole: 0})
-        return self._get_list(whole)
+            wait(groups, 1)
+            lists = zip(groups, self._get_all(groups), strict=True)
+            self._set_list(whole, [post for key, text in lists for post in self._posts(key, text)])
+        wait({whole: 0}, self.world_size)
+        return self._posts(whole, self._store.get(whole))
 
     def _set_list(self, key: str, posts: list[bytes]) -> None:
         """Store a list of posts under a key. A long list takes several values, because a value has at most 8 MiB."""
@@ -220,8 +224,15 @@ class StoreChannel:
         self._store.set(key, value)
         self._keys.append(key)
 
-    def _get_list(self, key: str) -> list[bytes]:
-        count, text = bytes(self._store.get(key)).split(b"\n", 1)
+    def _get_all(self, keys: Iterable[str]) -> list[bytes]:
+        """Return the values of existing keys, in few requests."""
+        keys, count = list(keys), 32  # not all at once, because values may have megabytes
+        groups = (keys[start : start + count] for start in range(0, len(keys), count))
+        return [bytes(value) for group in groups for value in self._store.multi_get(group)]
+
+    def _posts(self, key: str, value: bytes) -> list[bytes]:
+        """Return the list that is stored under a key and begins with this value."""
+        count, text = bytes(value).split(b"\n", 1)
         text += b"".join(bytes(self._store.get(f"{key}/{number}")) for number in range(1, int(count)))
         sizes, content = zlib.decompress(text).split(b"\n", 1)
         stream = BytesIO(content)
@@ -240,8 +251,17 @@ class StoreChannel:
     def _key(self, call: int, name: int | str) -> str:
         return f"exchange/{self._name}/{call}/{name}"
 
-    def _wait(self, number: int, keys: dict[str, int], *, call: str, own: RankPosition, timeout_seconds: float) -> None:
-        """Wait until all keys exist. `keys` maps each key to the rank that sets it."""
+    def _wait(
+        self,
+        number: int,
+        keys: dict[str, int],
+        waiting: int,
+        *,
+        call: str,
+        own: RankPosition,
+        timeout_seconds: float,
+    ) -> None:
+        """Wait until all keys exist. `keys` maps each key to the rank that sets it. `waiting` ranks wait at the same time."""
         # Polls, because a blocking wait would keep the connection from other threads and delay signal handlers.
         began = looked = time.monotonic()
         deadline = began + timeout_seconds
@@ -269,7 +289,8 @@ class StoreChannel:
                 )
                 self._refuse_left(everyone)
                 self._refuse_passed(keys[missing[-1]], missing[-1], call, own)
-            time.sleep(min(max((now - began) * PAUSED_PART, SHORTEST_PAUSE), LONGEST_PAUSE))
+            pause = min(max((now - began) * PAUSED_PART, SHORTEST_PAUSE), LONGEST_PAUSE)
+            time.sleep(max(pause, waiting / MOST_POLLS))
 
     def _refuse_left(self, keys: dict[str, int]) -> None:
         for key, rank in keys.items():
