@@ -47,6 +47,8 @@ def join_job(
     precision = overridden("Engine", "precision", precision, is_like=is_spelling_of)
     check_nodes(num_nodes, environment)
     device_type = resolve_device_type(accelerator)
+    if accelerator == "auto" and environment.device is not None:
+        device_type = torch.device(environment.device).type
     num_processes = resolve_num_processes(devices, device_type, environment)
     is_launched = environment.launched_by != "single"
     world_size = environment.world_size if is_launched else num_processes * max(num_nodes, 1)
@@ -176,12 +178,15 @@ def device_index(devices: Any, device_type: str, environment: Environment) -> in
     numbers = device_numbers(devices, device_type)
     if numbers is not None:
         return numbers[environment.local_rank]
+    if environment.device is not None:
+        return torch.device(environment.device).index or 0
     return 0 if _has_own_device(device_type, environment) else environment.local_rank
 
 
 def _has_own_device(device_type: str, environment: Environment) -> bool:
-    # For example, `srun --gpus-per-task=1` shows a process only its own device.
-    return environment.launched_by in ("slurm", "mpi") and count(device_type) == 1
+    # For example, `srun --gpus-per-task=1` shows a process only its own device. Workers of Ray may share one.
+    is_alone = environment.launched_by in ("slurm", "mpi") and count(device_type) == 1
+    return is_alone or environment.device is not None
 
 
 @cache

@@ -15,11 +15,13 @@ from trainwright.callbacks.memory_snapshot import MemorySnapshot
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.callbacks.progress_bar import ProgressBar
+from trainwright.callbacks.ray_report import RayReport
 from trainwright.callbacks.run_report import RunReport
 from trainwright.callbacks.timer import Timer
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
 from trainwright.devices import cuda
 from trainwright.distributed.environment import prepare_deterministic
+from trainwright.distributed.ray_worker import ray_train
 from trainwright.errors import a_type_of
 from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.loggers.csv import CSVLogger
@@ -86,6 +88,8 @@ def arranged_callbacks(callbacks: Any, settings: Settings, loggers: Sequence[Log
             wanted = writes_files or kind is not RunReport
         if wanted and not any(isinstance(callback, kind) for callback in passed):
             (after if kind is RunReport else before).append(default())
+    if ray_train() is not None and not any(isinstance(callback, RayReport) for callback in passed):
+        after.append(RayReport())
     return _in_order([*before, *_asked_by(settings), *passed, *after])
 
 
