@@ -31,6 +31,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     import trainwright as tw
 
     folder = Path(config["folder"])
+    snapshot = folder / "storage/run/checkpoint_manager_snapshot.json"  # Ray's record of reported checkpoints
     train_context = ray.train.get_context()
 
     class Lost(Classifier):
@@ -42,16 +43,13 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
             place = {"size": trainer.world_size, "epoch": trainer.current_epoch, "step": trainer.global_step}
             with (folder / f"samples-{os.getpid()}.jsonl").open("a") as file:
                 file.write(json.dumps({**place, "rank": trainer.global_rank, "samples": samples}) + "\n")
-            killed = folder / "killed"
-            if (
-                trainer.world_size == 4
-                and trainer.global_step == 3
-                and not killed.exists()
-                and self.trainer.global_rank == 1
-            ):
-                killed.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if trainer.world_size == 4 and trainer.global_step == 3 and not (folder / "killed").exists():
+                wait_until(lambda: "step=2.ckpt" in snapshot.read_text(), 60)
+                if trainer.global_rank == 1:
+                    (folder / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
             if trainer.world_size == 4 and trainer.global_step == 5:
+                wait_until(lambda: "step=4.ckpt" in snapshot.read_text(), 60)
                 (folder / "node").touch()
                 time.sleep(1000)
             return super().training_step(batch, batch_idx)
@@ -79,9 +77,31 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
         module = Lost(dropout=0.2)
         trainer.fit(module, make_loader(88, shuffle=True), make_loader(), ckpt_path="auto")
     assert trainer.checkpoint_callback is not None
+    others = train_others(trainer.default_root_dir, config["folder"])
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     weights = {name: value.tolist() for name, value in module.state_dict().items()}
-    return {"weights": weights, "metrics": metrics, "newest": trainer.checkpoint_callback.last_model_path}
+    return {"weights": weights, "metrics": metrics, "newest": trainer.checkpoint_callback.last_model_path, **others}
+
+
+def train_others(storage: str, elsewhere: str) -> dict[str, Any]:
+    """Train with saves in the background, within an epoch and outside of Ray's storage."""
+    from small import Classifier, make_loader
+
+    import trainwright as tw
+
+    background = tw.ModelCheckpoint(f"{storage}/background", save_top_k=-1, async_save=True)
+    stopped = tw.ModelCheckpoint(f"{storage}/stopped", save_last=True)
+    outside = tw.ModelCheckpoint(f"{elsewhere}/outside")
+    for checkpoint, limit in ((background, {}), (stopped, {"max_steps": 2}), (outside, {})):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = tw.Trainer(max_epochs=2, logger=False, callbacks=[checkpoint, tw.RayReport()], **limit)
+            trainer.fit(Classifier(), make_loader())
+    return {
+        "background": [str(path) for path in Path(storage, "background").iterdir()],
+        "stopped": [stopped.last_model_path],
+        "warnings": [str(warning.message) for warning in caught if "Ray" in str(warning.message)],
+    }
 
 
 def main(folder: Path) -> None:
@@ -107,7 +127,7 @@ def main(folder: Path) -> None:
         result = job.fit()
         assert result.checkpoint is not None
         said = {"metrics": result.metrics, "checkpoint": result.checkpoint.path, "returned": result.return_value}
-        said["all"] = [checkpoint.path for checkpoint, _ in result.best_checkpoints]
+        said["reported"] = {checkpoint.path: metrics for checkpoint, metrics in result.best_checkpoints}
         (folder / "result.json").write_text(json.dumps(said))
         ray.shutdown()
     finally:

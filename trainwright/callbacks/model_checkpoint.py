@@ -184,8 +184,6 @@ class ModelCheckpoint(Checkpoint):
         self._pending: PendingSave | None = None
         """The save that may not have committed yet, or has not been concluded."""
         self._saved_at = time.monotonic()
-        self.complete: tuple[str, int] = ("", -1)
-        """The newest checkpoint that this fit has completed, and the optimizer steps by then."""
 
     def _keep(self, kept: Kept) -> None:
         """Keep these checkpoints, and show them in the public attributes."""
@@ -398,7 +396,6 @@ class ModelCheckpoint(Checkpoint):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude(trainer)
-            self.complete = self.last_model_path, trainer.global_step
             tell_loggers(self, trainer)
 
     def _keep_replaced(self, paths: list[str]) -> None:
@@ -461,7 +458,6 @@ class ModelCheckpoint(Checkpoint):
         replaced = [*before["replaced"], *self._ranking.dropped(before, is_best=False)]
         self._keep({**before, "last": path, "written_to": path, "replaced": replaced, "link": link})
         self._write(trainer, before, weights_only)
-        self.complete = path, trainer.global_step
         link_newest((link, before["link"]), path, trainer)
         self._keep_replaced(remove_replaced(replaced, path, trainer))
         tell_loggers(self, trainer)

@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trainwright.callbacks.base import Callback
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.distributed.ray_worker import ray_storage, ray_train
+from trainwright.distributed.clusters import ray_folder, ray_train
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -38,56 +37,50 @@ class RayReport(Callback):
     def __init__(self) -> None:
         if find_spec("ray") is None:
             raise ImportError('RayReport needs Ray, which is not installed: pip install "trainwright[ray]".')
-        self._is_due = self._has_warned = False
-        self._reported: dict[int, tuple[str, int]] = {}
-        """The latest reported save of every ModelCheckpoint, by its number among the callbacks."""
+        self._has_warned = False
+        self._due: list[str] = []
+        """The checkpoints to report at the next save point, "" for a report without one."""
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
-        self._is_due = self._has_warned = False
-        self._reported = {}
+        self._due.clear()  # an earlier fit may have failed
+
+    def add(self, path: str) -> None:
+        """Report a complete checkpoint at the next save point. Call on every rank."""
+        self._due.append(path)
 
     def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
-        self._is_due = trainer.state.progress.is_mid_epoch_validation  # the epoch's end reports any other
+        if trainer.state.progress.is_mid_epoch_validation:  # the epoch's end reports any other
+            self.add("")
 
     def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
-        self._is_due = True
+        self.add("")
 
     def on_save_point(self, trainer: AnyTrainer, module: Module) -> None:
-        """Report what an earlier hook has found due, and the checkpoints that are complete since. Collective."""
-        paths = list(self._new_checkpoints(trainer))
-        if self._is_due or paths:
-            self._is_due = False
-            for path in paths or [""]:
-                self._report(trainer, path)
+        """Report the complete checkpoints, or only the metrics if there are none. Collective."""
+        due, self._due = self._due, []
+        for path in list(filter(None, due)) or due[:1]:
+            self._report(trainer, path)
 
     def on_fit_end(self, trainer: AnyTrainer, module: Module) -> None:
-        """Report the save of the run's end, and an epoch that was stopped. Collective."""
+        """Report the save of the run's end, or an epoch that was stopped. Collective."""
         self.on_save_point(trainer, module)
 
-    def _new_checkpoints(self, trainer: TrainerProtocol) -> list[str]:
-        paths = []
-        for number, callback in enumerate(trainer.callbacks):
-            if isinstance(callback, ModelCheckpoint) and callback.complete != self._reported.get(number, ("", -1)):
-                self._reported[number] = callback.complete
-                paths.append(callback.complete[0])
-        return paths
-
     def _report(self, trainer: TrainerProtocol, path: str) -> None:
-        train = ray_train()
+        train, folder = ray_train(), ray_folder()
         if train is None:
             return
         counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         metrics = counts | {name: float(value) for name, value in trainer.callback_metrics.items()}
-        storage = ray_storage()
         checkpoint = None
-        if path and storage is not None and path.startswith(f"{storage.folder}/"):
-            checkpoint = train.Checkpoint(path.removeprefix(storage.scheme), filesystem=storage.filesystem)
+        if folder is not None and path.startswith(f"{folder}/"):
+            filesystem = train.get_context().get_storage().storage_filesystem
+            checkpoint = train.Checkpoint(path.removeprefix("s3://"), filesystem=filesystem)
         elif path and not self._has_warned:
             self._has_warned = True
-            folder = "RunConfig(storage_path=...)" if storage is None else storage.folder
             rank_zero_warn(
-                f"{path} is outside of Ray's storage, so Ray gets the metrics without checkpoints. Omit default_root_dir and "
-                f"the dirpath of ModelCheckpoint, or pass a folder in {folder}.",
+                f"Ray gets the metrics without a checkpoint, because {path} is outside of its storage, "
+                f"{folder or 'of which no path is known'}. Omit default_root_dir and the dirpath of ModelCheckpoint, and pass "
+                "a shared folder or an S3 URL as RunConfig(storage_path=...).",
                 stacklevel=2,
             )
         train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD)

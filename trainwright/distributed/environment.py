@@ -13,6 +13,7 @@ from typing import Any
 
 from trainwright.distributed.clusters import (
     Task,
+    ray_train,
     read_number,
     read_open_mpi,
     read_pmi,
@@ -22,7 +23,6 @@ from trainwright.distributed.clusters import (
     tasks_without_srun,
 )
 from trainwright.distributed.network import LOOPBACK, interface_towards, loopback_interface
-from trainwright.distributed.ray_worker import ray_train
 
 __all__ = ["RUNG_VARIABLE", "Environment", "rung_file"]
 
@@ -50,7 +50,7 @@ class Environment(Task):
     waiting_tasks: int = 0
     """The number of tasks in this process's SLURM allocation, if srun did not start it."""
     device: str | None = None
-    """The device that the launcher has assigned to this process, such as "cuda:1", or None if it assigns none."""
+    """The device that the launcher has assigned to this process, by its name for torch, or None if it assigns none."""
 
     @classmethod
     def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:

@@ -21,11 +21,9 @@ from trainwright.checkpoint.reader import Verify
 from trainwright.checkpoint.weight_files import export_settings
 from trainwright.data.datamodule import DataModule
 from trainwright.devices import cuda
-from trainwright.distributed.ray_worker import ray_storage
 from trainwright.duration import seconds_of
 from trainwright.engine.engine import Engine
 from trainwright.engine.script_settings import refuse_unlike_arguments
-from trainwright.errors import a_type_of
 from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.module import Module, hook_of
 from trainwright.overrides import overridable
@@ -45,6 +43,7 @@ from trainwright.trainer.parts import (
     check_compile,
     choose_precision,
     copied,
+    root_folder,
     set_switches,
     settings_of,
     with_the_modules,
@@ -203,10 +202,7 @@ class Trainer(Status):
         self._fresh = {name: copied(given[name]) for name in PARTS}
         """Copies of parts that were given as objects, for another Trainer."""
         self._settings = settings_of(self._arguments)
-        if not isinstance(default_root_dir, (str, os.PathLike, type(None))):
-            raise TypeError(f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}. Expected a path.")
-        storage = ray_storage()
-        root = absolute(default_root_dir or (storage.folder if storage is not None else "."))
+        root = root_folder(default_root_dir)
         self.profiler = resolve_profiler(profiler)
         self._loggers = arranged_loggers(logger, root, self._settings)
         self.callbacks = arranged_callbacks(callbacks, self._settings, self._loggers)
