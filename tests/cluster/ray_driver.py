@@ -84,7 +84,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_others(storage: str, elsewhere: str) -> dict[str, Any]:
-    """Train with saves in the background, within an epoch and outside of Ray's storage."""
+    """Train under every strategy, and with saves in the background, within an epoch and outside of Ray's storage."""
     from small import Classifier, make_loader
 
     import trainwright as tw
@@ -97,7 +97,13 @@ def train_others(storage: str, elsewhere: str) -> dict[str, Any]:
             warnings.simplefilter("always")
             trainer = tw.Trainer(max_epochs=2, logger=False, callbacks=[checkpoint, tw.RayReport()], **limit)
             trainer.fit(Classifier(), make_loader())
+    losses = {}
+    for strategy in ("ddp", "ddp_sharded", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"):
+        trainer = tw.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, strategy=strategy)
+        trainer.fit(Classifier(), make_loader(), make_loader())
+        losses[strategy] = float(trainer.callback_metrics["val_loss"])
     return {
+        "losses": losses,
         "background": [str(path) for path in Path(storage, "background").iterdir()],
         "stopped": [stopped.last_model_path],
         "warnings": [str(warning.message) for warning in caught if "Ray" in str(warning.message)],

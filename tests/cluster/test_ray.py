@@ -127,6 +127,12 @@ def test_each_epoch_has_each_sample_once(job: Path) -> None:
         assert sorted(sample for batch in batches for sample in batch) == wanted
 
 
+def test_each_strategy_trains_in_a_worker(job: Path) -> None:
+    (result,) = read(job, "result.json")
+    first, *others = result["returned"]["losses"].values()
+    assert others == pytest.approx([first] * 4, abs=1e-5)
+
+
 def test_a_restarted_worker_gets_the_latest_reported_checkpoint(job: Path) -> None:
     reported = [Path(start["reported"]).name for start in read(job, "start-*.json")]
     assert sorted(reported) == ["", "", "", "", *["epoch=0-step=2.ckpt"] * 4, *["epoch=0-step=4.ckpt"] * 2]
