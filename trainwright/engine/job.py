@@ -184,15 +184,21 @@ def device_index(devices: Any, device_type: str, environment: Environment) -> in
     numbers = device_numbers(devices, device_type)
     if numbers is not None:
         return numbers[environment.local_rank]
-    if environment.device is not None:
-        return torch.device(environment.device).index or 0
+    if (assigned := _assigned_device(device_type, environment)) is not None:
+        return assigned.index or 0
     return 0 if _has_own_device(device_type, environment) else environment.local_rank
 
 
+def _assigned_device(device_type: str, environment: Environment) -> torch.device | None:
+    """Return the device of this type that the launcher has assigned to this process, which others may share, or None."""
+    assigned = None if environment.device is None else torch.device(environment.device)
+    return assigned if assigned is not None and assigned.type == device_type else None
+
+
 def _has_own_device(device_type: str, environment: Environment) -> bool:
-    # For example, `srun --gpus-per-task=1` shows a process only its own device. Workers of Ray may share one.
+    # For example, `srun --gpus-per-task=1` shows a process only its own device.
     is_alone = environment.launched_by in ("slurm", "mpi") and count(device_type) == 1
-    return is_alone or environment.device is not None
+    return is_alone or _assigned_device(device_type, environment) is not None
 
 
 @cache
