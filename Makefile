@@ -13,8 +13,8 @@
 #                          5 GB a torch; ARGS="--list", ARGS="--python 3.12 -k oldest", ARGS="-- tests/trainer -x"
 #   make test-device       tests on the simulated accelerator of tests/simulated_device, which the first run compiles: those of devices,
 #                          and the fast ones of the trainer, the data, the precisions and checkpoints; ARGS="tests/engine -x" for others
-#   make test-cluster      jobs of SLURM and Open MPI under real daemons, which the tests start and end; they are skipped where Debian's
-#                          slurm-wlm, munge and openmpi-bin are not installed, or without root
+#   make test-cluster      jobs of SLURM, Open MPI and Ray under real daemons, which the tests start and end; those of the first two are
+#                          skipped where Debian's slurm-wlm, munge and openmpi-bin are not installed, or without root
 #   make test-faults       faults of real jobs, one test for each: hangs, NaNs, signals, stores, workers, networks
 #   make faults            the same one at a time, and their table in benchmarks/RESULTS.md
 #   make check             formatting, lint, types; make format mends the first two
@@ -112,7 +112,7 @@ test-device: $(VENV)/test.stamp
 	SIM_DEVICES=1 TRAINWRIGHT_TEST_ACCELERATOR=auto $(ON_SIMULATED) -m "not slow and not gpu and not device" $(SHARED_OUT) \
 		$(if $(ARGS),$(ARGS),tests/trainer tests/data tests/precision tests/checkpoint tests/strategies/test_placement.py)
 
-test-cluster: $(VENV)/test.stamp # in one process, which starts the daemons once
+test-cluster: $(VENV)/cluster.stamp # in one process, which starts the daemons once
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 test-faults: $(VENV)/test.stamp
@@ -197,6 +197,10 @@ $(VENV)/test.stamp: $(VENV)/base.stamp
 
 $(VENV)/programs.stamp: $(VENV)/test.stamp
 	$(INSTALL) -e ".[programs]"
+	touch $@
+
+$(VENV)/cluster.stamp: $(VENV)/test.stamp
+	$(INSTALL) -e ".[ray]"
 	touch $@
 
 $(VENV)/docs.stamp: $(VENV)/base.stamp

@@ -25,7 +25,7 @@ DISTRIBUTION_OF = {"yaml": "PyYAML"}
 """Modules whose distribution has another name."""
 EXTRAS = (
     "deepspeed", "fairscale", "torchao", "tensorboard", "cli", "rich", "monitor", "wandb", "mlflow", "plot",
-    "examples", "s3",
+    "examples", "s3", "ray",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,6 +48,13 @@ def test_a_cluster_may_show_each_process_its_own_gpu_alone(monkeypatch: pytest.M
     assert device_index("auto", "cuda", task("slurm")) == 0
     with pytest.raises(ValueError, match="devices=4 is more than the 1 of 'cuda'"):
         resolve_num_processes("auto", "cuda", task("torchrun"))
+
+
+def test_a_device_that_ray_assigns_is_taken() -> None:
+    """Two of four workers may share one of two GPUs."""
+    worker = replace(task("ray", local_rank=3), device="cuda:1")
+    assert resolve_num_processes("auto", "cuda", worker) == 4
+    assert device_index("auto", "cuda", worker) == 1
 
 
 def test_an_accelerator_without_a_process_group_has_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

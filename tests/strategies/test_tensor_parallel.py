@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import trainwright as tw
+from trainwright.memory.memory_estimate import RankMesh
 from trainwright.strategies.fsdp2.tensor_plan import check_plan, match_plan
 
 pytestmark = pytest.mark.slow
@@ -264,7 +265,10 @@ def test_divided_layers_train_save_and_resume_as_whole_ones(tmp_path: Path) -> N
     stored = Speaks.load_from_checkpoint(str(tmp_path / "whole.ckpt")).state_dict()
     assert_equal({name: stored[name] for name in whole}, ranks[0]["whole"])
     # A rank has a quarter of the divided layers and half of the norms.
-    assert max(rank["elements"] for rank in ranks) < 0.3 * sum(value.numel() for value in whole.values())
+    held = max(rank["elements"] for rank in ranks)
+    assert held < 0.3 * sum(value.numel() for value in whole.values())
+    planned = RankMesh.parse("data=2,tensor=2").on_rank(Speaks(), torch.optim.AdamW)
+    assert planned.parameters == pytest.approx(4 * held, rel=0.15)
 
 
 def _match(module: nn.Module, plan: dict[str, str], num_ranks: int) -> None:

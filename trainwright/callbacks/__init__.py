@@ -20,6 +20,7 @@ from trainwright.callbacks.model_summary import ModelSummary, RichModelSummary
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.callbacks.prediction_writer import BasePredictionWriter
 from trainwright.callbacks.progress_bar import ProgressBar
+from trainwright.callbacks.ray_report import RayReport
 from trainwright.callbacks.rich_progress_bar import RichProgressBar
 from trainwright.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
 from trainwright.callbacks.run_report import RunReport
@@ -34,7 +35,7 @@ __all__ = [
     "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "BatchSizeFinder", "Callback",
     "ClassificationReport", "DeviceStatsMonitor", "EMAWeightAveraging", "EarlyStopping",
     "GradientAccumulationScheduler", "LambdaCallback", "LearningRateFinder", "LearningRateMonitor",
-    "ModelCheckpoint", "ModelSummary", "OnExceptionCheckpoint", "ProgressBar", "RichModelSummary",
+    "ModelCheckpoint", "ModelSummary", "OnExceptionCheckpoint", "ProgressBar", "RayReport", "RichModelSummary",
     "RichProgressBar", "RunReport", "StochasticWeightAveraging", "TQDMProgressBar",
     "ThroughputMonitor", "Timer", "WeightAveraging",
 ]  # fmt: skip

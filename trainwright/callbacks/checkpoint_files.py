@@ -9,6 +9,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_policy import Kept
+from trainwright.callbacks.ray_report import RayReport
 from trainwright.checkpoint.discovery import is_checkpoint, is_replaceable, remove_older, replace_checkpoint, same_path
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.last_link import is_last_link, point_to, remove_link
@@ -167,7 +168,10 @@ def link_newest(links: tuple[str, str], path: str, trainer: TrainerProtocol) -> 
 
 
 def tell_loggers(kept: KeptCheckpoints, trainer: TrainerProtocol) -> None:
-    """Tell the loggers, on rank 0, that a checkpoint is complete."""
+    """Tell the loggers, on rank 0, and RayReport, on every rank, that a checkpoint is complete."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, RayReport):
+            callback.add(kept.last_model_path)
     for logger in trainer.loggers if trainer.is_global_zero else ():
         outlived(logger, "after_save_checkpoint", kept)
 

@@ -1,12 +1,14 @@
-"""Clusters: which process of a job this is, from the variables of SLURM and MPI, and SLURM's requeue."""
+"""Clusters: which process of a job this is, by the variables of SLURM and MPI; SLURM's requeue; Ray's worker."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 
 from trainwright.distributed.network import DEFAULT_PORT, LOOPBACK
 
@@ -16,6 +18,9 @@ FIRST_PORT, NUM_PORTS = 12000, 20000  # the ports derived from a job's number, b
 REQUEUE_SECONDS = 30.0  # for scontrol
 NO_STEP_OF_TASKS = ("4294967290", "4294967291", "4294967292", "4294967293", "4294967294")
 """SLURM's numbers of steps that srun did not start, such as the interactive shell and the batch script."""
+
+RAY_SCHEMES = {"local": "", "s3": "s3://"}
+"""How a path begins, by the type of Ray's file system."""
 
 
 @dataclass(frozen=True)
@@ -203,3 +208,28 @@ def _first_name(variables: Variables, names: tuple[str, ...], starter: str) -> s
         f"the environment has variables of {starter}, but no {' or '.join(names)}; a job of several processes needs it. Start "
         f"the job with {starter}, or unset its variables to run as one process."
     )
+
+
+def ray_train() -> ModuleType | None:
+    """Return the module `ray.train` in a worker of Ray Train, or None in any other process."""
+    train = sys.modules.get("ray.train")  # a worker has imported it
+    if train is None or not hasattr(train, "CheckpointUploadMode"):  # Ray Train V1 lacks names that are used here
+        return None
+    try:
+        train.get_context()
+    except (RuntimeError, DeprecationWarning):  # this is the driver, or a function of Ray Tune
+        return None
+    return train
+
+
+def ray_folder() -> str | None:
+    """Return the run's folder in the storage of Ray Train, or None outside of a worker and if no path leads to it."""
+    train = ray_train()
+    if train is None:
+        return None
+    try:
+        storage = train.get_context().get_storage()
+    except NotImplementedError:  # num_workers=0
+        return None
+    scheme = RAY_SCHEMES.get(storage.storage_filesystem.type_name)
+    return None if scheme is None else f"{scheme}{storage.experiment_fs_path}"

@@ -7,11 +7,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from trainwright.distributed.clusters import (
     Task,
+    ray_train,
     read_number,
     read_open_mpi,
     read_pmi,
@@ -34,7 +36,7 @@ class Environment(Task):
     """This process's place in its job, the launcher that started it, and the settings that the launcher passed on."""
 
     launched_by: str = "single"
-    """The launcher: "single" (none), "trainwright" (ours), "torchrun", "slurm" or "mpi"."""
+    """The launcher: "single" (none), "trainwright" (ours), "torchrun", "ray", "slurm" or "mpi"."""
     has_agent_store: bool = False
     """Whether the launcher's agent hosts the store. Otherwise rank 0 does."""
     restart_count: int = 0
@@ -47,13 +49,20 @@ class Environment(Task):
     """This and the three above: from the command line or its config, for settings that the script does not choose."""
     waiting_tasks: int = 0
     """The number of tasks in this process's SLURM allocation, if srun did not start it."""
+    device: str | None = None
+    """The device that the launcher has assigned to this process, by its name for torch, or None if it assigns none."""
 
     @classmethod
     def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:
         """Read the variables, by default this process's environment."""
+        train = ray_train() if variables is None else None
         variables = os.environ if variables is None else variables
         # In this order, because torchrun and our launcher may run inside SLURM or MPI.
-        return _read_torchrun(variables) or _read_cluster(variables) or cls(waiting_tasks=tasks_without_srun(variables))
+        environment = _read_torchrun(variables) or _read_cluster(variables)
+        if train is not None and environment is not None:  # Ray's TorchTrainer sets torchrun's variables
+            node, device = train.get_context().get_node_rank(), str(train.torch.get_device())
+            return replace(environment, launched_by="ray", node_rank=node, device=device)
+        return environment or cls(waiting_tasks=tasks_without_srun(variables))
 
 
 def _read_torchrun(variables: Mapping[str, str]) -> Environment | None:

@@ -46,7 +46,7 @@ def join_job(
     strategy = overridden("Engine", "strategy", strategy, is_like=is_variant_of)
     precision = overridden("Engine", "precision", precision, is_like=is_spelling_of)
     check_nodes(num_nodes, environment)
-    device_type = resolve_device_type(accelerator)
+    device_type = _choose_device_type(accelerator, environment)
     num_processes = resolve_num_processes(devices, device_type, environment)
     is_launched = environment.launched_by != "single"
     world_size = environment.world_size if is_launched else num_processes * max(num_nodes, 1)
@@ -79,6 +79,14 @@ def join_job(
         set_timeout(seconds)  # the group may have been opened before, with a different timeout
     connection.before_close(chosen.close)
     return environment, chosen, chosen_precision, device, connection, seconds, num_workers
+
+
+def _choose_device_type(accelerator: str, environment: Environment) -> str:
+    """Return the type of this process's device, with "auto" the type of an assigned device."""
+    device_type = resolve_device_type(accelerator)
+    if accelerator == "auto" and environment.device is not None:
+        return torch.device(environment.device).type
+    return device_type
 
 
 def _start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_call_workers: bool) -> int:
@@ -176,12 +184,21 @@ def device_index(devices: Any, device_type: str, environment: Environment) -> in
     numbers = device_numbers(devices, device_type)
     if numbers is not None:
         return numbers[environment.local_rank]
+    if (assigned := _assigned_device(device_type, environment)) is not None:
+        return assigned.index or 0
     return 0 if _has_own_device(device_type, environment) else environment.local_rank
+
+
+def _assigned_device(device_type: str, environment: Environment) -> torch.device | None:
+    """Return the device of this type that the launcher has assigned to this process, which others may share, or None."""
+    assigned = None if environment.device is None else torch.device(environment.device)
+    return assigned if assigned is not None and assigned.type == device_type else None
 
 
 def _has_own_device(device_type: str, environment: Environment) -> bool:
     # For example, `srun --gpus-per-task=1` shows a process only its own device.
-    return environment.launched_by in ("slurm", "mpi") and count(device_type) == 1
+    is_alone = environment.launched_by in ("slurm", "mpi") and count(device_type) == 1
+    return is_alone or _assigned_device(device_type, environment) is not None
 
 
 @cache

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 from trainwright.devices import hardware
-from trainwright.errors import did_you_mean
 from trainwright.strategies.fsdp2.wrap_policy import WrapPolicy, check_policy, choose_groups
 from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
+from trainwright.strategies.mesh_axes import reject_unsupported_axes
 
 __all__ = ["MOST_USED", "RankMesh", "available_memory", "size_text"]
 
@@ -26,8 +26,6 @@ MOST_USED = 0.8
 """The part of a device's memory that an estimate may take. Activations need the rest."""
 TENSORS: dict[Any, int] = {SGD: 0, (RMSprop, Adagrad): 1, (Adam, Adadelta, Adamax, NAdam, RAdam): 2}
 """The numbers of tensors of a parameter's size that torch's optimizers store for it, without further options."""
-MESHES = (("replicate", "shard"), ("data", "tensor"))
-ACCEPTED = "pass replicate=R,shard=S (replicas of groups of shards), or data=D,tensor=T (layers that T ranks divide)"
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -158,12 +156,12 @@ class RankMesh(NamedTuple):
         """Return the mesh of a text such as "replicate=32,shard=8"; ValueError for another form or other axes."""
         parts = [re.fullmatch(r"\s*(\w+)\s*=\s*0*([1-9]\d*)\s*", part) for part in text.split(",")]
         sizes = {part[1]: int(part[2]) for part in parts if part is not None}
-        known = [name for names in MESHES for name in names]
-        for name in sizes:
-            if name not in known:
-                raise ValueError(f"--mesh {text}: {name!r} is not an axis; {ACCEPTED}.{did_you_mean(name, known)}")
-        if None in parts or len(sizes) != len(parts) or set(sizes) not in map(set, MESHES):
-            raise ValueError(f"--mesh {text}: {ACCEPTED}, with integers of at least 1.")
+        if None in parts or len(sizes) != len(parts):
+            raise ValueError(
+                f"--mesh {text} is not a mesh; pass replicate=R,shard=S (replicas of groups of shards), or data=D,tensor=T "
+                "(layers that T ranks divide), with integers of at least 1."
+            )
+        reject_unsupported_axes(sizes)
         shards = sizes.get("shard") or sizes["data"]
         return cls(sizes.get("replicate", 1), shards, sizes.get("tensor", 1), text.replace(" ", ""))
 

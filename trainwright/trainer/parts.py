@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -15,10 +16,12 @@ from trainwright.callbacks.memory_snapshot import MemorySnapshot
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.callbacks.progress_bar import ProgressBar
+from trainwright.callbacks.ray_report import RayReport
 from trainwright.callbacks.run_report import RunReport
 from trainwright.callbacks.timer import Timer
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
 from trainwright.devices import cuda
+from trainwright.distributed.clusters import ray_folder, ray_train
 from trainwright.distributed.environment import prepare_deterministic
 from trainwright.errors import a_type_of
 from trainwright.loggers.base import Logger, SilentLogger
@@ -26,6 +29,7 @@ from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.folder import FolderLogger
 from trainwright.module import is_overridden
 from trainwright.overrides import overridden
+from trainwright.paths import absolute
 from trainwright.precision import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies import Strategy
@@ -60,6 +64,13 @@ def settings_of(arguments: dict[str, Any]) -> Settings:
     return replace(settings.effective, accumulate_grad_batches=batches)
 
 
+def root_folder(default_root_dir: str | os.PathLike[str] | None) -> str:
+    """Return the folder of logs and checkpoints as an absolute path or a URL (TypeError if it is neither)."""
+    if not isinstance(default_root_dir, (str, os.PathLike, type(None))):
+        raise TypeError(f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}. Expected a path.")
+    return absolute(default_root_dir or ray_folder() or ".")
+
+
 def arranged_callbacks(callbacks: Any, settings: Settings, loggers: Sequence[Logger]) -> list[Callback]:
     """Return the user's callbacks and the enabled defaults that are not among them, checkpoints last.
 
@@ -86,7 +97,13 @@ def arranged_callbacks(callbacks: Any, settings: Settings, loggers: Sequence[Log
             wanted = writes_files or kind is not RunReport
         if wanted and not any(isinstance(callback, kind) for callback in passed):
             (after if kind is RunReport else before).append(default())
-    return _in_order([*before, *_asked_by(settings), *passed, *after])
+    return _in_order([*before, *_asked_by(settings), *passed, *after, *_asked_by_ray(passed)])
+
+
+def _asked_by_ray(passed: Sequence[Callback]) -> list[Callback]:
+    """Return the callback of a worker of Ray Train, unless it was passed."""
+    is_missing = ray_train() is not None and not any(isinstance(callback, RayReport) for callback in passed)
+    return [RayReport()] if is_missing else []
 
 
 def _asked_by(settings: Settings) -> list[Callback]:

@@ -16,6 +16,7 @@ import torch
 
 from trainwright.arguments import refuse_unknown, refuses_unknown
 from trainwright.callbacks.base import Callback
+from trainwright.callbacks.ray_report import RayReport
 from trainwright.checkpoint.reader import Verify
 from trainwright.checkpoint.weight_files import export_settings
 from trainwright.data.datamodule import DataModule
@@ -23,7 +24,6 @@ from trainwright.devices import cuda
 from trainwright.duration import seconds_of
 from trainwright.engine.engine import Engine
 from trainwright.engine.script_settings import refuse_unlike_arguments
-from trainwright.errors import a_type_of
 from trainwright.loggers.base import Logger, SilentLogger
 from trainwright.module import Module, hook_of
 from trainwright.overrides import overridable
@@ -43,6 +43,7 @@ from trainwright.trainer.parts import (
     check_compile,
     choose_precision,
     copied,
+    root_folder,
     set_switches,
     settings_of,
     with_the_modules,
@@ -108,7 +109,8 @@ class Trainer(Status):
         plugins: a Precision.
         sync_batchnorm: compute batch norm over all ranks.
         reload_dataloaders_every_n_epochs: epochs after which the loader hooks are called again, 0 for never.
-        default_root_dir: the folder of logs and checkpoints, a path or an fsspec URL, None for the working directory.
+        default_root_dir: the folder of logs and checkpoints, a path or an fsspec URL, None for the working directory, or for
+            the run's folder in the storage of Ray Train.
         enable_autolog_hparams: write the hyper-parameters to the loggers.
         hang_timeout: seconds, or a timedelta, after which a job without progress ends, and the limit of a collective. None: the
             strategy's timeout, or half an hour.
@@ -200,9 +202,7 @@ class Trainer(Status):
         self._fresh = {name: copied(given[name]) for name in PARTS}
         """Copies of parts that were given as objects, for another Trainer."""
         self._settings = settings_of(self._arguments)
-        if not isinstance(default_root_dir, (str, os.PathLike, type(None))):
-            raise TypeError(f"default_root_dir={default_root_dir!r} is {a_type_of(default_root_dir)}. Expected a path.")
-        root = absolute(default_root_dir or ".")
+        root = root_folder(default_root_dir)
         self.profiler = resolve_profiler(profiler)
         self._loggers = arranged_loggers(logger, root, self._settings)
         self.callbacks = arranged_callbacks(callbacks, self._settings, self._loggers)
@@ -286,6 +286,7 @@ class Trainer(Status):
             settings |= {"overfit_batches": 0.0, "limit_train_batches": overfit}
         trial = Trainer.__new__(Trainer)
         Trainer.__init__.__wrapped__(trial, **settings | changes)  # type: ignore[attr-defined]  # without overrides
+        trial.callbacks = [callback for callback in trial.callbacks if not isinstance(callback, RayReport)]
         shown = replace(trial._settings, max_epochs=self.max_epochs, max_steps=self.max_steps)
         trial._trial_settings, trial._settings = replace(trial._settings, is_trial=True), shown
         return trial
