@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.store import CheckpointWriter
@@ -128,7 +129,8 @@ class Engine(EngineCheckpoints):
             if self.device.type == "cpu":
                 # Groups that a large model gathers leave gaps of freed memory, in all three times as large as the model.
                 gathers = self.strategy.capabilities.forward_is_collective and self.ranks.world_size > 1
-                is_large = sum(parameter.numel() for parameter in module.parameters()) > 100_000_000
+                sizes = (parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
+                is_large = sum(sizes) > 100_000_000
                 keep_freed_memory(4 << 20 if gathers and is_large else 1 << 30)
         holder = _holders.get(module)
         if holder is not None and (earlier := holder()) not in (None, self.strategy):

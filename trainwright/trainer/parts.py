@@ -194,8 +194,8 @@ def check_compile(compile: Any, strategy: Strategy) -> None:
     if compile and not strategy.capabilities.takes_compile:
         raise ValueError(
             f"compile={compile!r} cannot hold under strategy={strategy.name!r} as it is set: the compiler does not follow the "
-            "hooks of DeepSpeed's stage 3 and of divided layers. Leave compile out, or choose 'fsdp' without a tensor "
-            "dimension, or stage 2."
+            "hooks of DeepSpeed's stage 3 and of divided layers. Leave compile out, or choose 'fsdp' or stage 2 without a "
+            "tensor dimension."
         )
 
 

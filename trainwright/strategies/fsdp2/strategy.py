@@ -180,6 +180,7 @@ class FSDPStrategy(Strategy):
             mixed_precision=mixed_precision,
         )
         self.capabilities = replace(self.capabilities, communicates_on_host=self.cpu_offload)
+        self.activation_checkpointing_policy = activation_checkpointing_policy
         self.sync_every_batch, self.elementwise = sync_every_batch, elementwise
         self._deferred = DeferredAllReduce()
         self._automatic = True
