@@ -1,4 +1,4 @@
-"""The driver of a job of Ray Train: it runs the job on two nodes of this machine, and removes one of them within it.
+"""Runs a job of Ray Train on two nodes of this machine, and removes one of them.
 
 It is a program, because Ray sends the functions of a program to its workers. test_ray.py starts it, with a folder.
 """

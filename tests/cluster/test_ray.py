@@ -1,4 +1,4 @@
-"""Jobs of Ray Train on a real local Ray: the program of docs/ray.md, and a job that loses a worker and a node."""
+"""Jobs of Ray Train on a real local Ray lose a worker and a node."""
 
 from __future__ import annotations
 

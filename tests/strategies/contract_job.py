@@ -167,7 +167,7 @@ class Wide(tw.Module):
 
 
 MESH = "fsdp on a mesh"
-"""The name of fsdp on two data ranks of two tensor ranks each."""
+"""The name of fsdp on two data ranks of two tensor ranks."""
 PLANS = {
     Divides: {"up": "colwise", "down": "rowwise"},
     Players: {"*.0": "colwise", "*.2": "rowwise"},

@@ -1,4 +1,4 @@
-"""Data ranks: a strategy whose ranks share parts of the data counts every sample once, like a job of fewer ranks."""
+"""Data ranks: ranks that share a part of the data count every sample once."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ REJECTED_AXES: list[tuple[Any, type[Exception], str]] = [
     ({"data": 0, "tensor": 2}, ValueError, "data=0 is not accepted; pass an integer of at least 1"),
     ({"data": True, "tensor": 2}, ValueError, "data=True is not accepted; pass an integer"),
     ({"data": 2, "tensor": 2.0}, ValueError, "tensor=2.0 is not accepted; pass an integer"),
-    ({"data": 2}, ValueError, r"mesh=\{'data': 2\} has not the axes of one pair; pass .*\{'data': 2, 'tensor': 2\}"),
-    ({"data": 2, "shard": 2}, ValueError, r"has not the axes of one pair; pass \{'replicate': 2, 'shard': 2\} or"),
+    ({"data": 2}, ValueError, r"mesh=\{'data': 2\} has not the axes of one pair. Pass .*\{'data': 2, 'tensor': 2\}"),
+    ({"data": 2, "shard": 2}, ValueError, r"has not the axes of one pair. Pass \{'replicate': 2, 'shard': 2\} or"),
     ({}, ValueError, r"mesh=\{\} has not the axes of one pair"),
     ((2, 2), TypeError, r"mesh=\(2, 2\) is a tuple; pass a dict of axes and sizes: \{'replicate': 2"),
 ]

@@ -1,4 +1,4 @@
-"""Tensor parallelism on a mesh of two data ranks and two tensor ranks: four gloo ranks match one process."""
+"""Tensor parallelism: four gloo ranks of a mesh match one process."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ RUNS = (
         ({"block.*.up": "colwise"}, r"matches no submodule of Speaks.* Did you mean 'blocks\.\*\.up'"),
         ({"blocks.*.up": "columns"}, r"tensor_plan\['blocks.\*.up'\]='columns' is unknown; choose from colwise, "),
         ({"blocks.*.dropout": "sequence", "blocks.0.dropout": "sequence"}, "names 'blocks.0.dropout' twice"),
-        ({"blocks.*": "colwise"}, "divides 'blocks.0', a Block; only nn.Linear and nn.Embedding"),
+        ({"blocks.*": "colwise"}, "divides 'blocks.0', a Block. Only nn.Linear and nn.Embedding"),
         ({"head": "colwise"}, "divides 'head' over 3 ranks, and its out_features=14 is not a multiple of 3"),
     ],
 )

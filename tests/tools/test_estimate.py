@@ -180,7 +180,7 @@ def test_the_usual_precisions_are_shown(capsys: pytest.CaptureFixture[str]) -> N
     (["--params", "1", "--mesh", "replicate=2,shards=4"], "the axis 'shards' is unknown; choose from replicate, shard, "),
     (["--params", "1", "--mesh", "replicate=2,shards=4"], "Did you mean 'shard'?"),
     (["--params", "1", "--mesh", "data=2,context=4"], "the axis 'context' is not supported, because "),
-    (["--params", "1", "--mesh", "replicate=2,tensor=4"], "has not the axes of one pair; pass {'replicate': 2, 'shard': 2}"),
+    (["--params", "1", "--mesh", "replicate=2,tensor=4"], "has not the axes of one pair. Pass {'replicate': 2, 'shard': 2}"),
     (["--params", "1", "--mesh", "replicate=0,shard=4"], "data=D,tensor=T (layers that T ranks divide), with integers of "),
     (["--params", "1", "--mesh", "shard=2,shard=4"], "--mesh shard=2,shard=4 is not a mesh; pass replicate=R,shard=S"),
     (["--params", "1", "--mesh", "replicate=2,shard=4", "--ranks", "16"],

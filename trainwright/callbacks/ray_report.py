@@ -19,7 +19,7 @@ class RayReport(Callback):
     """Reports metrics and checkpoints to Ray Train. A Trainer in a worker of Ray Train adds it.
 
     It calls `ray.train.report` after every epoch, after every validation within an epoch, and after every save of a
-    ModelCheckpoint, with the metrics as floats and with "epoch" and "step". A complete checkpoint is reported where it is, and
+    ModelCheckpoint. A report has the metrics as floats, "epoch" and "step". A complete checkpoint is reported where it is, and
     not copied. Outside of Ray's storage it is not reported, and a warning says so. A save in the background is reported at the
     next save, or at the end. In a process that is no worker of Ray Train, nothing is reported.
 

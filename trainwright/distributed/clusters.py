@@ -1,4 +1,4 @@
-"""Clusters: which process of a job this is, by the variables of SLURM and MPI; SLURM's requeue; Ray's worker."""
+"""Clusters: the place of a process in a job of SLURM, MPI or Ray, and SLURM's requeue."""
 
 from __future__ import annotations
 

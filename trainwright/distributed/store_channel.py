@@ -109,8 +109,8 @@ class StoreChannel:
     """Exchanges payloads between all ranks in the order of their calls.
 
     Only the main thread's channel is made with `positions`, and asks for the positions of others. In a job of more than
-    `group_size` ranks the first rank of each group collects its posts, and rank 0 collects the groups' posts, so that no
-    other rank reads the posts of all.
+    `group_size` ranks the first rank of a group collects its posts, and rank 0 collects the posts of the groups. No other
+    rank reads all posts.
     """
 
     group_size = 32

@@ -153,7 +153,7 @@ class RankMesh(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> RankMesh:
-        """Return the mesh of a text such as "replicate=32,shard=8"; ValueError for another form or other axes."""
+        """Return the mesh of a text such as "replicate=32,shard=8" (ValueError for another form or other axes)."""
         parts = [re.fullmatch(r"\s*(\w+)\s*=\s*0*([1-9]\d*)\s*", part) for part in text.split(",")]
         sizes = {part[1]: int(part[2]) for part in parts if part is not None}
         if None in parts or len(sizes) != len(parts):

@@ -79,9 +79,9 @@ class MemoryPlan:
     ) -> DeviceBytes:
         """Return one device's part of a whole model's bytes.
 
-        `unsharded` are the module's buffers, which are among `parameters`. `masters` are its trained parameters in float32,
-        and `of_masters` is the optimizer's state for these. `gathered` is the largest size that groups have at once, and
-        `regathered` what is gathered again for backward. `sizes` are the elements of the trained parameters, if known.
+        Buffers are among `parameters`, and `unsharded` has their bytes. The trained parameters in float32 are `masters`,
+        and `of_masters` is the optimizer's state for these. Groups have up to `gathered` bytes at once, and gather
+        `regathered` again for backward. If known, `sizes` has the elements of the trained parameters.
         """
         trained, sharded = masters // 4, parameters - unsharded
         state = of_masters if self.has_masters else optimizer

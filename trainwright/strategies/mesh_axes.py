@@ -57,7 +57,7 @@ def reject_unsupported_axes(mesh: Mapping[str, int]) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"mesh={mesh!r}: {name}={size!r} is not accepted; pass an integer of at least 1.")
     if not any(set(mesh) == set(pair) for pair in AXES):
-        raise ValueError(f"mesh={mesh!r} has not the axes of one pair; pass {pairs}. A size can be 1.")
+        raise ValueError(f"mesh={mesh!r} has not the axes of one pair. Pass {pairs}. A size can be 1.")
 
 
 def check_mesh(mesh: Mapping[str, int], world_size: int) -> None:

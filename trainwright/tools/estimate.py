@@ -105,7 +105,7 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
 
 
 def _notes(options: Namespace, is_assumed: bool, is_fully_sharded: bool, meshes: Sequence[RankMesh]) -> Iterator[str]:
-    """Yield a sentence for each part that is assumed or not counted."""
+    """Yield a sentence for every part that is assumed or not counted."""
     if is_assumed:
         yield f"{options.optimizer} could not be tried on these sizes. Its state is counted like Adam's, 8 bytes a parameter."
     if options.params and is_fully_sharded:
@@ -132,7 +132,7 @@ def _parser() -> Parser:
     add("--args", metavar="JSON", help="the arguments of the class, such as '{\"width\": 512}'")
     add("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (default: AdamW)")
     add("--devices", "--ranks", metavar="N,N", help="numbers of devices (default: those of --mesh, or 1,2,4,8)")
-    mesh = "also show fsdp on a mesh: replicate=R,shard=S or data=D,tensor=T; may be repeated"
+    mesh = "also show fsdp on a mesh: replicate=R,shard=S or data=D,tensor=T (may be repeated)"
     add("--mesh", metavar="AXIS=N,AXIS=N", action="append", help=mesh)
     batch = (
         "also count the activations of a training_step of this batch, such as 8x128:int64,8:int64 (default: those of a "
@@ -195,7 +195,7 @@ def parse_batch(text: str) -> Tensor | list[Tensor] | dict[str, Tensor]:
     if len(set(names)) == len(names) and None not in names:
         return dict(zip(names, tensors, strict=True))
     if any(names):
-        raise ValueError(f"--batch {text}: expected a separate name for each tensor, or none. Pass {example}.")
+        raise ValueError(f"--batch {text}: expected different names for all tensors, or none. Pass {example}.")
     return tensors if "," in text else tensors[0]
 
 

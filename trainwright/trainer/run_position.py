@@ -229,9 +229,9 @@ class Position:
     """The counters, the phase and the RNG states of a run.
 
     `epoch` counts finished epochs, so during an epoch it is that epoch's number from 0. `batch` counts the batches that
-    this rank has finished in the epoch, `total_batches` those of the run, `step` the optimizer steps of the run (each
-    optimizer's under manual optimization), `batches_that_stepped` the batches after which a step was made, from which the
-    loggers' x axis follows (`logged_step`). `validations` counts the validations of the run, and `validated_at` is
+    this rank has finished in the epoch, and `total_batches` those of the run. Optimizer steps of the run are counted by `step`
+    (each optimizer's under manual optimization), and the batches after which a step was made by `batches_that_stepped`. From
+    these the loggers' x axis follows (`logged_step`). `validations` counts the validations of the run, and `validated_at` is
     `total_batches` as it was at the latest.
     `unchecked_batches` counts the batches, the current one included, since the latest check whether a validation is due
     within the epoch. `schedulers_stepped` is True once an epoch's schedulers have stepped, except those that follow a metric:

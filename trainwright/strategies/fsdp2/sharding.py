@@ -116,9 +116,12 @@ class ModuleSharding:
         """Return the parts of a module that are gathered in float32 although others are in a low dtype."""
         if self._low.param_dtype is None:
             return Float32()
-        if self._options.mixed_precision is None:
-            return find_float32(module, divided)
-        return Float32(groups={each for each in module.modules() if isinstance(each, vendor.BATCH_NORM)})
+        if self._options.mixed_precision is not None:
+            return Float32(groups={each for each in module.modules() if isinstance(each, vendor.BATCH_NORM)})
+        found = find_float32(module)
+        # A divided layer cannot be whole on every rank.
+        layers = {layer for layer, _ in found.whole if layer in divided}
+        return Float32({(layer, name) for layer, name in found.whole if layer not in layers}, found.groups | layers)
 
     def _materialize(self, module: nn.Module, parts: list[nn.Module], group: nn.Module) -> None:
         materialize(module, parts)
@@ -128,16 +131,7 @@ class ModuleSharding:
         """Broadcast rank 0's values of a group, and keep this rank's shard. Collective."""
         is_root = isinstance(group, Root)
         is_float32 = (group.module if isinstance(group, Root) else group) in self._float32.groups
-        # Shards that are offloaded stay in host memory.
-        move(group, self._device, stays=is_dtensor)
-        whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
-        equalize((*whole, *(group.buffers() if is_root else ())))
-        # FSDP2 shards rows, which 0-dim parameters lack, and cannot reduce empty ones.
-        kept = {each for each in whole if each.dim() == 0 or each.numel() == 0}.union(self._float32.parameters(group))
-        sharded = {each for each in whole if each not in kept}
-        refuse_mixed(group, sharded)
-        for parameter in whole:
-            parameter.data = parameter.data.contiguous()
+        kept, sharded = self._place(group)
         if self._tensor is not None:
             self._tensor.divide(group)
         if not is_root or self._tensor is not None:
@@ -158,3 +152,17 @@ class ModuleSharding:
         if not is_root:
             group.register_forward_pre_hook(writes.record)
         return writes
+
+    def _place(self, group: nn.Module) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+        """Move a group to the device, and return its parameters that stay whole and the others. Collective."""
+        # Shards that are offloaded stay in host memory.
+        move(group, self._device, stays=is_dtensor)
+        whole = [parameter for parameter in group.parameters() if not isinstance(parameter, DTensor)]
+        equalize((*whole, *(group.buffers() if isinstance(group, Root) else ())))
+        # FSDP2 shards rows, which 0-dim parameters lack, and cannot reduce empty ones.
+        kept = {each for each in whole if each.dim() == 0 or each.numel() == 0}.union(self._float32.parameters(group))
+        sharded = {each for each in whole if each not in kept}
+        refuse_mixed(group, sharded)
+        for parameter in whole:
+            parameter.data = parameter.data.contiguous()
+        return kept, sharded

@@ -91,12 +91,11 @@ class FSDPStrategy(Strategy):
         sharding_strategy: "FULL_SHARD", or "SHARD_GRAD_OP" for reshard_after_forward=False.
         num_replicas: the number of groups of neighbouring ranks that each hold the whole model in shards (hybrid sharding). A
             parameter is gathered within its group, such as a node. Gradients are summed over the groups once a window.
-        mesh: {"data": 4, "tensor": 2} for tensor parallelism: two neighbouring ranks compute the divided layers together, on
-            one batch, and their parts are sharded over four data ranks. {"replicate": 2, "shard": 4} is num_replicas=2.
-        tensor_plan: how the layers are divided, by the names of submodules, such as {"blocks.*.up": "colwise",
-            "blocks.*.down": "rowwise"}. A style is one of "colwise", "colwise_gathered", "rowwise", "sequence" and
-            "loss_parallel", or a ParallelStyle of torch. Instead `configure_model` may call torch's parallelize_module with
-            `self.device_mesh["tensor"]`.
+        mesh: the sizes {"data": 4, "tensor": 2} for tensor parallelism. Two neighbouring ranks compute the divided layers
+            together, on one batch. Their parts are sharded over four data ranks. {"replicate": 2, "shard": 4} has two replicas.
+        tensor_plan: the style of the divided layers by the names of submodules, such as {"blocks.*.up": "colwise"}. A style is
+            "colwise", "colwise_gathered", "rowwise", "sequence", "loss_parallel" or a ParallelStyle of torch. Instead
+            `configure_model` may call torch's parallelize_module with `self.device_mesh["tensor"]`.
         timeout: seconds (or a timedelta) that a rank waits for the others, by default half an hour.
         elementwise: accept optimizers that are not known to step every element independently.
 

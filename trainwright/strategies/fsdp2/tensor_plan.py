@@ -106,7 +106,7 @@ def match_plan(module: nn.Module, plan: TensorPlan, num_ranks: int) -> dict[nn.M
                 if others := [other for other in owners[parameter] if other != name]:
                     raise ValueError(
                         f"tensor_plan divides {name!r}, whose parameter is tied to {others[0]!r}. A divided parameter cannot "
-                        "be tied: remove the layer from the plan, or give each its own parameter."
+                        "be tied: remove the layer from the plan, or untie the layers."
                     )
     return styles
 
@@ -126,8 +126,8 @@ def _style(name: str, layer: nn.Module, style: str | ParallelStyle, num_ranks: i
         sizes = [size for kinds, size in SIZES.items() if isinstance(made, kinds[0]) and isinstance(layer, kinds[1])]
         if not sizes:
             raise ValueError(
-                f"tensor_plan divides {name!r}, a {type(layer).__name__}; only nn.Linear and nn.Embedding can be divided. Name "
-                "the layers within it, or pass a ParallelStyle of your own."
+                f"tensor_plan divides {name!r}, a {type(layer).__name__}. Only nn.Linear and nn.Embedding can be divided. Name "
+                "the layers within it, or pass another ParallelStyle."
             )
         if getattr(layer, sizes[0]) % num_ranks:
             raise ValueError(
@@ -225,7 +225,7 @@ class TensorGroup:
             yield
         finally:
             self._is_in_loss = False
-            with suppress(KeyError):  # the step has ended a loss_parallel() of its own
+            with suppress(KeyError):  # the step has used loss_parallel() itself
                 context.__exit__(None, None, None)
 
     def compare_gradients(self, modules: Iterable[nn.Module]) -> None:

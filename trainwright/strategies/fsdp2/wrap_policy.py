@@ -8,7 +8,7 @@ unknown.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -184,8 +184,8 @@ class Float32:
                     yield parameter
 
 
-def find_float32(module: nn.Module, divided: Collection[nn.Module] = ()) -> Float32:
-    """Return the parts of a module that stay float32. The `divided` ones cannot be whole on every rank.
+def find_float32(module: nn.Module) -> Float32:
+    """Return the parts of a module that stay float32.
 
     A parameter of more than SMALL elements may be tied to a low-precision layer, or be bare in a module with children. It can
     neither stay whole nor be a separate group, so it stays in its group.
@@ -210,9 +210,8 @@ def find_float32(module: nn.Module, divided: Collection[nn.Module] = ()) -> Floa
         is_unit = all(inside.issuperset(owners[parameter]) for *_, parameter in own) and not any(
             True for child in each.modules() if child not in inside for _ in child.parameters(recurse=False)
         )
-        is_large = sum(parameter.numel() for *_, parameter in own) > SMALL
-        if (is_large or each in divided) and is_unit and has_forward(each):
+        if sum(parameter.numel() for *_, parameter in own) > SMALL and is_unit and has_forward(each):
             found.groups.add(each)
-        elif each not in divided:
+        else:
             found.whole.update((member, name) for member, name, parameter in own if parameter.numel() <= SMALL)
     return found
