@@ -87,8 +87,8 @@ def test_a_batch_is_parsed_by_shapes_dtypes_and_names() -> None:
 @pytest.mark.parametrize(("text", "said"), [
     ("8,x3", "--batch 8,x3: 'x3' is not the shape and dtype of a tensor. Pass a batch such as 8x128:int64,8:int64"),
     ("8:long8", "'8:long8' is not the shape and dtype"),
-    ("x=8,8", "--batch x=8,8: expected a separate name for each tensor, or none"),
-    ("x=8,x=8", "--batch x=8,x=8: expected a separate name for each tensor, or none"),
+    ("x=8,8", "--batch x=8,8: expected different names for all tensors, or none"),
+    ("x=8,x=8", "--batch x=8,x=8: expected different names for all tensors, or none"),
 ])  # fmt: skip
 def test_a_wrong_batch_raises(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):

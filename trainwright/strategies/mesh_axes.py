@@ -33,7 +33,7 @@ def reject_unsupported_parallelism(strategy: str) -> None:
     """Raise ValueError for the name of a parallelism that is not a strategy here, with the reason or the option."""
     if (advice := STRATEGIES_OF_OPTIONS.get(strategy)) is not None:
         raise ValueError(f"strategy={strategy!r} is an option of fsdp: {advice}.")
-    if (reason := _reason(strategy.removesuffix("_parallel"))) is not None:
+    if (reason := _reason(strategy.partition("_")[0])) is not None:
         raise ValueError(f"strategy={strategy!r} is not supported, because {reason}. {ELSEWHERE}.")
 
 
