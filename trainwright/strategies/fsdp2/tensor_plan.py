@@ -245,7 +245,9 @@ class TensorGroup:
         ]
         if not named:
             return
-        most = torch.stack([torch.linalg.vector_norm(_local(gradient)) for _, gradient in named])
+        # Gradients of offloaded shards are in host memory.
+        norms = [torch.linalg.vector_norm(_local(gradient)).to(self.mesh.device_type) for _, gradient in named]
+        most = torch.stack(norms)
         least = most.clone()
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh[TENSOR].get_group())
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.mesh[TENSOR].get_group())
@@ -264,7 +266,8 @@ class TensorGroup:
         if _is_planned(value) and not value.placements[-1].is_replicate():
             writer = rank
             if value.placements[-1] != Shard(0):
-                columns, value = value, value.redistribute(placements=[Shard(0)] * value.device_mesh.ndim)
+                with torch.no_grad():
+                    columns, value = value, value.redistribute(placements=[Shard(0)] * value.device_mesh.ndim)
                 self._rows.append((columns, value))
         return piece_of(name, value, writer)
 
