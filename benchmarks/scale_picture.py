@@ -32,7 +32,9 @@ def draw(path: Path, costs: Mapping[int, Mapping[str, Cost]]) -> None:
         for colour, figures in zip(COLOURS, zip(*(costs[count][name] for count in counts), strict=True), strict=True):
             points = [(left + _across(index, counts), top + _down(figure)) for index, figure in enumerate(figures)]
             lines.append(_line(points, colour))
-            lines += [_mark(x, y, figure, colour) for (x, y), figure in zip(points, figures, strict=True)]
+            lines += [f'<circle cx="{x:.0f}" cy="{y:.0f}" r="3" fill="{colour}"/>' for x, y in points]
+            (x, y), figure = points[-1], figures[-1]
+            lines.append(f'<text x="{x + 6:.0f}" y="{y + 4:.0f}" font-size="9">{_text(figure)}</text>')
     for index, (part, colour) in enumerate(zip(PARTS, COLOURS, strict=True)):
         x = LEFT + (0, 180, 370, 440)[index]
         lines.append(
@@ -66,11 +68,6 @@ def _line(points: Sequence[tuple[float, float]], colour: str) -> str:
     return f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="2"/>'
 
 
-def _mark(x: float, y: float, figure: float, colour: str) -> str:
-    circle = f'<circle cx="{x:.0f}" cy="{y:.0f}" r="3" fill="{colour}"/>'
-    return f'{circle}<text x="{x:.0f}" y="{y - 6:.0f}" text-anchor="middle" font-size="9">{_text(figure)}</text>'
-
-
 def _across(index: int, counts: Sequence[int]) -> float:
     return WIDTH * (index + 0.5) / len(counts)
 
@@ -84,4 +81,4 @@ def _text(seconds: float) -> str:
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.2g} µs"
+    return f"{seconds * 1e6:.0f} µs"
