@@ -159,8 +159,8 @@ class _Encoder:
             return self._numpy(value, path)
         if isinstance(value, RankPart):
             raise TypeError(
-                f"{path} is (or is derived from) this rank's shard of a tensor. Leave it in the state_dict, where the shards "
-                "of all ranks are stored."
+                f"{path} is (or is derived from) this rank's shard of {value.source.name!r}. Put it into the state_dict, "
+                "where the shards of all ranks are stored."
             )
         kind = type(value)
         hint = " Store its full_tensor()." if kind.__qualname__ == "DTensor" else ""

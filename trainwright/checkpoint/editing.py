@@ -7,7 +7,6 @@ the strategy shards them. At a load they are whole tensors in host memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base, check_base
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.shards import copy_whole
-from trainwright.checkpoint.tensors import Piece, RankPart, shown
+from trainwright.checkpoint.tensors import Piece, is_range, shown, stored
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
 from trainwright.tensor_names import clean_name
@@ -46,25 +45,13 @@ def edit_for_save(
     tensors = _taken_tensors(contents, "on_save_checkpoint")
 
     def edited() -> list[Piece]:
-        sources = {id(before[piece.name]): piece for piece in pieces}
-        return [_stored(name, value, sources.get(id(value))) for name, value in tensors.items()]
+        shown_as = [(piece, before[piece.name]) for piece in pieces]
+        unchanged = [piece for piece, tensor in shown_as if tensors.get(piece.name) is tensor and is_range(tensor)]
+        # Unchanged tensors keep their pieces, with writers and ties. Replaced tensors become new pieces.
+        names = {piece.name for piece in unchanged}
+        return [*unchanged, *(stored(name, value) for name, value in tensors.items() if name not in names)]
 
     return {key: value for key, value in contents.items() if key not in header}, edited
-
-
-def _stored(name: str, value: Tensor, source: Piece | None) -> Piece:
-    """Return the piece for a tensor of an edited state_dict. `source` is the piece that the hooks saw as this tensor."""
-    if source is not None and name == source.name:
-        return source  # with its writer and ties
-    if not isinstance(value, RankPart):
-        return Piece(name, tuple(value.shape), 0, value.detach(), 0)
-    if source is None:
-        raise CheckpointError(
-            f"on_save_checkpoint left {name!r} in the state_dict, computed from this rank's part of a tensor; the other ranks "
-            "hold the rest. Only remove or rename such tensors, and convert an export (trainwright checkpoint export --dtype), "
-            "or use strategy='ddp', which keeps them whole."
-        )
-    return replace(source, name=name)
 
 
 def edit_for_load(

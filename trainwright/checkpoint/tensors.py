@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.vendor import tree_leaves, tree_map_only
 from trainwright.errors import CheckpointError
 
 __all__ = ["DTYPE_NAMES", "TensorEntry"]
@@ -182,11 +183,75 @@ def check_coverage(name: str, entry: TensorEntry) -> None:
 
 
 class RankPart(Tensor):
-    """A range of a tensor whose other ranges are on other ranks, or a value computed from one, as hooks see it at a save."""
+    """A range of a tensor whose other ranges are on other ranks. `shown` makes it for hooks at a save.
+
+    An elementwise result is the same range of the whole result, so it can be stored under any name. A result of a different
+    shape (a norm, a slice) corresponds to no range, and cannot be stored.
+    """
+
+    source: Piece
+    """The piece itself, or the piece from which this tensor was computed."""
+    is_range: bool
+    """Whether the elements still correspond one to one to the source's range."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, source: Piece, is_range: bool) -> RankPart:
+        """Return a tensor as a part, in the same memory."""
+        part = tensor.detach().as_subclass(cls)
+        part.source, part.is_range = source, is_range
+        return part
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RankPart)]
+        # So results are plain tensors, and no operation in here calls this method again.
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            ranges = {(part.source.shape, part.source.start) for part in parts}
+            are_ranges = len(ranges) == 1 and all(part.is_range for part in parts)
+
+            def derived(tensor: Tensor) -> Tensor:
+                if isinstance(tensor, RankPart):  # changed in place, or returned unchanged
+                    tensor.is_range = tensor.is_range and are_ranges
+                    return tensor
+                is_range = are_ranges and tensor.shape == parts[0].source.tensor.shape
+                return RankPart.of(tensor, parts[0].source, is_range)
+
+            return tree_map_only(Tensor, derived, result)
+
+    def __deepcopy__(self, memo: Any) -> RankPart:
+        copied: RankPart = self.clone()  # type: ignore[assignment]
+        return copied
 
 
 def shown(piece: Piece) -> Tensor:
     """Return a piece's tensor for hooks, the whole tensor or this rank's part. It shares the memory in use."""
+    if piece.is_whole and piece.tensor.shape != piece.shape:  # sharded, but this rank has all of it
+        piece = replace(piece, tensor=piece.tensor.view(piece.shape))
     if piece.is_whole and piece.writer in (None, 0):
-        return piece.tensor.view(piece.shape) if piece.tensor.shape != piece.shape else piece.tensor
-    return piece.tensor.detach().as_subclass(RankPart)
+        return piece.tensor
+    return RankPart.of(piece.tensor, piece, True)
+
+
+def is_range(tensor: Tensor) -> bool:
+    """Return whether a tensor is whole, or a part that still corresponds to its range."""
+    return not isinstance(tensor, RankPart) or tensor.is_range
+
+
+def stored(name: str, value: Tensor) -> Piece:
+    """Return the piece for a tensor in a state_dict from hooks. CheckpointError if it corresponds to no range."""
+    if not isinstance(value, RankPart):
+        return Piece(name, tuple(value.shape), 0, value.detach(), 0)
+    if not value.is_range:
+        raise CheckpointError(
+            f"on_save_checkpoint left {name!r} in the state_dict, computed from this rank's part of {value.source.name!r}; "
+            "the other ranks hold the rest. Use elementwise operations on such tensors (a cast, a factor), or "
+            "strategy='ddp', which keeps them whole."
+        )
+    return replace(value.source, name=name, tensor=value.detach().as_subclass(Tensor))
