@@ -35,7 +35,7 @@ REJECTED_NAMES = [
     *((name, CONTEXT) for name in ("context", "context_parallel", "cp")),
     *((name, EXPERT) for name in ("expert", "expert_parallel", "ep")),
     *((name, PIPELINE) for name in ("pipeline", "pipeline_parallel", "pp")),
-    *((name, r"strategy='{}' is an option of fsdp: pass FSDPStrategy\(mesh=\{{\"data\": 2, \"tensor\": 2\}}\)")
+    *((name, r"strategy='{}' is an option of fsdp: pass FSDPStrategy\(mesh=\{{\"data\": 2, \"tensor\": 2\}}, tensor_plan=")
       for name in ("tensor_parallel", "tensor", "tp", "model_parallel")),
     *((name, r"strategy='{}' is an option of fsdp: pass FSDPStrategy\(num_replicas=2\)")
       for name in ("hsdp", "hybrid_shard")),

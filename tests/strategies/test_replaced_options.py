@@ -29,7 +29,7 @@ Zero = tw.DeepSpeedStrategy
     (tw.ShardedDDPStrategy, {"reduce_fp17": True}, r"Did you mean reduce_fp16=\?"),
     (tw.FSDPStrategy, {"activation_checkpointing": [nn.Linear]}, "pass activation_checkpointing_policy="),
     (tw.FSDPStrategy, {"state_dict_type": "other"}, "one format, which every strategy loads"),
-    (tw.FSDPStrategy, {"device_mesh": (2, 2)}, "pass num_replicas=, the number of groups"),
+    (tw.FSDPStrategy, {"device_mesh": (2, 2)}, "pass mesh={'replicate': 2, 'shard': 4} or mesh="),
     (tw.FSDPStrategy, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "gathers ahead by itself"),
     (tw.FSDPStrategy, {"reshard_after_forwards": True}, r"Did you mean reshard_after_forward=\?"),
     (tw.FSDPStrategy, {"mixed_precision": MixedPrecision(torch.bfloat16)}, "pass a .*MixedPrecisionPolicy"),

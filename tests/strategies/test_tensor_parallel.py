@@ -133,8 +133,8 @@ class DividesItself(Speaks):
             parallelize_module(block, self.device_mesh["tensor"], plan)
 
 
-def sentences(number: int, batch_size: int) -> DataLoader[Any]:
-    words = torch.randint(0, WORDS, (number, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+def sentences(number: int, batch_size: int, seed: int = 5) -> DataLoader[Any]:
+    words = torch.randint(0, WORDS, (number, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
     return DataLoader(TensorDataset(words), batch_size=batch_size)
 
 
@@ -157,7 +157,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
 
 def divided(plan: dict[str, Any] | None = None, **options: Any) -> tw.FSDPStrategy:
     plan = PLAN if plan is None else plan
-    return tw.FSDPStrategy(mesh={"data": 2, "tensor": 2}, tensor_plan=plan, min_parameters=1, **options)
+    return tw.FSDPStrategy(mesh={"data": 2, "tensor": 2}, tensor_plan=plan or None, min_parameters=1, **options)
 
 
 def trained(folder: Path) -> dict[str, Any]:
@@ -197,11 +197,19 @@ def trained(folder: Path) -> dict[str, Any]:
         found[name] = fitted(6, divided(ON_SEQUENCE), folder / "sequence.ckpt", module=module, **settings)
     with pytest.raises(RuntimeError, match="different gradients of 'scale', which is not divided"):
         fitted(1, divided(ON_SEQUENCE), folder / "wrong.ckpt")
+    trainer, other = (
+        tw.Trainer(max_steps=1, strategy=divided(), **QUIET),
+        sentences(32, 2, torch.distributed.get_rank()),
+    )
+    with pytest.raises(RuntimeError, match="the ranks of a tensor group got different batches"):
+        trainer.fit(Speaks(), other)
+    with pytest.raises(ValueError, match="compile=True cannot hold under strategy='fsdp'"):
+        tw.Trainer(strategy=divided({}), compile=True, **QUIET)
     with pytest.raises(ValueError, match="the mesh has tensor=2, but no layer of Speaks is divided"):
         fitted(1, divided({}), folder / "wrong.ckpt")
     with pytest.raises(RuntimeError) as caught:
         fitted(1, divided({"heads": "colwise"}), folder / "wrong.ckpt", module=CountsHeads())
-    assert "computes only its share of the heads" in str(caught.value.__notes__)
+    assert "Let view infer the number of heads" in str(caught.value.__notes__)
     trainer = tw.Trainer(strategy=divided(), **QUIET)
     (found["validated"],) = trainer.validate(Speaks(), sentences(10, 2), verbose=False)
     found["predicted"] = torch.cat(trainer.predict(Speaks(), sentences(10, 2)) or [])
@@ -312,6 +320,7 @@ def test_tied_and_uncalled_layers_are_rejected() -> None:
     [
         ({"mesh": {"data": 2, "tensor": 3}}, "is for 6 processes .2 . 3., but the job has 4"),
         ({"mesh": {"data": 2, "context": 2}}, "'context' is not supported"),
+        ({"mesh": {"replicate": 4, "shard": 1}}, "has a shard of 1, so that nothing is sharded"),
         ({"tensor_plan": PLAN}, "needs a mesh with a tensor dimension"),
         ({"mesh": {"replicate": 2, "shard": 2}, "num_replicas": 2}, "does not go with mesh="),
     ],

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainwright.checkpoint.vendor import tree_leaves, tree_map_only
+from trainwright.checkpoint.vendor import tree_leaves, tree_map
 from trainwright.errors import CheckpointError
 
 __all__ = ["DTYPE_NAMES", "TensorEntry"]
@@ -223,7 +223,7 @@ class RankPart(Tensor):
                 is_range = are_ranges and tensor.shape == parts[0].source.tensor.shape
                 return RankPart.of(tensor, parts[0].source, is_range)
 
-            return tree_map_only(Tensor, derived, result)
+            return tree_map(lambda leaf: derived(leaf) if isinstance(leaf, Tensor) else leaf, result)
 
     def __deepcopy__(self, memo: Any) -> RankPart:
         copied: RankPart = self.clone()  # type: ignore[assignment]

@@ -113,6 +113,11 @@ class Engine(EngineCheckpoints):
         self._trained: dict[str, nn.Parameter] = {}
         """Which parameters of each module required gradients at the strategy's last setup or refresh."""
 
+    def use(self) -> None:
+        """Select this engine's device and data group, settings of the process that another engine may have changed."""
+        use(self.device)
+        collectives.use_data_group(self.strategy.data_group)
+
     def prepare_module(self, module: nn.Module, optimization: Optimization | None) -> None:
         """Wrap a module by the strategy and move it to the device. Collective: call on every rank.
 
@@ -121,8 +126,7 @@ class Engine(EngineCheckpoints):
         Raises:
             ValueError: on every rank, if the ranks have different models.
         """
-        use(self.device)  # a setting of the thread, which another engine may have changed since
-        collectives.use_data_group(self.strategy.data_group)  # a setting of the process
+        self.use()
         refuse_unlike_models(module, self.ranks)  # before the strategy sends weights
         if optimization is not None:
             self.optimization = optimization

@@ -177,5 +177,6 @@ def _exchanged(leaves: list[Any], ranks: Ranks) -> Iterator[list[Any]]:
             raise TypeError(f"reduce was given {a_type_of(leaf)}; expected tensors and numbers, or nests of them.")
     encoded, _ = encode(local, "reduce")
     received = [decode(values, {}) for values in ranks.exchange(encoded, "reduce of numbers")] if local else [[]]
-    received = received[:: ranks.world_size // collectives.num_data_ranks()]  # one rank of each part of the data
+    if collectives.data_group() is not None:  # one rank of each part of the data
+        received = received[:: ranks.world_size // collectives.num_data_ranks()]
     return iter([list(values) for values in zip(*received, strict=True)])

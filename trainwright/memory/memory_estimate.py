@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 from trainwright.devices import hardware
-from trainwright.strategies.fsdp2.wrap_policy import WrapPolicy, check_policy, choose_groups
+from trainwright.strategies.fsdp2.wrap_policy import WHOLE, WrapPolicy, check_policy, choose_groups
 from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
 from trainwright.strategies.mesh_axes import reject_unsupported_axes
 
@@ -186,9 +186,12 @@ class RankMesh(NamedTuple):
 
 def _divide(module: nn.Module, count: int) -> None:
     """Keep one of `count` ranks' rows in the matrices of Linear and Embedding layers, in place."""
+    uncalled = {layer for owner in module.modules() if isinstance(owner, WHOLE) for layer in owner.modules()}
     divided: set[Tensor] = set()  # tied ones once
     for layer in module.modules():
-        if isinstance(layer, (nn.Linear, nn.Embedding)) and layer.weight not in divided:
+        if layer in uncalled or not isinstance(layer, (nn.Linear, nn.Embedding)):
+            continue
+        if layer.weight not in divided:
             divided.add(layer.weight)
             shape = (-(-layer.weight.shape[0] // count), *layer.weight.shape[1:])
             layer.weight.data = torch.empty(shape, dtype=layer.weight.dtype, device=layer.weight.device)

@@ -42,6 +42,7 @@ class Collectives(Processes):
             TypeError: the structure contains something else. On every rank, if the tensors have different dtypes.
             ValueError: on every rank, if shapes differ beyond the first dimension: `pad_across_processes` makes them equal.
         """
+        self.engine.use()
         return nests.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False, *, loader: Any = None) -> Any:
@@ -58,6 +59,7 @@ class Collectives(Processes):
         Raises:
             TypeError, ValueError: see `gather`.
         """
+        self.engine.use()
         keep = self._ranks_with_samples(loader)
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in nests.leaves_of(input_data)):
             return nests.gather_objects(input_data, keep, self.device)
@@ -76,6 +78,7 @@ class Collectives(Processes):
             TypeError: the structure holds something else.
             ValueError: the reduction is unknown, or on every rank shapes differ.
         """
+        self.engine.use()
         return nests.reduce(tensor, reduction, self.engine.ranks, scale)
 
     def broadcast(self, obj: Any, from_process: int = 0) -> Any:
@@ -96,6 +99,7 @@ class Collectives(Processes):
             TypeError: the structure holds something else than tensors.
             ValueError: on every rank, if a tensor has more dimensions on some rank.
         """
+        self.engine.use()
         return nests.pad(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:

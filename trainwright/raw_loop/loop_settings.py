@@ -37,7 +37,7 @@ REPLACED = {
     "parallelism_config": "pass strategy='ddp', 'fsdp' or 'deepspeed', or for tp_size "
     "strategy=FSDPStrategy(mesh={'data': 2, 'tensor': 2}, tensor_plan={...})",
     "dynamo_plugin": "pass dynamo_backend=, or compile the model with its compile() before prepare",
-    "dispatch_batches": "pass dataloader_config=DataLoaderConfiguration(dispatch_batches=...)",
+    "dispatch_batches": "omit it: every process reads the data and keeps its share",
     "even_batches": "pass dataloader_config=DataLoaderConfiguration(even_batches=...)",
     "use_seedable_sampler": "pass dataloader_config=DataLoaderConfiguration(use_seedable_sampler=...)",
     "logging_dir": "pass project_config=ProjectConfiguration(logging_dir=...)",

@@ -135,6 +135,7 @@ def why_rejected(
             warnings.simplefilter("ignore")
             strategy = make_strategy(base, {**usual, **options})
             strategy.check("cpu", num_ranks, precision)
+            # NOTE: with mesh= this would open process groups.
             strategy.connect(0, num_ranks, torch.device("cpu"), precision)
         strategy.check_module(module, Optimization())
         for parameters in ([each for each in trained if each.dim() == 2], trained):  # Muon takes matrices only

@@ -20,10 +20,10 @@ REASONS = {
 }
 """The kinds of parallelism that are not supported, with the reason."""
 ABBREVIATIONS = {"cp": "context", "ep": "expert", "pp": "pipeline"}
-TENSOR = 'pass FSDPStrategy(mesh={"data": 2, "tensor": 2}), with the numbers of processes'
+TENSOR = 'pass FSDPStrategy(mesh={"data": 2, "tensor": 2}, tensor_plan={...}), with the numbers of processes'
 HYBRID = "pass FSDPStrategy(num_replicas=2), with the number of nodes"
 STRATEGIES_OF_OPTIONS = {
-    **dict.fromkeys(("tensor_parallel", "tensor", "tp", "model_parallel"), TENSOR),
+    **dict.fromkeys(("tensor_parallel", "tensor", "tp", "model_parallel", "sequence_parallel", "megatron"), TENSOR),
     **dict.fromkeys(("hsdp", "hybrid_shard", "hybrid_sharding"), HYBRID),
 }
 """Names of strategies that are options of fsdp, with the advice."""

@@ -36,7 +36,7 @@ OF_DDP = {
 OF_FSDP = {
     "activation_checkpointing": "pass activation_checkpointing_policy=, with the same classes",
     "state_dict_type": "checkpoints have one format, which every strategy loads on any number of processes",
-    "device_mesh": "pass num_replicas=, the number of groups of processes that each hold the whole model in shards",
+    "device_mesh": "pass mesh={'replicate': 2, 'shard': 4} or mesh={'data': 2, 'tensor': 2}",
     "process_group": "all processes take part; num_replicas= shards within groups of them",
     "ignored_modules": "every parameter is sharded",
     "ignored_states": "every parameter is sharded",

@@ -73,6 +73,10 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
         meshes = [RankMesh.parse(text) for text in options.mesh or ()]
         devices = _devices(options.devices, meshes)
         memory = _amount(options.memory, UNITS, "--memory", "80GiB") if options.memory else available_memory()
+        if memory < 2**20:
+            raise ValueError(f"--memory {options.memory} is {memory} bytes; pass a size with its unit, such as 80GiB.")
+        if meshes and FULLY_SHARDED not in strategies:
+            raise ValueError(f"--mesh is for {FULLY_SHARDED}, and --strategies {options.strategies} omits it. Add it.")
         optimizer = _optimizer(options.optimizer)
         module, name = _module(options.target, options.params, options.args)
         activations, of_step = _activations(module, precisions, options.batch)
@@ -219,7 +223,7 @@ def _activations(module: nn.Module, precisions: Sequence[str], text: str | None)
                 return {}, f"without activations: the forward of example_input_array {reason}"
             raise ValueError(
                 f"--batch {text}: the step {reason}. Pass the shapes and dtypes of a batch. Omit --batch if the step reads "
-                "values, as item() does, or steps the optimizers itself."
+                "values, as item() does, uses self.trainer (as self.current_epoch does), or steps the optimizers itself."
             ) from error
     traced = f"a step of {text}" if text is not None else "a forward of example_input_array, without the loss"
     return saved, f"with the activations of {traced}"

@@ -66,6 +66,10 @@ def _made(origin: str, name: str, arguments: str | None) -> tuple[nn.Module, str
             f"{name} cannot be called with --args {json.dumps(options)} ({error}). Pass all of its arguments, such as "
             "'{\"width\": 512}', or name a function that returns the module and needs none."
         ) from error
+    except OSError as error:
+        raise ValueError(
+            f"{name} cannot be made in {os.getcwd()}: {error}. Run the command where its files are."
+        ) from error
     except Exception as error:
         raise ValueError(
             f"{name} cannot be made on the meta device, whose tensors have no values ({type(error).__name__}: {error}). Its "

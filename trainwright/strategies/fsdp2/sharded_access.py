@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.vendor import tree_leaves, tree_map
 from trainwright.strategies.base import StepForward
-from trainwright.strategies.fsdp2.tensor_plan import HEADS, is_shard
+from trainwright.strategies.fsdp2.tensor_plan import HINT, is_shard
 from trainwright.strategies.fsdp2.vendor import WriteCheck, without_view
 from trainwright.strategies.fsdp2.wrap_policy import ROOT
 from trainwright.strategies.used_parameters import failed_before
@@ -143,8 +143,8 @@ def failing(roots: Iterable[Any], explanation: str = USED) -> Iterator[None]:
             root.fail()
         if any(text in str(error) for text in MIXED):
             raise RuntimeError(explanation) from error
-        if explanation is DIVIDED and "invalid for input of size" in str(error):
-            error.add_note(HEADS)
+        if explanation is DIVIDED and isinstance(error, RuntimeError | IndexError | ValueError):
+            error.add_note(HINT)
         raise
 
 

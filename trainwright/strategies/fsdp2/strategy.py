@@ -94,7 +94,7 @@ class FSDPStrategy(Strategy):
         mesh: the sizes {"data": 4, "tensor": 2} for tensor parallelism. Two neighbouring ranks compute the divided layers
             together, on one batch. Their parts are sharded over four data ranks. {"replicate": 2, "shard": 4} has two replicas.
         tensor_plan: the style of the divided layers by the names of submodules, such as {"blocks.*.up": "colwise"}. A style is
-            "colwise", "colwise_gathered", "rowwise", "sequence", "loss_parallel" or a ParallelStyle of torch. Instead
+            "colwise", "colwise_gathered", "rowwise", "sequence", "head_norm", "loss_parallel" or torch's ParallelStyle. Instead
             `configure_model` may call torch's parallelize_module with `self.device_mesh["tensor"]`.
         timeout: seconds (or a timedelta) that a rank waits for the others, by default half an hour.
         elementwise: accept optimizers that are not known to step every element independently.
@@ -144,7 +144,6 @@ class FSDPStrategy(Strategy):
             raise ValueError(f"min_parameters={min_parameters!r} is not accepted; pass an integer of at least 0.")
         if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
             raise ValueError(f"num_replicas={num_replicas!r} is not accepted; pass an integer of at least 1.")
-        self.mesh = dict(mesh) if mesh is not None else None
         if mesh is not None:
             reject_unsupported_axes(mesh)
             if num_replicas > 1:
@@ -156,10 +155,9 @@ class FSDPStrategy(Strategy):
                 raise ValueError(
                     'tensor_plan= needs a mesh with a tensor dimension; pass mesh={"data": 2, "tensor": 2}.'
                 )
-            has_tensor = TENSOR in mesh
-            self.capabilities = replace(
-                self.capabilities, pieces_are_collective=has_tensor, takes_compile=not has_tensor
-            )
+        self.mesh = dict(mesh) if mesh is not None else None
+        has_tensor = mesh is not None and TENSOR in mesh
+        self.capabilities = replace(self.capabilities, pieces_are_collective=has_tensor, takes_compile=not has_tensor)
         self.num_replicas, self.tensor_plan = num_replicas, tensor_plan or {}
         check_policy("auto_wrap_policy", auto_wrap_policy)
         check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
@@ -273,6 +271,11 @@ class FSDPStrategy(Strategy):
             check_mesh(self.mesh, num_processes)
         if num_processes % self.num_replicas or 1 < num_processes == self.num_replicas:
             fitting = [str(count) for count in range(1, num_processes) if num_processes % count == 0]
+            if self.mesh is not None:
+                raise ValueError(
+                    f"mesh={self.mesh!r} has a shard of 1, so that nothing is sharded. Pass at least 2, or choose "
+                    "strategy='ddp', where every process holds the whole model."
+                )
             raise ValueError(
                 f"num_replicas={self.num_replicas} does not divide {num_processes} processes into groups of several. Pass "
                 f"{' or '.join(fitting) or 1}, or choose strategy='ddp', where every process holds the whole model."
@@ -288,6 +291,7 @@ class FSDPStrategy(Strategy):
         self.buffers.begin_step(module)
         if self._tensor is not None:
             self._tensor.forget_rows()
+            self._tensor.compare_inputs((args, kwargs))
         self._guard.watch(self._automatic and self.ends_window and self.world_size > 1).begin(name)
         with self.precision.forward_context() or nullcontext(), self._failing([root]):
             outputs = root(name, *args, **kwargs)

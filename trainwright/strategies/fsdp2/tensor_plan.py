@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainwright.checkpoint.tensors import Piece
+from trainwright.checkpoint.vendor import tree_leaves
 from trainwright.errors import did_you_mean
 from trainwright.strategies.fsdp2 import vendor
 from trainwright.strategies.fsdp2.wrap_policy import WHOLE
@@ -40,8 +42,15 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_gathered": partial(ColwiseParallel, output_layouts=Replicate()),
     "rowwise": RowwiseParallel,
     "sequence": SequenceParallel,
+    "head_norm": partial(SequenceParallel, sequence_dim=2, use_local_output=True),
     "loss_parallel": partial(ColwiseParallel, output_layouts=Shard(-1), use_local_output=False),
 }
+TRANSFORMERS = {
+    "colwise_gather_output": "colwise_gathered",
+    "colwise_rep": "colwise_gathered",
+    "replicated_with_grad_allreduce": "head_norm",
+}
+"""Styles by their names in the plans of transformers."""
 TensorPlan = Mapping[str, str | ParallelStyle]
 """A style by the name of a submodule, in which `*` matches one part of the name."""
 SIZES = {
@@ -52,10 +61,12 @@ SIZES = {
 }
 """The size that a style divides over the tensor group, by the style and the layer."""
 NUMBER = r"\b\d+\b"
-HEADS = (
-    "Under tensor parallelism a rank computes only its share of the heads. Let view and reshape infer their number: "
-    "x.view(batch, length, -1, head_size)."
+HINT = (
+    "Under tensor parallelism a rank has a share of the features and heads. Let view infer the number of heads, such as "
+    "x.view(batch, length, -1, head_size). A colwise output goes into a rowwise layer, a head is colwise_gathered or "
+    "loss_parallel, and 'sequence' needs activations that are divided along the sequence."
 )
+"""A note for errors of a forward."""
 
 
 def check_plan(plan: object) -> None:
@@ -63,7 +74,7 @@ def check_plan(plan: object) -> None:
     if not isinstance(plan, Mapping):
         raise TypeError(f"tensor_plan={plan!r} is not accepted; pass a dict such as {{'blocks.*.up': 'colwise'}}.")
     for pattern, style in plan.items():
-        if not isinstance(style, ParallelStyle) and style not in STYLES:
+        if not isinstance(style, ParallelStyle) and style not in STYLES and style not in TRANSFORMERS:
             raise ValueError(
                 f"tensor_plan[{pattern!r}]={style!r} is unknown; choose from {', '.join(STYLES)}, or pass a ParallelStyle of "
                 f"torch.distributed.tensor.parallel.{did_you_mean(str(style), STYLES)}"
@@ -106,7 +117,7 @@ def match_plan(module: nn.Module, plan: TensorPlan, num_ranks: int) -> dict[nn.M
                 if others := [other for other in owners[parameter] if other != name]:
                     raise ValueError(
                         f"tensor_plan divides {name!r}, whose parameter is tied to {others[0]!r}. A divided parameter cannot "
-                        "be tied: remove the layer from the plan, or untie the layers."
+                        "be tied: remove both from the plan, or untie them."
                     )
     return styles
 
@@ -121,7 +132,7 @@ def _style(name: str, layer: nn.Module, style: str | ParallelStyle, num_ranks: i
     if style == "rowwise" and isinstance(layer, nn.Embedding):
         made: ParallelStyle = RowwiseParallel(input_layouts=Replicate())
     else:
-        made = STYLES[style]() if isinstance(style, str) else style
+        made = STYLES[TRANSFORMERS.get(style, style)]() if isinstance(style, str) else style
     if isinstance(made, ColwiseParallel | RowwiseParallel):
         sizes = [size for kinds, size in SIZES.items() if isinstance(made, kinds[0]) and isinstance(layer, kinds[1])]
         if not sizes:
@@ -172,7 +183,7 @@ class TensorGroup:
         self.num_ranks = mesh[TENSOR].size()
         self._index = mesh[TENSOR].get_local_rank()
         self._styles: dict[nn.Module, ParallelStyle] = {}
-        self._steps = 0
+        self._steps = self._calls = 0
         self._is_in_loss = False
         self._rows: list[tuple[DTensor, DTensor]] = []
         """Tensors that are divided by columns, with the rows that a checkpoint stores of them."""
@@ -228,6 +239,32 @@ class TensorGroup:
             with suppress(KeyError):  # the step has used loss_parallel() itself
                 context.__exit__(None, None, None)
 
+    def compare_inputs(self, inputs: Any) -> None:
+        """Compare the inputs of the group's ranks in calls 1, 2, 4, 8 and so on. Collective.
+
+        Raises:
+            RuntimeError: they differ, because the ranks have built different data.
+        """
+        self._calls += 1
+        if self._calls & (self._calls - 1):
+            return
+        tensors = [leaf.detach() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.is_complex()]
+        sums = [tensor.sum(dtype=torch.float32).to(self.mesh.device_type) for tensor in tensors]
+        number = torch.tensor(float(sum(map(Tensor.numel, tensors))), device=self.mesh.device_type)
+        most, least = self._extremes(torch.stack([number, sum(sums, number)]))
+        if (most > least).any().item():  # False for NaN
+            raise RuntimeError(
+                "the ranks of a tensor group got different batches, but they compute one model on one batch. Build the same "
+                "data on all ranks: call tw.seed_everything() before random data is made, and do not divide the data by rank."
+            )
+
+    def _extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest and the smallest values of the group's ranks. Collective."""
+        most, least = values.clone(), values.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh[TENSOR].get_group())
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.mesh[TENSOR].get_group())
+        return most, least
+
     def compare_gradients(self, modules: Iterable[nn.Module]) -> None:
         """Compare the gradients of undivided parameters over the group, in steps 1, 2, 4, 8 and so on. Collective.
 
@@ -247,17 +284,15 @@ class TensorGroup:
             return
         # Gradients of offloaded shards are in host memory.
         norms = [torch.linalg.vector_norm(_local(gradient)).to(self.mesh.device_type) for _, gradient in named]
-        most = torch.stack(norms)
-        least = most.clone()
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.mesh[TENSOR].get_group())
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.mesh[TENSOR].get_group())
+        most, least = self._extremes(torch.stack(norms))
         differs = (most - least > 0.05 * most) & (most > 1e-4 * most.max())  # rounding differs less
         for (name, _), is_different in zip(named, differs.tolist(), strict=True):
             if is_different:
                 raise RuntimeError(
                     f"the ranks of a tensor group have different gradients of {name!r}, which is not divided. Its module "
                     "computes on divided activations, so that every rank has only a part of the gradient. Give the module a "
-                    "style in tensor_plan, for example 'sequence' for a norm, or gather its input first."
+                    "style in tensor_plan: 'sequence' for a norm on a divided sequence, 'head_norm' for one on queries or keys "
+                    "of shape (batch, length, heads, size)."
                 )
 
     def piece(self, name: str, value: DTensor, rank: int) -> Piece:
