@@ -31,7 +31,7 @@ TRAINER = """accelerator strategy devices num_nodes precision logger callbacks f
 METHODS = {
     tw.Engine: """backward barrier broadcast close find_fault finish_save gather load note_base open prepare_loader
         prepare_module prepare_optimizers rank_zero_first reduce refresh_trainable run save step sync_gradients
-        take_seed verified""",
+        take_seed use verified""",
     tw.Accelerator: """accumulate autocast backward broadcast check_trigger clear clip_grad_norm_
         clip_grad_value_ end_training finish_save free_memory gather gather_for_metrics get_state_dict get_tracker
         init_trackers join_uneven_inputs load load_state local_main_process_first log log_images

@@ -1,6 +1,6 @@
 """Runs a job of Ray Train on two nodes of this machine, and removes one of them.
 
-It is a program, because Ray sends the functions of a program to its workers. test_ray.py starts it, with a folder.
+Ray sends the functions of a program to its workers, so this is one. test_ray.py starts it.
 """
 
 from __future__ import annotations

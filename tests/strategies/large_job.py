@@ -46,7 +46,7 @@ class LanguageModel(tw.Module):
 
 
 class Memory(tw.Callback):
-    """Measures by how many MiB the process has grown since a base, at the most, in the phases of a run."""
+    """Measures the peak growth of the process in MiB, by phase of a run."""
 
     def __init__(self, base: int) -> None:
         self.base = base

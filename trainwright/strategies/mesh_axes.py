@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from trainwright.errors import a_type_of, did_you_mean
 
-__all__ = ["check_mesh", "reject_unsupported_axes", "reject_unsupported_parallelism"]
+__all__ = ["check_mesh", "reject_unsupported_axes", "reject_unsupported_parallelism", "replicas_of"]
 
 AXES = (("replicate", "shard"), ("data", "tensor"))
 """The pairs of axes that a mesh can have."""
@@ -58,6 +58,18 @@ def reject_unsupported_axes(mesh: Mapping[str, int]) -> None:
             raise ValueError(f"mesh={mesh!r}: {name}={size!r} is not accepted; pass an integer of at least 1.")
     if not any(set(mesh) == set(pair) for pair in AXES):
         raise ValueError(f"mesh={mesh!r} has not the axes of one pair. Pass {pairs}. A size can be 1.")
+
+
+def replicas_of(mesh: Mapping[str, int] | None, num_replicas: int) -> int:
+    """Return the number of replicas of a mesh, or without one the argument. An error as of `reject_unsupported_axes`."""
+    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
+        raise ValueError(f"num_replicas={num_replicas!r} is not accepted; pass an integer of at least 1.")
+    if mesh is None:
+        return num_replicas
+    reject_unsupported_axes(mesh)
+    if num_replicas > 1:
+        raise ValueError(f"num_replicas={num_replicas} does not go with mesh={mesh!r}. Pass only the mesh.")
+    return mesh.get("replicate", 1)
 
 
 def check_mesh(mesh: Mapping[str, int], world_size: int) -> None:

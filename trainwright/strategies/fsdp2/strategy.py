@@ -57,7 +57,7 @@ from trainwright.strategies.fsdp2.wrap_policy import (
     WrapPolicy,
     check_policy,
 )
-from trainwright.strategies.mesh_axes import check_mesh, reject_unsupported_axes
+from trainwright.strategies.mesh_axes import check_mesh, replicas_of
 from trainwright.strategies.module_checks import refuse_sparse_weights, refuse_unshardable
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
 from trainwright.strategies.replication import DeferredAllReduce
@@ -142,19 +142,9 @@ class FSDPStrategy(Strategy):
         self.timeout_seconds = seconds_of(timeout)
         if isinstance(min_parameters, bool) or not isinstance(min_parameters, int) or min_parameters < 0:
             raise ValueError(f"min_parameters={min_parameters!r} is not accepted; pass an integer of at least 0.")
-        if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or num_replicas < 1:
-            raise ValueError(f"num_replicas={num_replicas!r} is not accepted; pass an integer of at least 1.")
-        if mesh is not None:
-            reject_unsupported_axes(mesh)
-            if num_replicas > 1:
-                raise ValueError(f"num_replicas={num_replicas} does not go with mesh={mesh!r}; pass only the mesh.")
-            num_replicas = mesh.get("replicate", 1)
+        num_replicas = replicas_of(mesh, num_replicas)
         if tensor_plan is not None:
-            check_plan(tensor_plan)
-            if mesh is None or TENSOR not in mesh:
-                raise ValueError(
-                    'tensor_plan= needs a mesh with a tensor dimension; pass mesh={"data": 2, "tensor": 2}.'
-                )
+            check_plan(tensor_plan, mesh)
         self.mesh = dict(mesh) if mesh is not None else None
         has_tensor = mesh is not None and TENSOR in mesh
         self.capabilities = replace(self.capabilities, pieces_are_collective=has_tensor, takes_compile=not has_tensor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
@@ -69,8 +69,10 @@ HINT = (
 """A note for errors of a forward."""
 
 
-def check_plan(plan: object) -> None:
-    """Raise ValueError or TypeError for a plan whose styles are unknown."""
+def check_plan(plan: object, mesh: Mapping[str, int] | None) -> None:
+    """Raise ValueError or TypeError for a plan whose styles are unknown, or without a mesh for it."""
+    if mesh is None or TENSOR not in mesh:
+        raise ValueError('tensor_plan= needs a mesh with a tensor dimension; pass mesh={"data": 2, "tensor": 2}.')
     if not isinstance(plan, Mapping):
         raise TypeError(f"tensor_plan={plan!r} is not accepted; pass a dict such as {{'blocks.*.up': 'colwise'}}.")
     for pattern, style in plan.items():
@@ -88,11 +90,6 @@ def match_plan(module: nn.Module, plan: TensorPlan, num_ranks: int) -> dict[nn.M
         ValueError: a pattern without a submodule, two for one, a tied parameter, or a layer that cannot be divided.
     """
     names = {clean_name(name): each for name, each in module.named_modules() if name}
-    uncalled = {each: owner for owner in module.modules() if isinstance(owner, WHOLE) for each in owner.modules()}
-    owners: dict[Tensor, list[str]] = {}
-    for name, each in names.items():
-        for parameter in each.parameters(recurse=False):
-            owners.setdefault(parameter, []).append(name)
     styles: dict[nn.Module, ParallelStyle] = {}
     for pattern, style in plan.items():
         matches = [name for name in names if _matches(name, pattern)]
@@ -102,24 +99,33 @@ def match_plan(module: nn.Module, plan: TensorPlan, num_ranks: int) -> dict[nn.M
                 f"in which * matches one part.{did_you_mean(pattern, {re.sub(NUMBER, '*', name) for name in names})}"
             )
         for name in matches:
-            layer = names[name]
-            if layer in styles:
+            if names[name] in styles:
                 raise ValueError(
                     f"tensor_plan names {name!r} twice, the second time by {pattern!r}. Remove one of them."
                 )
-            if layer in uncalled:
-                raise ValueError(
-                    f"tensor_plan divides {name!r}, whose weight a {type(uncalled[layer]).__name__} uses without calling the "
-                    "layer. Write the block with nn.Linear layers and F.scaled_dot_product_attention."
-                )
-            styles[layer] = _style(name, layer, style, num_ranks)
-            for parameter in layer.parameters(recurse=False):
-                if others := [other for other in owners[parameter] if other != name]:
-                    raise ValueError(
-                        f"tensor_plan divides {name!r}, whose parameter is tied to {others[0]!r}. A divided parameter cannot "
-                        "be tied: remove both from the plan, or untie them."
-                    )
+            styles[names[name]] = _style(name, names[name], style, num_ranks)
+    _refuse_shared(names, styles)
     return styles
+
+
+def _refuse_shared(names: Mapping[str, nn.Module], layers: Collection[nn.Module]) -> None:
+    """Raise ValueError for a layer whose weight another layer uses too, or a parent without calling the layer."""
+    uncalled = {each: owner for owner in names.values() if isinstance(owner, WHOLE) for each in owner.modules()}
+    users: dict[Tensor, list[str]] = {}
+    for name, each in names.items():
+        for parameter in each.parameters(recurse=False):
+            users.setdefault(parameter, []).append(name)
+        if each in layers and each in uncalled:
+            raise ValueError(
+                f"tensor_plan divides {name!r}, whose weight a {type(uncalled[each]).__name__} uses without calling the "
+                "layer. Write the block with nn.Linear layers and F.scaled_dot_product_attention."
+            )
+    for tied in users.values():
+        if len(tied) > 1 and any(names[name] in layers for name in tied):
+            raise ValueError(
+                f"tensor_plan divides a parameter that {' and '.join(map(repr, tied))} have in common. A divided parameter "
+                "cannot be tied: remove these layers from the plan, or untie them."
+            )
 
 
 def _matches(name: str, pattern: str) -> bool:
