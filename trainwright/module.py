@@ -26,8 +26,6 @@ from trainwright.tensor_names import register_clean_names
 from trainwright.value_kinds import is_collection, is_dtensor
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from trainwright import Trainer
     from trainwright.loggers.base import Logger
 
@@ -375,14 +373,9 @@ class Module(HyperParameters, ModuleHooks, nn.Module):
                 child._trainer = trainer
 
     @property
-    def device_mesh(self) -> DeviceMesh:
-        """Return the mesh of `FSDPStrategy(mesh={"data": 2, "tensor": 2})` (RuntimeError if the strategy has none)."""
-        if (mesh := self.trainer.strategy.device_mesh) is None:
-            raise RuntimeError(
-                f"strategy={self.trainer.strategy.name!r} has no mesh. Pass "
-                "strategy=tw.FSDPStrategy(mesh={'data': 2, 'tensor': 2}) to the Trainer."
-            )
-        return mesh
+    def device_mesh(self) -> Any:
+        """Return the mesh of `FSDPStrategy(mesh={"data": 2, "tensor": 2})`, or None if the strategy has none."""
+        return None if self._trainer is None else self._trainer.strategy.device_mesh
 
     @property
     def device(self) -> torch.device:
