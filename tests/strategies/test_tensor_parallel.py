@@ -310,6 +310,10 @@ def test_tied_and_uncalled_layers_are_rejected() -> None:
     module.head.weight = module.embed.weight
     with pytest.raises(ValueError, match="divides a parameter that 'embed' and 'head' have in common"):
         _match(module, {"embed": "rowwise"}, 2)
+    module = Speaks()
+    module.words = module.embed.weight  # of the module itself
+    with pytest.raises(ValueError, match="a parameter that 'the module itself' and 'embed' have in common"):
+        _match(module, {"embed": "rowwise"}, 2)
     layer = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8))
     with pytest.raises(ValueError, match=r"'0.linear1', whose weight a TransformerEncoderLayer uses without calling"):
         _match(layer, {"*.linear1": "colwise"}, 2)

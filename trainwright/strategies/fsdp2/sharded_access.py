@@ -143,7 +143,8 @@ def failing(roots: Iterable[Any], explanation: str = USED) -> Iterator[None]:
             root.fail()
         if any(text in str(error) for text in MIXED):
             raise RuntimeError(explanation) from error
-        if explanation is DIVIDED and isinstance(error, RuntimeError | IndexError | ValueError):
+        may_be_shape = isinstance(error, RuntimeError | IndexError | ValueError)
+        if explanation is DIVIDED and may_be_shape and not isinstance(error, torch.OutOfMemoryError):
             error.add_note(HINT)
         raise
 

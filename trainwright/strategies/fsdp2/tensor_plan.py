@@ -104,7 +104,7 @@ def match_plan(module: nn.Module, plan: TensorPlan, num_ranks: int) -> dict[nn.M
                     f"tensor_plan names {name!r} twice, the second time by {pattern!r}. Remove one of them."
                 )
             styles[names[name]] = _style(name, names[name], style, num_ranks)
-    _refuse_shared(names, styles)
+    _refuse_shared({"the module itself": module, **names}, styles)
     return styles
 
 
@@ -258,7 +258,7 @@ class TensorGroup:
         sums = [tensor.sum(dtype=torch.float32).to(self.mesh.device_type) for tensor in tensors]
         number = torch.tensor(float(sum(map(Tensor.numel, tensors))), device=self.mesh.device_type)
         most, least = self._extremes(torch.stack([number, sum(sums, number)]))
-        if (most > least).any().item():  # False for NaN
+        if (most > least).any().item():  # False for NaN. NOTE: waits for the device
             raise RuntimeError(
                 "the ranks of a tensor group got different batches, but they compute one model on one batch. Build the same "
                 "data on all ranks: call tw.seed_everything() before random data is made, and do not divide the data by rank."
@@ -292,7 +292,7 @@ class TensorGroup:
         norms = [torch.linalg.vector_norm(_local(gradient)).to(self.mesh.device_type) for _, gradient in named]
         most, least = self._extremes(torch.stack(norms))
         differs = (most - least > 0.05 * most) & (most > 1e-4 * most.max())  # rounding differs less
-        for (name, _), is_different in zip(named, differs.tolist(), strict=True):
+        for (name, _), is_different in zip(named, differs.tolist(), strict=True):  # NOTE: waits for the device
             if is_different:
                 raise RuntimeError(
                     f"the ranks of a tensor group have different gradients of {name!r}, which is not divided. Its module "
