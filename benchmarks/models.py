@@ -236,8 +236,9 @@ def measure(case: str, options: argparse.Namespace) -> None:
                 turn[loop] = json.loads(processes[loop].stdout.readline())
             rounds.append(turn)
     for loop in loops:
-        ratios = [[one / other for one, other in zip(turn[loop], turn["by_hand"], strict=True)] for turn in rounds]
-        seconds, cpu, _, memory = (statistics.median(column) for column in zip(*ratios, strict=True))
+        # No ratio of page faults: a step whose memory is kept has none.
+        ratios = [[turn[loop][column] / turn["by_hand"][column] for column in (0, 1, 3)] for turn in rounds]
+        seconds, cpu, memory = (statistics.median(column) for column in zip(*ratios, strict=True))
         own = [statistics.median(column) for column in zip(*(turn[loop] for turn in rounds), strict=True)]
         spread = f"{min(ratio[0] for ratio in ratios):.3f} to {max(ratio[0] for ratio in ratios):.3f}"
         name = loop.replace("_", " ")
