@@ -53,6 +53,10 @@ def test_a_secondary_failure_is_told_from_an_error() -> None:
     assert summarize(ValueError(f"{'a ' * 299}b\nmore")) == f"ValueError: {'a ' * 299}b"  # 599 characters
     assert summarize(ValueError("word " * 200)) == "ValueError: " + ("word " * 200)[:596] + " ..."
     assert summarize(ValueError("/path" * 200)) == f"ValueError: {('/path' * 200)[:596]} ..."
+    noted = ValueError("bad")
+    noted.add_note("Out of memory.\n  - ways")
+    noted.add_note("Pass less.")
+    assert summarize(noted) == "ValueError: bad; Out of memory.; Pass less."
 
 
 def test_the_error_file_is_elastics(tmp_path: Path) -> None:

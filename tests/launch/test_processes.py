@@ -87,7 +87,9 @@ def leave(at):
     if rank == "1" and at == mode:
         print("leaves", flush=True)
         if at == "raise":
-            raise RuntimeError("boom\\nsecond line")
+            error = RuntimeError("boom\\nsecond line")
+            error.add_note("the layer was divided")
+            raise error
         os.kill(os.getpid(), signal.SIGKILL) if at == "die" else sys.exit(0 if at == "early" else 3)
 
 leave("early")
@@ -172,7 +174,7 @@ def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
 
 @pytest.mark.launch
 @pytest.mark.parametrize(("mode", "code", "reason"), [
-    ("raise", 1, "RuntimeError: boom"),
+    ("raise", 1, "RuntimeError: boom; the layer was divided; In training_step, with batch 0: (float32 [4, 8], int64 [4])."),
     ("die", 137, "killed by SIGKILL; on Linux this is often the out-of-memory killer"),
     ("early", 1, "it exited with code 0 before it made its Trainer or Accelerator, and the others wait for it"),
     ("before", 3, "exit code 3"),

@@ -57,7 +57,7 @@ class FailureReport:
         if [*map(type, astuple(report))] != [int, str, str, int, bool, bool] or report.rank < 0:
             return None
         code = report.code if -65 < report.code < 256 else 1  # a process has 8 bits for it, so 256 would be a success
-        summary, trace = report.summary[: 2 * LONGEST], report.traceback[-LONGEST_TRACE:]
+        summary, trace = report.summary[: 3 * LONGEST], report.traceback[-LONGEST_TRACE:]
         return replace(report, code=code, summary=summary, traceback=trace)
 
 
@@ -269,9 +269,10 @@ def _wait_until(is_done: Callable[[], bool], timeout_seconds: float) -> None:
 
 
 def summarize(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its text, shortened."""
-    first = shortened(str(error).strip().partition("\n")[0])
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    """Return the kind of an error, the first line of its text and those of its notes, shortened."""
+    first, *notes = (str(text).strip().partition("\n")[0] for text in (error, *getattr(error, "__notes__", ())))
+    head = f"{type(error).__name__}: {shortened(first)}" if first else type(error).__name__
+    return f"{head}; {shortened('; '.join(notes))}" if notes else head
 
 
 def shortened(text: str) -> str:
