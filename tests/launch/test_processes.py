@@ -17,7 +17,10 @@ from deadlines import deadline, wait_until
 from interpreters import search_path
 from started import GONE_SECONDS, ROOT, Started, python
 
+from trainwright.distributed.network import LOOPBACK
 from trainwright.errors import LaunchError
+from trainwright.launch import nodes as launch_nodes
+from trainwright.launch.nodes import Place
 from trainwright.launch.processes import launch, launcher_command
 from trainwright.launch.supervisor import ENTRY
 
@@ -170,6 +173,16 @@ def test_two_workers_run_the_script(tmp_path: Path, jobs: list[Job]) -> None:
             "launcher": job.process.pid,
         }
     job.check_nothing_left()
+
+
+def test_ranks_share_the_cores_unless_the_user_sets_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, job = Place(LOOPBACK, 1, (3,), ("",)), launch_nodes.Job(["train.py"], 3)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for cores, threads in ((2, "1"), (6, "2"), (7, "2")):
+        monkeypatch.setattr(launch_nodes, "num_cores", lambda cores=cores: cores)
+        assert place.variables(0, job)["OMP_NUM_THREADS"] == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert place.variables(0, job)["OMP_NUM_THREADS"] == "4"
 
 
 @pytest.mark.launch
