@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trainwright.distributed.environment import Environment
+from trainwright.devices import num_cores
 from trainwright.engine.job import check_nodes, device_index, resolve_num_processes, warn_of_untested_torch
 
 
@@ -26,6 +27,7 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_are_counted() -> None:
     assert resolve_num_processes("auto", "cuda", Environment()) == 2
     assert resolve_num_processes(-1, "cuda", Environment()) == 2
+    assert resolve_num_processes(-1, "cpu", Environment()) == num_cores()  # however many threads torch has
     assert resolve_num_processes("auto", "cpu", task("slurm")) == 4
     assert device_index(2, "cuda", task("torchrun")) == 1
     assert device_index([1, 0], "cuda", task("torchrun")) == 0

@@ -208,7 +208,8 @@ def test_later_calls_start_from_the_trained_weights(ran: Ran, tmp_path: Path, ca
 def test_a_failing_rank_is_an_error_here(ran: Ran, capsys: pytest.CaptureFixture[str]) -> None:
     module = Net(failing_rank=1)
     with pytest.raises(
-        WorkerFailed, match=r"trainer\.fit: rank 1 of 2 failed first \(ValueError: no such batch; In training_step, with batch 0"
+        WorkerFailed,
+        match=r"trainer\.fit: rank 1 of 2 failed first \(ValueError: no such batch; In training_step, with batch 0",
     ) as caught:
         ran.trainer.fit(module, make_loader(8, 2))
     assert "On rank 1:\nTraceback (most recent call last):\n" in str(caught.value)

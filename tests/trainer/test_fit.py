@@ -302,6 +302,8 @@ def test_a_batch_that_is_none_is_skipped_and_counted() -> None:
     assert notes.seen == [
         ("start", 0), ("end", 0, False), ("end", 1, True), ("start", 2), ("end", 2, False), ("end", 3, True),
     ]  # fmt: skip
+    with pytest.warns(UserWarning, match="is skipped"), pytest.raises(RuntimeError, match="or the loader yielded None"):
+        tw.Trainer(max_steps=3, **QUIET).fit(Diary(), DataLoader(make_loader(8).dataset, 4, collate_fn=lambda _: None))
     with pytest.raises(RuntimeError, match=r"training loader yielded None on one of 2 ranks.*remove bad samples"):
         skip_none(2)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trainwright.devices import num_cores
 from trainwright.devices.abilities import num_together
 from trainwright.devices.hardware import count, resolve_device_type, use
 from trainwright.distributed.connection import Connection, open_process_group, pick_backend
@@ -147,8 +148,7 @@ def resolve_num_processes(devices: int | str | list[int], device_type: str, envi
             "or pass accelerator='cpu' to try several processes."
         )
     if environment.launched_by == "single":
-        everything = present or torch.get_num_threads()  # torch's default is one thread per core
-        return {AUTO: num_together(device_type) or 1, ALL: everything}.get(wanted, wanted)
+        return {AUTO: num_together(device_type) or 1, ALL: present or num_cores()}.get(wanted, wanted)
     if wanted not in (AUTO, ALL, launched):
         raise ValueError(
             f"devices={wanted} was passed, but this job was launched with {launched} processes on this node; pass "

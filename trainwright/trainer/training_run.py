@@ -152,9 +152,9 @@ class TrainingRun(PreparedRun):
         is_empty = self._num_empty and self._num_empty == self.state.total_batches and self.optimizer is not None
         if is_empty and not self.stop.number:
             raise RuntimeError(
-                f"training_step returned None for all {self._num_empty} batches of the first epoch, so nothing was trained; "
-                "return the loss (did you forget the return statement?), or set automatic_optimization = False and step "
-                "yourself."
+                f"training_step returned None for all {self._num_empty} batches of the first epoch, or the loader yielded None "
+                "instead of them, so nothing was trained; return the loss (did you forget the return statement?), or set "
+                "automatic_optimization = False and step yourself."
             )
         if self.numbers is not None and not self.stop.number:
             self.numbers.end_epoch()
