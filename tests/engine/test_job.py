@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainwright.distributed.environment import Environment
 from trainwright.devices import num_cores
+from trainwright.distributed.environment import Environment
 from trainwright.engine.job import check_nodes, device_index, resolve_num_processes, warn_of_untested_torch
 
 
