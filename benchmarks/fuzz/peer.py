@@ -108,11 +108,6 @@ MEANT: list[tuple[str, Callable[[Config], bool], Config]] = [
         {"min_steps": None},
     ),
     (
-        "loaders are trained on one after the other; there they are refused",
-        lambda c: c["mode"] == "sequential",
-        {"mode": None},
-    ),
-    (
         "a batch of unlike sizes weighs in a metric's mean as its largest tensor; there as its first",
         lambda c: bool(c["mode"]) and by_metric(c),
         {"mode": None},

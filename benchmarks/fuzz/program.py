@@ -106,7 +106,7 @@ def _module(c: Config) -> list[str]:
     dtype = {"64-true": ".double()", "bf16-true": ".bfloat16()"}.get(c["precision"] or "", "")
     noise = " + 0.01 * self.noise" if draws else ""
     one = f"nn.functional.mse_loss(self.net({{}}[0]{dtype}).squeeze(-1){noise}, {{}}[1]{dtype})"
-    if c["mode"] not in (None, "sequential"):
+    if c["mode"]:
         lines += ["        parts = [each for each in batch.values() if each is not None]"]
         lines += [f"        return sum({one.format('each', 'each')} for each in parts) / len(parts)"]
     else:
@@ -245,8 +245,7 @@ def _loaders(c: Config) -> dict[str, list[str]]:
     lines = [f"train = {_loader(c, c['loader'], c['samples'])}"]
     if c["mode"]:
         second = _loader(c, c["second"] if c["second"] != "endless" else "map", c["samples"] + 5)
-        both = f"[train, {second}]" if c["mode"] == "sequential" else f'{{"a": train, "b": {second}}}'
-        lines += [f'train = tw.CombinedLoader({both}, "{c["mode"]}")']
+        lines += [f'train = tw.CombinedLoader({{"a": train, "b": {second}}}, "{c["mode"]}")']
     if c["validate"] == "off":
         return {"train": lines}
     made = [f"DataLoader(Samples({n}{', False' if c['augment'] else ''}), batch_size=2)" for n in (5, 3)]

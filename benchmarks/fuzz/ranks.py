@@ -31,7 +31,7 @@ PROCESSES = (1, 2, 3)
 LIMIT = 90.0
 STRATEGIES = ["ddp", "fsdp", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 LOADERS = ["plain", "shuffle", "weighted", "stream"]
-COMBINED = ["min_size", "max_size", "max_size_cycle", "sequential"]
+COMBINED = ["min_size", "max_size", "max_size_cycle"]
 TOLERANCE = 1e-6
 INEXACT = "cannot divide a round of the combined"
 """Rank 0 says so."""

@@ -10,7 +10,7 @@ from fuzz.kind import Config
 LOADERS = (
     "map", "shuffle", "drop", "weighted", "sampler", "batches", "stream", "shuffled stream", "endless", "list",
 )  # fmt: skip
-MODES = ("min_size", "max_size", "max_size_cycle", "sequential")
+MODES = ("min_size", "max_size", "max_size_cycle")
 UNSIZED = ("stream", "shuffled stream", "endless")
 SCHEDULERS = ("epoch", "step", "validation", "cycle", "plateau", "plateau on loss", "plateau at validations")
 SAVES = ("steps", "epochs", "epoch ends", "time")

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from trainwright.data.combined import CombinedLoader, ShardedCombination, evaluation_loaders, in_proportion, shard
 from trainwright.data.loaders import ShardedLoader, with_last
 
-MODES: list[Any] = ["min_size", "max_size", "max_size_cycle", "sequential"]
+MODES: list[Any] = ["min_size", "max_size", "max_size_cycle"]
 Pair = namedtuple("Pair", "left right")
 NO_PROPORTION = "ignore:the . ranks cannot divide a round:UserWarning"
 
@@ -175,7 +175,7 @@ def test_orders_of_loaders_differ_and_are_repeatable() -> None:
 @pytest.mark.filterwarnings("ignore:an? .* is an IterableDataset:UserWarning")
 @pytest.mark.parametrize("kind", ["evaluate", "padded"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("mode", MODES[:3])
+@pytest.mark.parametrize("mode", MODES)
 def test_ranks_together_evaluate_what_one_process_does(mode: Any, world_size: int, kind: Any) -> None:
     for sizes in [(7, 3), (3, 8), (5, 5), (1, 2), (9, 1)]:
         loaders = [numbers(100 * index, size, shuffle=bool(index)) for index, size in enumerate(sizes)]
@@ -246,13 +246,13 @@ def test_training_rounds_are_alike_and_lose_nothing(mode: Any) -> None:
         assert {len(part) for part in parts} == {len(shares[0])}
         seen: set[int] = set()
         for batch in itertools.chain.from_iterable(parts):
-            for numbers_of_one in [batch] if mode == "sequential" else batch:
+            for numbers_of_one in batch:
                 seen.update(numbers_of_one or [])
         if mode != "min_size":
             assert seen == {*range(first), *range(100, 100 + second)}
 
 
-@pytest.mark.parametrize("mode", MODES[:3])
+@pytest.mark.parametrize("mode", MODES)
 def test_combined_loaders_are_cut_in_one_proportion_or_it_is_said(mode: Any) -> None:
     def parts(sizes: tuple[int, int], world_size: int) -> list[list[Any]]:
         loaders = {"a": numbers(0, sizes[0], 2), "b": numbers(100, sizes[1], 2)}
@@ -284,8 +284,6 @@ def test_a_round_weighs_what_its_loaders_agree_on() -> None:
     assert weights("max_size", numbers(0, 13, 4), numbers(0, 8, 4)) == uneven, "the other is exhausted"
     assert weights("max_size_cycle", numbers(0, 13, 4), numbers(0, 6, 4)) == [1.0, 1.0]
     assert weights("max_size_cycle", numbers(0, 13, 4), numbers(0, 5, 4)) == uneven, "its second pass ends as unevenly"
-    assert weights("sequential", numbers(0, 8, 4), numbers(0, 13, 4)) == uneven
-    assert weights("sequential", numbers(0, 13, 4), numbers(0, 8, 4)) == [1.0, 1.0]
 
 
 class Augmented(Dataset[Any]):
@@ -326,9 +324,6 @@ def test_endless_loaders_are_combined() -> None:
         ([[6], [0]], False),
         ([[7], [1]], True),
     ]
-    share = combination([numbers(0, 3), DataLoader(Endless())], "sequential")
-    share.set_epoch(1, 0, 4)
-    assert plain(next(iter(share))) == [1]
 
 
 def test_with_last_knows_the_end_of_a_combination() -> None:
@@ -372,7 +367,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
         combination([numbers(0, 3), numbers(0, 0)], "max_size_cycle")
     with pytest.raises(RuntimeError, match="an empty loader cannot be cycled"):
         read(combination([numbers(0, 3), DataLoader(Drawing(0))], "max_size_cycle"))
-    with pytest.raises(TypeError, match="Shard every loader separately"):
-        combination([numbers(0, 3), numbers(0, 3)], "sequential", world_size=2, kind="padded")
+    with pytest.raises(ValueError, match=r"sequential'. is for validation, test and predict.*ConcatDataset"):
+        combination([numbers(0, 3), numbers(0, 3)], "sequential")
     with pytest.raises(TypeError, match="has no length"):
         len(combination([numbers(0, 3), unsized(0, 3)], "min_size"))

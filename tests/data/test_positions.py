@@ -64,8 +64,7 @@ def samples(batch: Any) -> list[int]:
 
 def own(share: Any, rank: int, number: int, batch: Any) -> list[int]:
     """Return the numbers in a batch, except another rank's samples, which have weight zero, in an uneven round."""
-    is_sequential = getattr(share, "combination", "") == "sequential"
-    sizes = [(share if is_sequential else part).uneven.get(number) for part in getattr(share, "parts", [share])]
+    sizes = [part.uneven.get(number) for part in getattr(share, "parts", [share])]
     several = len(sizes) > 1  # every loader has another hundred
     return [each for each in samples(batch) if (part := sizes[each // 100 if several else 0]) is None or part[rank]]
 
@@ -170,7 +169,7 @@ def test_another_batch_size_reads_every_sample_once() -> None:
 
 @pytest.mark.filterwarnings("ignore:the . ranks cannot divide a round:UserWarning")
 @some_or_all_plans
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_combined_loaders_are_resumed_at_any_world_size(mode: Any, plans: Plans) -> None:
     def loader() -> CombinedLoader:
         return CombinedLoader(

@@ -58,7 +58,6 @@ LOADERS: dict[str, Any] = {
     "no batches": lambda: unsized("no batches"),
     "min_size": lambda: CombinedLoader([sized(), unsized("batches")], "min_size"),
     "max_size_cycle": lambda: CombinedLoader([unsized("no batches"), sized()], "max_size_cycle"),
-    "sequential": lambda: CombinedLoader([sized(), unsized("batches")], "sequential"),
 }
 
 

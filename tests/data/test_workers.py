@@ -126,12 +126,12 @@ def test_no_worker_outlives_its_run(persistent: bool) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.current_epoch == 1 and batch_idx == 3:
                 raise ArithmeticError("no such luck")
-            return super().training_step(batch, batch_idx)
+            return super().training_step(batch[0], batch_idx)
 
     tw.Trainer(max_epochs=2, **QUIET).fit(Classifier(), loader(), {"a": loader(), "b": loader()})
     assert multiprocessing.active_children() == []
     with pytest.raises(ArithmeticError):
-        tw.Trainer(max_epochs=2, **QUIET).fit(Broken(), CombinedLoader([loader(), loader()], "sequential"), loader())
+        tw.Trainer(max_epochs=2, **QUIET).fit(Broken(), CombinedLoader([loader(), loader()]), loader())
     assert multiprocessing.active_children() == []
     tw.Trainer(limit_test_batches=2, **QUIET).test(Classifier(), loader())
     assert multiprocessing.active_children() == []

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import trainwright as tw
-from trainwright.data.combined import CombinedLoader
 
 SETTINGS = {**QUIET, "precision": "64-true"}
 
@@ -98,17 +97,6 @@ def watched_by_one_rank() -> dict[str, Any]:
     metrics = {name: float(trainer.callback_metrics[name]) for name in ("loss_epoch", "val_loss", "count")}
     tested = trainer.test(module, make_loader(7, 2), verbose=False)
     return {"seen": looks.seen, "metrics": metrics, "tested": tested, "weights": weights(module)}
-
-
-FIRST_LOADERS = (3, 5, 8)
-"""Samples of the first loader."""
-
-
-def one_after_the_other(batch_size: int, first: int) -> dict[str, Tensor]:
-    module = Plain()
-    loaders = [make_loader(first, batch_size), make_loader(6, batch_size), make_loader(5, batch_size)]
-    trainer = fit(module, CombinedLoader(loaders, "sequential"), epochs=2)
-    return {**weights(module), "loss": trainer.callback_metrics["loss_epoch"]}
 
 
 class Stops(tw.Callback):
@@ -220,7 +208,6 @@ def job(folder: Path) -> dict[str, Any]:
     return {
         "followed": {case: followed(*case) for case in FOLLOWED},
         "watched": watched_by_one_rank(),
-        "one after the other": {samples: one_after_the_other(2, samples) for samples in FIRST_LOADERS},
         "left in a window": left_in_a_window(2),
         "searched": {samples: searched(2, samples) for samples in LAST_ROUNDS},
         "used": used_after_training(2),
@@ -251,13 +238,6 @@ def test_a_callback_of_one_rank_is_no_trap(results: list[dict[str, Any]]) -> Non
     expected = Plain()
     fit(expected, make_loader(10, 4), epochs=2)
     assert_close(zero["weights"], weights(expected))
-
-
-@pytest.mark.parametrize("samples", FIRST_LOADERS)
-def test_sequential_loaders_have_weighted_last_rounds(results: list[dict[str, Any]], samples: int) -> None:
-    found, others = (result["one after the other"][samples] for result in results)
-    assert_equal(found, others)
-    assert_close(found, one_after_the_other(4, samples))
 
 
 @pytest.mark.parametrize("hook", STOPS)

@@ -41,7 +41,6 @@ def test_one_pass_over_a_generator_is_what_a_list_gives(tmp_path: Path) -> None:
     )
     module.predict_step = lambda batch, batch_idx: batch[0]
     assert len(trainer.predict(module, batches(8))) == 2
-    fit(tw.CombinedLoader([batches(8), batches(8)], "sequential"))
 
 
 def test_a_hook_may_make_a_generator_each_time() -> None:

@@ -138,7 +138,7 @@ def train(loader: Any, steps: int, path: Path | None, ckpt_path: Path | None = N
 
 
 KINDS = ["workers", "workers that stay", "weighted", "a part", "batches of one's own", "a generator of its own"]
-MODES = ["min_size", "max_size", "max_size_cycle", "sequential"]
+MODES = ["min_size", "max_size", "max_size_cycle"]
 
 
 @pytest.mark.parametrize("kind", KINDS + MODES)

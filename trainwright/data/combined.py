@@ -1,9 +1,9 @@
-"""Combined: one rank's shard of several loaders, side by side or in sequence."""
+"""Combined: one rank's shard of several loaders side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count, islice
+from itertools import count
 from math import gcd
 from typing import Any
 
@@ -22,13 +22,13 @@ from trainwright.rank_zero import rank_zero_warn
 class ShardedCombination(StatefulLoader):
     """One rank's shard of a CombinedLoader.
 
-    Iterating yields the combined batches. Under "sequential" it yields the batches of one loader after another. The first
-    loader keeps its usual order. Every other loader, and every new pass of a shorter loader, has a different order. In an
-    evaluation batch number i of every loader goes to the same rank. So the ranks together have the combined batches of one
-    process. In training the round in which a loader ends is re-split in the same proportions for all loaders.
+    Iterating yields the combined batches. The first loader keeps its usual order. Every other loader, and every new pass of a
+    shorter loader, has a different order. In an evaluation batch number i of every loader goes to the same rank. So the ranks
+    together have the combined batches of one process. In training the round in which a loader ends is re-split in the same
+    proportions for all loaders.
 
     Raises:
-        TypeError: a loader cannot be sharded, or a sequence of loaders is to be evaluated as one loader.
+        TypeError: a loader cannot be sharded.
         ValueError: the loaders cannot be combined in this mode, or there is too little data for the ranks.
     """
 
@@ -38,6 +38,11 @@ class ShardedCombination(StatefulLoader):
         self.combination = loader.mode
         self.uneven: dict[int, list[int]] = {}
         self._pads = mode == "padded" and world_size > 1
+        if self.combination == "sequential":
+            raise ValueError(
+                "CombinedLoader(mode='sequential') is for validation, test and predict. To train on the loaders choose "
+                "'min_size', 'max_size' or 'max_size_cycle', or join their datasets by torch's ConcatDataset."
+            )
         cycles = self.combination == "max_size_cycle"
         for name, leaf in zip(loader.names, loader.flattened, strict=True) if cycles else ():
             if is_read_once(leaf):
@@ -52,20 +57,9 @@ class ShardedCombination(StatefulLoader):
         ]
         """This rank's shard of each loader, in the order of `loader.flattened`."""
         self.shards = [part.shard for part in self.parts]
-        self._seed = self._epoch = self._start_batch = 0
-        self._sources: Sequence[SourceState | None] = ()
-        """The states of the loaders' sources at the start."""
-        self._positions: Sequence[StreamPosition] = ()
-        """The positions of the loaders at the start. If empty, the start batch determines them."""
+        self._start_batch = 0
         self._dummy_at: int | None = None
         self._has_warned = False
-        self._first_batches: list[int] = []
-        """The numbers of the first batches of the loaders reached so far ("sequential" only)."""
-        if self._pads and self.combination == "sequential":
-            raise TypeError(
-                "loaders that are evaluated one after the other end on some ranks before others. Shard every loader "
-                "separately."
-            )
         lengths = [part.shard.source_length for part in self.parts if part.exact_length is not None]
         if cycles and {0} < set(lengths):
             raise ValueError(
@@ -82,17 +76,14 @@ class ShardedCombination(StatefulLoader):
                 f"the checkpoint's position in the data belongs to {len(places)} loaders, but now there are "
                 f"{len(self.parts)}. Resume with the loaders of the saved run, or from a checkpoint at an epoch's end."
             )
-        self._seed, self._epoch, self._start_batch = seed, epoch, start_batch
-        self._positions, self._sources = places, sources
-        self._first_batches, self._dummy_at = [], None
+        self._start_batch, self._dummy_at = start_batch, None
         self.uneven.clear()
-        is_sequential = self.combination == "sequential"
         for index, part in enumerate(self.parts):
-            # Without a position, `_start_of` seeks when it is the loader's turn.
-            start = places[index]["batch"] if places else 0 if is_sequential else start_batch
+            start = places[index]["batch"] if places else start_batch
             part.load_state_dict({"places": places[index : index + 1], "sources": sources[index : index + 1]})
-            part.set_epoch(self._seed_of(index), epoch, start)
-        end = None if is_sequential else self.exact_length
+            # Equal seeds would correlate the loaders.
+            part.set_epoch(derive_seed(seed, index) if index else seed, epoch, start)
+        end = self.exact_length
         cuts = self._plan(end) if end is not None and self.world_size > 1 and self.mode == "train" else {}
         for part in self.parts:  # so that no worker reads further
             ends_here = not part.shard.cycles and part.exact_length == end
@@ -124,20 +115,7 @@ class ShardedCombination(StatefulLoader):
             part.read_ahead()
 
     def positions(self, batch: int) -> list[StreamPosition]:
-        return [self._position_of(index, batch) for index in range(len(self.parts))]
-
-    def _position_of(self, index: int, batch: int) -> StreamPosition:
-        shard, begun = self.parts[index].shard, self._first_batches
-        if self.combination != "sequential":
-            return shard.position(batch)
-        if index + 1 < len(begun) and begun[index + 1] <= batch:
-            had = begun[index + 1] - begun[index]
-            size, order = shard.item_size, shard.order
-            # A complete pass, so that a run that resumes here does not begin this loader again.
-            return {"batch": had, "passes": 1, "items": 0, "size": size, "order": order}
-        if index < len(begun) and begun[index] <= batch:  # otherwise the loader was only read ahead
-            return shard.position(batch - begun[index])
-        return shard.position(shard.start_batch)
+        return [shard.position(batch) for shard in self.shards]
 
     def source_states(self, positions: Sequence[StreamPosition], is_over: bool) -> list[SourceState | None]:
         pairs = zip(self.parts, positions, strict=True)
@@ -147,46 +125,9 @@ class ShardedCombination(StatefulLoader):
         for part in self.parts:
             part.close()
 
-    def _seed_of(self, index: int) -> int:
-        return self._seed if index == 0 else derive_seed(self._seed, index)  # equal seeds would correlate the loaders
-
     def batches(self) -> Iterator[Any]:
-        return self._one_after_another() if self.combination == "sequential" else self._side_by_side()
-
-    def _one_after_another(self) -> Iterator[Any]:
-        left, latest, begun = self._start_batch, self._start_batch - 1, 0  # `left`: batches still to skip
-        for index, part in enumerate(self.parts):
-            self._first_batches.append(begun)
-            start = self._start_of(index, left)
-            left -= start
-            if part.shard.start_pass or start == part.exact_length:
-                begun += start
-                continue
-            batches = iter(part)
-            # If the length is not certain, only reading shows how many of the skipped batches belong to this loader.
-            read = sum(1 for _ in islice(batches, left))  # skipped
-            left -= read
-            uneven = part.shard.uneven
-            for number, batch in enumerate(batches, start=part.start_batch + read):
-                latest += 1
-                if number in uneven:
-                    self.uneven[latest] = uneven[number]
-                yield batch
-            begun = latest + 1 - left
-
-    def _start_of(self, index: int, left: int) -> int:
-        """Begin the next loader, and return how many of the `left` batches it skipped by seeking."""
-        part = self.parts[index]
-        if self._positions:
-            return part.start_batch
-        length = part.exact_length
-        start = min(left, length) if length is not None else 0
-        part.load_state_dict({"places": [], "sources": [] if start else self._sources[index : index + 1]})
-        part.set_epoch(self._seed_of(index), self._epoch, start)
-        return start
-
-    def _side_by_side(self) -> Iterator[Any]:
-        iterators = [self._begun(part) for part in self.parts]
+        # A loader that is over starts no workers.
+        iterators = [iter(()) if self._is_over(part) else iter(part) for part in self.parts]
         is_cycle = self.combination == "max_size_cycle"
         for number in count(self._start_batch):
             batches = []
@@ -199,7 +140,8 @@ class ShardedCombination(StatefulLoader):
                 batches.append(batch)
             there = [part for part, batch in zip(self.parts, batches, strict=True) if batch is not END]
             # Without lengths nothing stops cycling loaders, so the epoch ends after the first passes of all.
-            if not there or (is_cycle and not any(_is_before(number, part.shard.first_pass) for part in self.parts)):
+            first_passes = (part.shard.first_pass for part in self.parts)
+            if not there or (is_cycle and all(end is not None and number >= end for end in first_passes)):
                 return
             if self._pads:
                 self._drop_dummies(batches, number)
@@ -207,10 +149,8 @@ class ShardedCombination(StatefulLoader):
                 self._record_uneven(there, number)
             yield self.loader.rebuilt([None if batch is END else batch for batch in batches])
 
-    def _begun(self, part: ShardedLoader) -> Iterator[Any]:
-        length = part.exact_length
-        is_over = length is not None and self._start_batch >= length and not part.shard.cycles
-        return iter(()) if is_over else iter(part)  # a loader that is over starts no workers
+    def _is_over(self, part: ShardedLoader) -> bool:
+        return part.exact_length is not None and self._start_batch >= part.exact_length and not part.shard.cycles
 
     def _record_uneven(self, there: list[ShardedLoader], number: int) -> None:
         """Record the samples per rank of an uneven round if the proportion is the same for all loaders."""
@@ -241,8 +181,8 @@ class ShardedCombination(StatefulLoader):
 
     def _drop_dummies(self, batches: list[Any], number: int) -> None:
         """Record where this rank's batches become dummies. Before that, drop the batches that only other ranks have."""
-        pairs = zip(self.parts, batches, strict=True)
-        is_real = [batch is not END and _is_before(number, _real_length(part)) for part, batch in pairs]
+        ends = [part.shard.real_first_pass if part.shard.cycles else part.real_length for part in self.parts]
+        is_real = [batch is not END and (end is None or number < end) for end, batch in zip(ends, batches, strict=True)]
         if not (all if self.combination == "min_size" else any)(is_real):
             self._dummy_at = number if self._dummy_at is None else self._dummy_at
         elif self.combination == "max_size":
@@ -273,7 +213,7 @@ class ShardedCombination(StatefulLoader):
                 raise ValueError(
                     f"loader {name or number!r} of a CombinedLoader('max_size') has {batches}, which the {self.world_size} "
                     "ranks cannot divide evenly, but under this strategy a forward needs every rank. Give the loader a "
-                    "number of batches that divides evenly, choose 'min_size' or 'sequential', or use strategy='ddp'."
+                    "number of batches that divides evenly, choose 'min_size', or use strategy='ddp'."
                 )
 
     @property
@@ -307,14 +247,6 @@ def evaluation_loaders(
     if isinstance(loader, CombinedLoader) and loader.mode == "sequential":
         named = [*zip(loader.names, loader.flattened, strict=True)]
     return [(name, shard(leaf, rank=rank, world_size=world_size, mode=mode, **options)) for name, leaf in named]
-
-
-def _real_length(part: ShardedLoader) -> int | None:
-    return part.shard.real_first_pass if part.shard.cycles else part.real_length
-
-
-def _is_before(number: int, end: int | None) -> bool:
-    return end is None or number < end
 
 
 def in_proportion(samples: list[int], ranks: int, batch_sizes: list[int]) -> list[list[int]]:

@@ -28,7 +28,8 @@ class CombinedLoader:
         iterables: a list, tuple or dict of DataLoaders or other iterables of batches, which may be nested. A list or tuple
             in it without a DataLoader is one iterable of batches.
         mode: "min_size" ends with the shortest iterable. "max_size" ends with the longest, and has None for exhausted
-            iterables. "max_size_cycle" restarts the shorter iterables. "sequential" reads one iterable after the other.
+            iterables. "max_size_cycle" restarts the shorter iterables. "sequential" reads one iterable after the other, and
+            is for evaluations only.
 
     Raises:
         TypeError: something in the collection is not an iterable of batches.

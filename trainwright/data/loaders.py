@@ -87,7 +87,6 @@ class ShardedLoader(StatefulLoader):
         if batch_parts > 1:
             _check_parts(loader, batch_parts)
         self.batch_parts, self._cycles = batch_parts, cycles
-        self.start_batch = 0
         self._announced_epoch = -1
         self.stream: IndexStream | None = None
         self.shard: IndexStream | BatchStream
@@ -212,7 +211,6 @@ class ShardedLoader(StatefulLoader):
         return {**ranks, "cycles": self._cycles}
 
     def set_epoch(self, seed: int, epoch: int, start_batch: int = 0) -> None:
-        self.start_batch = start_batch
         position, source = next(iter(self._loaded["places"]), None), next(iter(self._loaded["sources"]), None)
         if isinstance(self.shard, BatchStream):
             if source is not None and source["ranks"] != self.world_size > 1 and not self.is_sharded:

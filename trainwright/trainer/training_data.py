@@ -109,9 +109,7 @@ class TrainData:
 
     def again(self) -> ShardedLoader | ShardedCombination:
         """Return another shard of the same loaders, at the start of the next epoch's order, as evaluations shard them."""
-        one_by_one = isinstance(self._loader, ShardedCombination) and self._loader.combination == "sequential"
-        # "padded" does not support loaders that come one after the other.
-        loader = self._shard("train" if one_by_one else "padded")
+        loader = self._shard("padded")
         loader.set_epoch(self._engine.seed, self.state.epoch)
         return loader
 
