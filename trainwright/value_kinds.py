@@ -1,13 +1,14 @@
-"""Which values are of some kind.
+"""Which values are of some kind, and mappings of any kind.
 
 Kinds that take long to import are not imported here: until they are, no value can be one.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -33,6 +34,18 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a DTensor, which is divided over the ranks."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
+
+
+def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return a mapping of the same kind with other values."""
+    if type(mapping) is dict:
+        return values
+    if not isinstance(mapping, MutableMapping):
+        return type(mapping)(values)  # type: ignore[call-arg]
+    clone = copy.copy(mapping)  # a defaultdict, for example, cannot be constructed from a mapping
+    for key, value in values.items():
+        clone[key] = value  # transformers' ModelOutput forbids update
+    return clone
 
 
 def computed_tensors(module: nn.Module) -> Iterator[Tensor]:

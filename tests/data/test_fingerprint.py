@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainwright.data.fingerprint import fingerprint
+from trainwright.data.source_state import fingerprint
 
 
 def test_equal_batches_are_equal_and_others_differ() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainwright.data.stateful_iterable import END
-from trainwright.data.transfer import with_values
 from trainwright.errors import a_type_of
+from trainwright.value_kinds import with_values
 
 Combination = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 COMBINATIONS = ("min_size", "max_size", "max_size_cycle", "sequential")

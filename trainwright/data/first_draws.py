@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import Subset
 
 from trainwright.data.batch_stream import BatchStream
-from trainwright.data.fingerprint import fingerprint, matches
+from trainwright.data.source_state import fingerprint, matches
 from trainwright.data.stateful_iterable import StatefulBatch
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of

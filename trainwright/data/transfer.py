@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainwright.devices.abilities import computes_in
+from trainwright.value_kinds import with_values
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -52,18 +53,6 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map_leaves(function, item) for item in value)
     return function(value)
-
-
-def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return a mapping of the same kind with other values."""
-    if type(mapping) is dict:
-        return values
-    if not isinstance(mapping, MutableMapping):
-        return type(mapping)(values)  # type: ignore[call-arg]
-    clone = copy.copy(mapping)  # a defaultdict, for example, cannot be constructed from a mapping
-    for key, value in values.items():
-        clone[key] = value  # transformers' ModelOutput forbids update
-    return clone
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -88,9 +87,6 @@ class WorkerContext(ForkContext):
 @contextmanager
 def holding_signals() -> Iterator[None]:
     """Defer signals while workers start in the block, until they have their handlers."""
-    if os.name != "posix":
-        yield
-        return
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # workers inherit it until hear_signals
     try:
         yield

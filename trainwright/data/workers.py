@@ -123,8 +123,6 @@ def hear_signals() -> None:
     Ctrl-C, torchrun and SLURM signal every process of a group, but a run that stops on a signal still reads to the end of a
     step. So SIGTERM ends a worker only if its parent needs no more batches, or has ended.
     """
-    if os.name != "posix":
-        return
     parent = os.getppid()
 
     def leave_if_done(number: int, frame: FrameType | None) -> None:

@@ -51,8 +51,7 @@ PEAK_FLOPS = {
 """FLOP/s of dense 16-bit matrix products by a part of the device's name, from the vendors' data sheets."""
 _used: set[str] = set()
 """The accelerator types that this process computes on. Some of torch's modules do not record this."""
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_used.clear)
+os.register_at_fork(after_in_child=_used.clear)
 
 
 def names() -> tuple[str, ...]:

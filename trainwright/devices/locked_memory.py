@@ -26,10 +26,10 @@ class LockedMemory:
     def __init__(self, size: int, device_type: str) -> None:
         self._device_type = device_type
         self._unlock: weakref.finalize[..., LockedMemory] | None = None
-        area = _pages(size) if device_type == cuda.NAME and size else None
-        self.tensor: Tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor: Tensor
         """The memory, as a row of bytes."""
-        if area is not None:
+        if device_type == cuda.NAME and size:
+            area = _pages(size)
             self.tensor = torch.frombuffer(area, dtype=torch.uint8, count=size)
             address = self.tensor.data_ptr()
             if cuda.lock_pages(address, size):
@@ -48,10 +48,8 @@ class LockedMemory:
             torch.accelerator.empty_host_cache()
 
 
-def _pages(size: int) -> mmap.mmap | None:
-    """Return page-aligned memory of this size, or None if the system has no such call (Windows)."""
-    if not hasattr(mmap, "MAP_ANONYMOUS"):
-        return None
+def _pages(size: int) -> mmap.mmap:
+    """Return page-aligned memory of this size."""
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         # If a forked loader worker shared the pages, the next write here would move them away from the device's.

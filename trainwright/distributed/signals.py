@@ -20,7 +20,7 @@ from typing import Any
 
 from trainwright.distributed.failures import leave
 
-STOP_SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 STOPPED_EXIT_CODE = 75
 """The exit code of a run that a signal has stopped after a save: "try again later" (EX_TEMPFAIL)."""
@@ -72,7 +72,7 @@ class SignalWatch:
 
     def open(self) -> None:
         global _open
-        if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+        if threading.current_thread() is not threading.main_thread():
             return
         self._reader, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.data.transfer import to_device, with_values
+from trainwright.data.transfer import to_device
 from trainwright.distributed import collectives
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import a_type_of
+from trainwright.value_kinds import with_values
 
 REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "sum": sum,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.devices.abilities import computes_in
 from trainwright.precision.base import Closure, Precision, Sender
-from trainwright.value_kinds import is_dtensor, is_metric
+from trainwright.value_kinds import is_dtensor, is_metric, with_values
 
 DTYPES = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
@@ -69,15 +68,7 @@ class SingleDtypePrecision(Precision):
         if isinstance(batch, Tensor):
             return self._converted(batch)
         if isinstance(batch, Mapping):
-            mapped = {key: self.convert_batch(value) for key, value in batch.items()}
-            if type(batch) is dict:
-                return mapped
-            if not isinstance(batch, MutableMapping):
-                return type(batch)(mapped)  # type: ignore[call-arg]
-            clone = copy.copy(batch)
-            for key, value in mapped.items():
-                clone[key] = value  # transformers' ModelOutput forbids update
-            return clone
+            return with_values(batch, {key: self.convert_batch(value) for key, value in batch.items()})
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
             return type(batch)(*map(self.convert_batch, batch))
         if isinstance(batch, (list, tuple)):
