@@ -54,14 +54,6 @@ def test_a_state_that_a_generator_cannot_have_is_refused(case: str) -> None:
         check_generator_states({"sources": [[{"generators": spoiled(name, value)}]]}, "path")
 
 
-def test_states_by_device_number_in_older_checkpoints_are_checked_too() -> None:
-    earlier = {name: state for name, state in rng_state().items() if name != "device"}
-    check_generator_states({"rng": {**earlier, "cuda": []}}, "path")
-    check_generator_states({"rng": {**earlier, "cuda": [SEEDED, SEEDED]}}, "path")
-    with pytest.raises(tw.CheckpointError, match="path: the state of the device generator is not valid"):
-        check_generator_states({"rng": {**earlier, "cuda": [torch.zeros(15, dtype=torch.uint8)]}}, "path")
-
-
 @pytest.mark.host
 def test_a_run_refuses_it_before_anything_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tw.Trainer(max_epochs=1, **QUIET)

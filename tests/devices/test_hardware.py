@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from trainwright.devices import abilities, generators, hardware
+from trainwright.devices import abilities, hardware
 
 
 @pytest.fixture(autouse=True)
@@ -75,23 +75,6 @@ def test_a_second_kind_of_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch
         RuntimeError, match=r"'mps' was requested, but torch .* uses 'xpu' as this process's accelerator"
     ):
         hardware.resolve_device_type("mps")
-
-
-def test_earlier_checkpoints_hold_generators_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator that has drawn is the process's. On a machine with as many devices all are restored by number, too."""
-
-    def state(offset: int) -> torch.Tensor:
-        return torch.tensor([7, offset]).view(torch.uint8)
-
-    earlier = {"cuda": [state(0), state(40)]}
-    zero = torch.device("cuda", 0)
-    for present, own in ((2, 0), (1, 1)):
-        monkeypatch.setattr(hardware, "count", lambda kind, present=present: present)
-        found = generators.state_in(earlier, zero)
-        assert found is not None
-        assert (found["index"], set(found["others"])) == (own, {str(1 - own)})
-        there = generators.taken_over(earlier, zero, 0)["device"]
-        assert (there["index"], there["state"][8].item(), set(there["others"])) == (0, 40, {"1"} - {str(own)})
 
 
 def test_the_host_is_asked_what_it_can_do() -> None:

@@ -21,7 +21,6 @@ from trainwright.devices.generators import (
     device_state,
     is_generator_state,
     set_device_state,
-    state_in,
 )
 from trainwright.distributed.environment import Environment
 from trainwright.errors import CheckpointError, a_type_of
@@ -112,7 +111,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     if state["numpy"] is not None:
         import numpy  # noqa: F401 - its generator is set below, where it is loaded
     set_host_state(state)
-    set_device_state(state_in(state))
+    set_device_state(state.get("device"))
 
 
 def derived_rng_state(seed: int) -> dict[str, Any]:
@@ -255,7 +254,6 @@ def _number(generator: Any, name_or_state: str) -> int:
     return zlib.crc32(name_or_state.encode())
 
 
-DEVICE = "device"
 KEY_LENGTH = 624
 """The words of a Mersenne Twister."""
 
@@ -266,7 +264,7 @@ def check_generator_states(value: Any, path: str) -> None:
     for state in _states_in([value]):
         for name, check in _CHECKS.items():
             try:
-                check(state_in(state) if name == DEVICE else state.get(name))
+                check(state.get(name))
             except Exception as error:
                 raise CheckpointError(
                     f"{path}: the state of the {name} generator is not valid ({error}). Use another checkpoint, or a good "
@@ -305,4 +303,4 @@ def _check_torch(state: Any) -> None:
     torch.Generator().set_state(state)
 
 
-_CHECKS = {"python": _check_python, "numpy": _check_numpy, "torch": _check_torch, DEVICE: check_device_state}
+_CHECKS = {"python": _check_python, "numpy": _check_numpy, "torch": _check_torch, "device": check_device_state}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -70,18 +69,8 @@ def check_generator_state(state: Tensor) -> None:
         raise ValueError(f"{numel} bytes, with the offset {offset}")
 
 
-def has_drawn(state: Tensor) -> bool:
-    """Return whether a CUDA generator has drawn numbers since it was seeded."""
-    return bool(state[8:].any())
-
-
 FOR_EARLIER_READERS: dict[str, list[Tensor]] = {NAME: []}
 """An entry for older code, which reads the generator states of a checkpoint by device number."""
-
-
-def earlier_generators(state: Mapping[str, Any]) -> list[Tensor]:
-    """Return the generator states of all visible devices, by number, as older checkpoints stored them."""
-    return list(state.get(NAME) or ())
 
 
 def lock_pages(address: int, size: int) -> bool:

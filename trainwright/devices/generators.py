@@ -53,7 +53,7 @@ def set_device_state(state: Mapping[str, Any] | None) -> None:
 
 def owned(states: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the states with a device as the process's device, even if another device was current at the time."""
-    state = state_in(states)
+    state = states.get("device")
     if state is None or state["type"] != device.type or state["index"] == device.index:
         return dict(states)
     others = {**state["others"], str(state["index"]): state["state"]}
@@ -69,34 +69,12 @@ def taken_over(states: Mapping[str, Any], device: torch.device, seed: int) -> di
     """
     if device.type == "cpu":
         return dict(states)
-    state = state_in(states, device)
+    state = states.get("device")
     if state is None or state["type"] != device.type:
         started = torch.Generator(device).manual_seed(seed).get_state()
         state = {"type": device.type, "index": device.index, "state": started, "others": {}}
     others = {number: each for number, each in state["others"].items() if int(number) != device.index}
     return {**states, "device": {**state, "index": device.index, "others": others}}
-
-
-def state_in(states: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any] | None:
-    """Return the device's part of a process's RNG states, from a checkpoint of any version.
-
-    Older checkpoints do not say which device the process used. On a machine with the same number of devices, the reading
-    process's `device` is assumed.
-    """
-    if "device" in states:
-        found: dict[str, Any] | None = states["device"]
-        return found
-    by_number = cuda.earlier_generators(states)
-    if not by_number:
-        return None
-    index = device.index if device is not None and device.type == cuda.NAME and device.index < len(by_number) else 0
-    drawn = [number for number, state in enumerate(by_number) if cuda.has_drawn(state)]
-    # A single generator that has drawn is the process's, whatever its number. It is also restored by number, if possible.
-    state = by_number[drawn[0] if len(drawn) == 1 else index]
-    if len(drawn) == 1 and len(by_number) != hardware.count(cuda.NAME):
-        index = drawn[0]
-    others = {str(number): other for number, other in enumerate(by_number) if number != index}
-    return {"type": cuda.NAME, "index": index, "state": state, "others": others}
 
 
 def check_device_state(state: Any) -> None:
