@@ -150,7 +150,8 @@ class IndexStream(StreamShard):
         is_sliced = self.world_size > 1 and self.is_split and not is_trimmed
         if is_sliced and (samples := self._samples(pass_number)) is not None:
             return Slices(samples, int(self.source.batch_size), self.source.drop_last, start)
-        items = islice(self._drawn_whole(pass_number), start, None)
+        is_plain = _is_stock(self.source, SequentialSampler)
+        items = islice(self.source if is_plain else self._drawn_seeded(pass_number), start, None)
         if not is_trimmed:
             return items
         return chain((item[self._trimmed :] for item in islice(items, 1)), items)
@@ -173,11 +174,8 @@ class IndexStream(StreamShard):
         attributes = SamplerGenerators(self.source, seed, self.epoch, same_on_ranks=self._same_on_ranks)
         return IsolatedGenerators(derive_seed(seed, self.epoch)), attributes
 
-    def _drawn_whole(self, pass_number: int) -> Iterator[Any]:
-        """Return the items of one pass over the whole stream under the pass's seed."""
-        return iter(self.source) if _is_stock(self.source, SequentialSampler) else self._drawn_seeded(pass_number)
-
     def _drawn_seeded(self, pass_number: int) -> Iterator[Any]:
+        """Yield the items of one pass over the whole stream under the pass's seed."""
         isolated, attributes = self._generators(pass_number)
         if _is_stock(self.source, RandomSampler):
             stock = iter(self.source)

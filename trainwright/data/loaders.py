@@ -139,7 +139,8 @@ class ShardedLoader(StatefulLoader):
 
     def _replace_dataset(self, clone: DataLoader[Any]) -> None:
         """Wrap the dataset of the copy, so that its state is known and its workers are seeded."""
-        dataset, attributes, size = clone.dataset, clone.__dict__, _batch_size(clone)
+        dataset, attributes = clone.dataset, clone.__dict__
+        size = None if clone.batch_sampler is None else clone.batch_size
         is_iterable, has_workers = isinstance(dataset, IterableDataset), clone.num_workers > 0
         if is_fixed := is_split_after_shuffle(dataset):
             text = (
@@ -379,10 +380,6 @@ def _warn_of_order(chooser: object, is_kept: bool) -> None:
         f"order. {'Pass another sampler to the loader' if is_kept else 'The order of the dataset replaces it'}.",
         stacklevel=2,
     )
-
-
-def _batch_size(loader: DataLoader[Any]) -> int | None:
-    return loader.batch_size if loader.batch_sampler is not None else None
 
 
 def is_fetched_here(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:

@@ -108,9 +108,10 @@ class StreamShard:
         # Counted in batches of this world size, the last round may reach beyond the end by all but one item.
         most = None if exact is None or self.cycles else exact + (self.world_size - 1 if position is None else 0)
         self.starts_beyond = most is not None and self.start_item > most
-        if position is not None and not self.starts_beyond and self.is_of_another_order(position):
+        order_before = position.get("order") if position is not None and position["items"] else None
+        if order_before and self.order not in ("", order_before) and not self.starts_beyond:
             rank_zero_warn(
-                f"the checkpoint was saved within an epoch of a {position['order']}, and the run resumes with a "
+                f"the checkpoint was saved within an epoch of a {order_before}, and the run resumes with a "
                 f"{self.order}. In the rest of this epoch samples may come twice or not at all. Resume with the same data "
                 "and order, or from a checkpoint at an epoch's end.",
                 stacklevel=2,
@@ -137,11 +138,6 @@ class StreamShard:
             return divmod(items, exact)  # the passes are one long stream
         passes, batches = divmod(start_batch, self.rounds(exact))
         return passes, batches * self.world_size
-
-    def is_of_another_order(self, position: StreamPosition) -> bool:
-        """Return whether another sampler is known to have drawn the order of this position."""
-        was = position.get("order", "")
-        return bool(was and self.order and was != self.order and position["items"])
 
     def fitted(self, position: StreamPosition) -> tuple[int, int]:
         """Return the pass and the item of a position, in items of this stream's size."""

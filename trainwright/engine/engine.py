@@ -85,8 +85,8 @@ class Engine(EngineCheckpoints):
         environment, self.strategy, joined, self.device, self.connection, seconds, self.num_workers = join_job(
             devices, strategy, precision, accelerator, timeout_seconds, num_nodes, can_call_workers
         )
-        self.environment = environment
         """Number of processes to start for each call; 0 if this process does the work."""
+        self.environment = environment
         self.rank, self.world_size = environment.rank, environment.world_size
         """This process's number in the job, from 0, and the number of processes."""
         self.local_rank = environment.local_rank

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -348,14 +349,7 @@ def _by_kind(optimizer: Optimizer) -> list[tuple[Any, torch.device]]:
     ]
 
 
-_hooked: list[Any] = []
-
-
+@cache
 def _see_every_step() -> None:
     """Clear autocast's weight cache after every step of any optimizer, including unknown ones."""
-    if not _hooked:
-        _hooked.append(register_optimizer_step_post_hook(_clear_cache))
-
-
-def _clear_cache(*_: Any) -> None:
-    torch.clear_autocast_cache()
+    register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
