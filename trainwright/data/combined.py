@@ -79,10 +79,9 @@ class ShardedCombination(StatefulLoader):
         self._start_batch, self._dummy_at = start_batch, None
         self.uneven.clear()
         for index, part in enumerate(self.parts):
-            start = places[index]["batch"] if places else start_batch
             part.load_state_dict({"places": places[index : index + 1], "sources": sources[index : index + 1]})
             # Equal seeds would correlate the loaders.
-            part.set_epoch(derive_seed(seed, index) if index else seed, epoch, start)
+            part.set_epoch(derive_seed(seed, index) if index else seed, epoch, start_batch)
         end = self.exact_length
         cuts = self._plan(end) if end is not None and self.world_size > 1 and self.mode == "train" else {}
         for part in self.parts:  # so that no worker reads further

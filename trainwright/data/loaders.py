@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from operator import getitem
-from typing import Any, NoReturn, Protocol, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe, RandomSampler
@@ -279,16 +279,8 @@ class ShardedLoader(StatefulLoader):
         return self.world_size == 1 or self.is_sharded or self.exact_length is not None
 
 
-class Batches(Protocol):
-    @property
-    def exact_length(self) -> int | None:
-        """Return the batches in a whole epoch, or None if they are not certain."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-
 def with_last(
-    loader: Batches,
+    loader: StatefulLoader,
     start: int,
     length: int | None,
     most: int | None = None,
