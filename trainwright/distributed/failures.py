@@ -269,7 +269,7 @@ def _wait_until(is_done: Callable[[], bool], timeout_seconds: float) -> None:
 
 
 def summarize(error: BaseException) -> str:
-    """Return the kind of an error, the first line of its text and those of its notes, shortened."""
+    """Return the kind of an error and the first lines of its text and its notes, shortened."""
     first, *notes = (str(text).strip().partition("\n")[0] for text in (error, *getattr(error, "__notes__", ())))
     head = f"{type(error).__name__}: {shortened(first)}" if first else type(error).__name__
     return f"{head}; {shortened('; '.join(notes))}" if notes else head

@@ -47,9 +47,7 @@ def join_job(
     strategy = overridden("Engine", "strategy", strategy, is_like=is_variant_of)
     precision = overridden("Engine", "precision", precision, is_like=is_spelling_of)
     check_nodes(num_nodes, environment)
-    device_type = resolve_device_type(accelerator)
-    if accelerator == "auto" and environment.device is not None:
-        device_type = torch.device(environment.device).type
+    device_type = _choose_device_type(accelerator, environment)
     num_processes = resolve_num_processes(devices, device_type, environment)
     is_launched = environment.launched_by != "single"
     world_size = environment.world_size if is_launched else num_processes * max(num_nodes, 1)
@@ -82,6 +80,14 @@ def join_job(
         set_timeout(seconds)  # the group may have been opened before, with a different timeout
     connection.before_close(chosen.close)
     return environment, chosen, chosen_precision, device, connection, seconds, num_workers
+
+
+def _choose_device_type(accelerator: str, environment: Environment) -> str:
+    """Return the type of this process's device, with "auto" the type of an assigned device."""
+    device_type = resolve_device_type(accelerator)
+    if accelerator == "auto" and environment.device is not None:
+        return torch.device(environment.device).type
+    return device_type
 
 
 def _start_job(num_processes: int, num_nodes: int, strategy: str | Strategy, can_call_workers: bool) -> int:
