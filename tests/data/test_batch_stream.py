@@ -1,4 +1,4 @@
-"""Loaders without indices: ranks share a stream by reading all of it, from any batch on, in an order of (seed, epoch)."""
+"""Loaders without indices. Ranks share a stream by reading all of it, from any batch on. (seed, epoch) determines its order."""
 
 from __future__ import annotations
 

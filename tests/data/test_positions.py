@@ -1,4 +1,4 @@
-"""The position in the data: a run that resumes at another world size reads every sample of an epoch exactly once."""
+"""The position in the data. A run that resumes at another world size reads every sample of an epoch once."""
 
 from __future__ import annotations
 

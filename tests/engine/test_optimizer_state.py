@@ -1,4 +1,4 @@
-"""State of an optimizer that a checkpoint brings back lies where its parameter does, in whatever nest of lists it is kept."""
+"""An optimizer's restored state is on the device of its parameter, in any nest of lists."""
 
 from __future__ import annotations
 

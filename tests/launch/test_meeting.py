@@ -1,4 +1,4 @@
-"""How the launchers of several nodes meet: who is rejected, who waits for whom, and that every wait ends at a signal."""
+"""How the launchers of several nodes meet. Some are rejected, others wait, and every wait ends at a signal."""
 
 from __future__ import annotations
 
