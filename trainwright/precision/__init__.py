@@ -32,21 +32,20 @@ OTHER_WORDS = {
 }
 """Rejected names, and the suggestions for them."""
 _SPELLED = {spelling: name for name, spellings in NAMES.items() for spelling in spellings}
+_KNOWN = {**MIXED, **_SPELLED}
 
 
 def canonical_name(word: str) -> str:
     """Return the name in `NAMES` for a spelling of the Trainer or the Accelerator (ValueError if neither accepts it)."""
-    known = {**MIXED, **_SPELLED}
-    if word.lower() not in known:
+    if word.lower() not in _KNOWN:
         raise _unknown(word, f"{', '.join(NAMES)}, 16, 32, 64, {', '.join(MIXED)}.")
-    return known[word.lower()]
+    return _KNOWN[word.lower()]
 
 
 def is_spelling_of(precision: str | int | Precision | None, word: str) -> bool:
     """Return whether a spelling means this precision."""
-    if isinstance(precision, Precision):
-        return precision.name == canonical_name(word)
-    return {**MIXED, **_SPELLED}.get(str(precision).lower()) == canonical_name(word)
+    name = precision.name if isinstance(precision, Precision) else _KNOWN.get(str(precision).lower())
+    return name == canonical_name(word)
 
 
 def _unknown(precision: str | int, accepted: str) -> ValueError:
