@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainwright as tw
 from trainwright.data.transfer import to_device
@@ -17,14 +19,18 @@ ACCELERATOR = os.environ.get("TRAINWRIGHT_TEST_ACCELERATOR", "cpu")
 ON_HOST = ACCELERATOR == "cpu"
 DEVICE = torch.device("cpu") if ON_HOST else torch.accelerator.current_accelerator() or torch.device("cpu")
 
-QUIET: dict[str, Any] = {
-    "accelerator": ACCELERATOR,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "logger": False,
-}
+QUIET: Mapping[str, Any] = MappingProxyType(
+    {
+        "accelerator": ACCELERATOR,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "logger": False,
+    }
+)
 """Trainer arguments for a run that writes nothing."""
+SAVING: Mapping[str, Any] = MappingProxyType({**QUIET, "enable_checkpointing": True})
+"""The same for a run that saves checkpoints."""
 
 
 def make_net(dropout: float = 0.0) -> nn.Sequential:
@@ -41,6 +47,16 @@ def make_data(samples: int = 44, seed: int = 3) -> TensorDataset:
 
 def make_loader(samples: int = 44, batch_size: int = 4, *, shuffle: bool = False, **kwargs: Any) -> DataLoader[Any]:
     return DataLoader(make_data(samples), batch_size=batch_size, shuffle=shuffle, **kwargs)
+
+
+class Stream(IterableDataset[Any]):
+    """Yields samples of the same data, and has no length."""
+
+    def __init__(self, samples: int = 44) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from make_data(self.samples)
 
 
 def placed(batch: Any) -> Any:
@@ -72,6 +88,9 @@ class Classifier(tw.Module):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
@@ -100,6 +119,23 @@ class Averaging(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         assert self.param_groups[0]["train_mode"]
         return super().step(closure)
+
+
+class Rows(tw.Logger):
+    """Keeps its rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+def be_rank(monkeypatch: Any, rank: int) -> None:
+    """Set the variables of one of two ranks."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
 
 
 def fit(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,22 +10,14 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, make_loader
+from small import QUIET, Classifier, Rows, make_loader
 from torch import Tensor
 
 import trainwright as tw
 from trainwright.checkpoint.reader import open_checkpoint
 
 
-class Memory(tw.Logger):
-    """Keeps its rows."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.rows.append((step, dict(metrics)))
-
+class Memory(Rows):
     def with_name(self, name: str) -> list[tuple[int | None, dict[str, float]]]:
         return [row for row in self.rows if any(name in each for each in row[1])]
 

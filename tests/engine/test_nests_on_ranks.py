@@ -12,7 +12,7 @@ import pytest
 import torch
 from deadlines import deadline
 from jobs import run_job
-from small import ON_HOST, QUIET, Classifier, make_loader
+from small import ON_HOST, Classifier, fit
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -155,8 +155,7 @@ def job(folder: Path) -> dict[str, Any]:
     with accelerator.split_between_processes(torch.arange(5), apply_padding=True) as part:
         found["padded"] = part.tolist()
     module = Gathering()
-    trainer = tw.Trainer(max_epochs=1, limit_train_batches=1, **QUIET)
-    trainer.fit(module, make_loader())
+    trainer = fit(module, limit_train_batches=1)
     trainer.print(f"printed by rank {rank}")
     found.update(module.seen)
     return found
