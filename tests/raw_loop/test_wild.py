@@ -1,6 +1,6 @@
 """Scripts of the kind that people have written for Accelerate run after a change of their import lines, with the same metrics.
 
-The first line of each script in `wild/` describes it. Some scripts use features of Accelerate's documentation. The others
+The first line of a script in `wild/` describes it. Some scripts use features of Accelerate's documentation. The others
 are rewritten from public training scripts, and stop within an epoch and resume there. All run on one process and on two.
 
 A DeepSpeedPlugin and a FullyShardedDataParallelPlugin, with which Accelerate trains on GPUs, are in test_two_ranks.py, and
