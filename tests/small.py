@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainwright as tw
 from trainwright.data.transfer import to_device
+from trainwright.loggers import Logger
 
 ACCELERATOR = os.environ.get("TRAINWRIGHT_TEST_ACCELERATOR", "cpu")
 """The kind of device that the tests train on. `make test-device` sets it."""
@@ -59,6 +60,17 @@ class Stream(IterableDataset[Any]):
         yield from make_data(self.samples)
 
 
+L = TypeVar("L", bound=Logger)
+
+
+def began(logger: L, state: dict[str, Any] | None = None) -> L:
+    """Start a logger as a run on one process does, from the state in a checkpoint if there is one."""
+    if state is not None:
+        logger.load_state_dict(state)
+    logger.start(lambda text: text, is_writer=True)
+    return logger
+
+
 def placed(batch: Any) -> Any:
     """Return a batch where the tests train."""
     return to_device(batch, DEVICE)
@@ -93,6 +105,17 @@ class Classifier(tw.Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Scored(Classifier):
+    """Logs a given score every epoch."""
+
+    def __init__(self, scores: list[float], dropout: float = 0.0, name: str = "score") -> None:
+        super().__init__(dropout)
+        self.scores, self.name = scores, name
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log(self.name, self.scores[min(self.current_epoch, len(self.scores) - 1)])
 
 
 class Averaging(torch.optim.SGD):

@@ -7,31 +7,24 @@ import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 import torch
 from deadlines import deadline
 from held import HeldFiles, held
 from jobs import run_job
-from small import ON_HOST, SAVING, Classifier, assert_equal, make_loader, weights
+from small import ON_HOST, SAVING, assert_equal, make_loader, weights
 from started import Started, python
 
 import trainwright as tw
 from trainwright.checkpoint.discovery import find_checkpoints
 from trainwright.checkpoint.reader import open_checkpoint
 
-
-class Scored(Classifier):
-    """Logs a given score every epoch."""
-
-    def __init__(self, scores: list[float]) -> None:
-        super().__init__(dropout=0.2)
-        self.scores = scores
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("score", self.scores[min(self.current_epoch, len(self.scores) - 1)])
+Scored = partial(small.Scored, dropout=0.2)
 
 
 def trainer_of(*callbacks: tw.Callback, epochs: int = 1, **settings: Any) -> tw.Trainer:

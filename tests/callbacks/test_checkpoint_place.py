@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from jobs import run_job
-from small import QUIET, SAVING, Classifier, make_loader
+from small import QUIET, SAVING, Classifier, Scored, make_loader
 
 import trainwright as tw
 from trainwright.callbacks.checkpoint_files import is_taken, remove_replaced
@@ -22,18 +22,6 @@ from trainwright.checkpoint.discovery import (
 )
 
 NAN = math.nan
-
-
-class Scored(Classifier):
-    """Logs a given score every epoch."""
-
-    def __init__(self, scores: list[float]) -> None:
-        super().__init__()
-        self.scores = scores
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("score", self.scores[self.current_epoch])
-        self.log("other", 7.0)
 
 
 def run(folder: Path, scores: list[float], ckpt_path: str | None = None, **kwargs: Any) -> tw.ModelCheckpoint:

@@ -7,6 +7,7 @@ import shutil
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,16 +23,7 @@ from torch.utils.data import default_collate
 import trainwright as tw
 from trainwright.checkpoint.discovery import latest_checkpoint
 
-
-class Scored(Classifier):
-    """Logs a given score every epoch."""
-
-    def __init__(self, scores: list[float]) -> None:
-        super().__init__()
-        self.scores = scores
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/score", self.scores[min(self.current_epoch, len(self.scores) - 1)])
+Scored = partial(small.Scored, name="val/score")
 
 
 def run(folder: Path, scores: list[float], ckpt_path: str | None = None, **kwargs: Any) -> tw.ModelCheckpoint:

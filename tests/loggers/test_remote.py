@@ -15,7 +15,7 @@ import pytest
 import torch
 from deadlines import wait_until
 from jobs import run_job
-from small import QUIET, Classifier, make_loader
+from small import QUIET, Classifier, began, make_loader
 
 import trainwright as tw
 from trainwright.loggers.remote import RemoteLogger, Row, names_of
@@ -133,13 +133,6 @@ def test_rows_that_never_arrive_are_counted(tmp_path: Path) -> None:
         pytest.warns(UserWarning, match=r"write its last \d+ rows"),
     ):
         fit(service, tmp_path)
-
-
-def began(service: Service, state: dict[str, Any] | None = None) -> Service:
-    if state is not None:
-        service.load_state_dict(state)
-    service.start(lambda text: text, is_writer=True)
-    return service
 
 
 def log_steps(service: Service, *numbers: int) -> None:

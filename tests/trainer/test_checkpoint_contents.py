@@ -47,12 +47,13 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
-    class Scheduled(Classifier):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [CosineAnnealingLR(optimizer, 4)]
+class Scheduled(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [CosineAnnealingLR(optimizer, 4)]
 
+
+def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     trainer = fit(Scheduled(), precision="16-mixed", callbacks=tw.EarlyStopping("val_loss"))
     state = state_of(saved(trainer, tmp_path / "full.ckpt"))
     kept = {"trainwright_version", "position", "lr_schedulers", "callbacks", "optimizers", "precision", "seed"}
@@ -363,17 +364,13 @@ def test_the_script_is_run_again_and_goes_on_from_what_it_replaces(blocking: boo
 def test_a_hook_may_take_schedulers_and_callbacks_out(tmp_path: Path) -> None:
     """A changed schedule: the run goes on, the schedule begins anew."""
 
-    class Scheduled(Classifier):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [CosineAnnealingLR(optimizer, 4)]
-
+    class Takes(Scheduled):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             del checkpoint["lr_schedulers"], checkpoint["callbacks"]
 
     stopping = {"callbacks": tw.EarlyStopping("val_loss", mode="max")}
-    path = saved(fit(Scheduled(), epochs=2, **stopping), tmp_path / "run.ckpt")
-    trainer = fit(Scheduled(), path, 3, **stopping)
+    path = saved(fit(Takes(), epochs=2, **stopping), tmp_path / "run.ckpt")
+    trainer = fit(Takes(), path, 3, **stopping)
     assert trainer.current_epoch == 3
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
 
