@@ -116,7 +116,7 @@ def test_learning_rate_monitor_rejects_wrong_settings() -> None:
 
 def test_the_rates_are_among_the_callback_metrics(tmp_path: Path) -> None:
     callbacks = [LearningRateMonitor(log_momentum=True), tw.ModelCheckpoint(str(tmp_path), "{lr-AdamW:.2f}")]
-    settings = {**QUIET, "logger": Rows(), "enable_checkpointing": True, "max_epochs": 1}
+    settings = {**SAVING, "logger": Rows(), "max_epochs": 1}
     trainer = tw.Trainer(callbacks=callbacks, **settings)
     trainer.fit(Classifier(), make_loader())
     metrics = trainer.callback_metrics

@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from deadlines import wait_until
-from small import QUIET, Classifier, began, make_loader
+from small import QUIET, SAVING, Classifier, began, make_loader
 
 import trainwright as tw
 from trainwright.loggers.csv import MetricsFile
@@ -346,7 +346,7 @@ def test_a_stop_within_an_epoch_leaves_no_trace_in_the_table(tmp_path: Path) -> 
         newest = None
         for end in ends:
             logger = tw.CSVLogger(tmp_path / folder)
-            settings = {**QUIET, "logger": logger, "enable_checkpointing": True, "log_every_n_steps": every}
+            settings = {**SAVING, "logger": logger, "log_every_n_steps": every}
             trainer = tw.Trainer(max_steps=end, **settings)
             trainer.fit(Logging(), make_loader(), make_loader(), ckpt_path=newest)
             newest = trainer.checkpoint_callback.last_model_path
