@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small import QUIET, SAVING, Classifier, Rows, make_loader
+from small import QUIET, SAVING, Classifier, Rows, fit, make_loader
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
@@ -116,9 +116,7 @@ def test_learning_rate_monitor_rejects_wrong_settings() -> None:
 
 def test_the_rates_are_among_the_callback_metrics(tmp_path: Path) -> None:
     callbacks = [LearningRateMonitor(log_momentum=True), tw.ModelCheckpoint(str(tmp_path), "{lr-AdamW:.2f}")]
-    settings = {**SAVING, "logger": Rows(), "max_epochs": 1}
-    trainer = tw.Trainer(callbacks=callbacks, **settings)
-    trainer.fit(Classifier(), make_loader())
+    trainer = fit(Classifier(), callbacks=callbacks, enable_checkpointing=True, logger=Rows())
     metrics = trainer.callback_metrics
     assert (metrics["lr-AdamW"].item(), metrics["lr-AdamW-momentum"].item()) == pytest.approx((0.05, 0.9))
     assert [path.name for path in tmp_path.iterdir()] == ["lr-AdamW=0.05.ckpt"]
@@ -139,17 +137,15 @@ def test_a_run_that_goes_on_within_an_epoch_writes_its_row_once(tmp_path: Path) 
         return Path(f"{trainer.log_dir}/metrics.csv").read_text()
 
     whole = run(tmp_path / "whole", max_epochs=3)
-    assert (
-        len(whole.splitlines()) == 32
-    )  # with the columns, three epochs' beginnings, validations and ends, and two rows of every third step
+    # The columns, three epochs' beginnings, validations and ends, and two rows of every third step.
+    assert len(whole.splitlines()) == 32
     run(tmp_path / "part", max_epochs=3, max_steps=15)
     assert run(tmp_path / "part", "last", max_epochs=3) == whole
 
 
 def test_two_monitors_with_different_settings_work_in_one_run() -> None:
     callbacks = [LearningRateMonitor("step"), LearningRateMonitor("epoch", log_momentum=True)]
-    trainer = tw.Trainer(max_epochs=1, callbacks=callbacks, **{**QUIET, "logger": Rows()})
-    trainer.fit(Classifier(), make_loader(8))
+    trainer = fit(Classifier(), callbacks=callbacks, logger=Rows())
     assert {"lr-AdamW", "lr-AdamW-momentum"} <= trainer.callback_metrics.keys()
 
 
