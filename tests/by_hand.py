@@ -17,6 +17,14 @@ ON_DEVICE: dict[str, Any] = {**QUIET, "accelerator": "gpu", "devices": 1}
 """Trainer arguments for a run on the accelerator that writes nothing."""
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm": {"clip_norm": 0.1},
+    "value": {"clip_value": 0.01},
+    "accumulation": {"accumulate": 4},  # 11 batches: windows of 4, 4 and 3
+    "accumulation and norm": {"accumulate": 4, "clip_norm": 0.1},
+}
+"""Settings of `train_by_hand`."""
 TOLERANCE = 1e-4
 """Between two kinds of device, after a few steps in float32."""
 

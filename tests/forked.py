@@ -121,7 +121,6 @@ def run_python(
     command = ["python", *given]
     if not is_over:
         raise subprocess.TimeoutExpired(command, limit, *texts)
-    assert process.exitcode is not None
     return subprocess.CompletedProcess(command, process.exitcode, *texts)
 
 

@@ -3,7 +3,7 @@
     python tests/golden_traces.py record OUT --tree CHECKOUT --seeds 0:400 --kinds resume cuts --jobs 2
     python tests/golden_traces.py compare A B --ignore 'state.position'
 
-A record has a file for each kind, with a JSON line for each case (fuzzed/traced.py). The cases are those of this checkout, and
+A record has a file per kind, with a JSON line per case (fuzzed/traced.py). The cases are those of this checkout, and
 the package is the one in `--tree`. For the kinds without seeds and for the compatibility cases, `--seeds` selects by number.
 """
 

@@ -61,8 +61,6 @@ def call_on_rank(path: str, name: str, folder: str) -> None:
     """Call the function of a file on this rank, and store its result."""
     sys.path.append(str(Path(path).parent))  # of the job's neighbours
     spec = importlib.util.spec_from_file_location("job_module", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["job_module"] = module
     spec.loader.exec_module(module)

@@ -46,7 +46,6 @@ class Network:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert self.process.stdout is not None
         self.is_joined = self.process.stdout.readline() == "joined\n"
         self.folder = folder
         self.started: list[Started] = []

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainwright as tw
 from trainwright.data.transfer import to_device
+from trainwright.loggers import Logger
 
 ACCELERATOR = os.environ.get("TRAINWRIGHT_TEST_ACCELERATOR", "cpu")
 """The kind of device that the tests train on. `make test-device` sets it."""
 ON_HOST = ACCELERATOR == "cpu"
 DEVICE = torch.device("cpu") if ON_HOST else torch.accelerator.current_accelerator() or torch.device("cpu")
 
-QUIET: dict[str, Any] = {
-    "accelerator": ACCELERATOR,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "logger": False,
-}
+QUIET: Mapping[str, Any] = MappingProxyType(
+    {
+        "accelerator": ACCELERATOR,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "logger": False,
+    }
+)
 """Trainer arguments for a run that writes nothing."""
+SAVING: Mapping[str, Any] = MappingProxyType({**QUIET, "enable_checkpointing": True})
+"""The same for a run that saves checkpoints."""
 
 
 def make_net(dropout: float = 0.0) -> nn.Sequential:
@@ -41,6 +48,27 @@ def make_data(samples: int = 44, seed: int = 3) -> TensorDataset:
 
 def make_loader(samples: int = 44, batch_size: int = 4, *, shuffle: bool = False, **kwargs: Any) -> DataLoader[Any]:
     return DataLoader(make_data(samples), batch_size=batch_size, shuffle=shuffle, **kwargs)
+
+
+class Stream(IterableDataset[Any]):
+    """Yields samples of the same data, and has no length."""
+
+    def __init__(self, samples: int = 44) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from make_data(self.samples)
+
+
+L = TypeVar("L", bound=Logger)
+
+
+def began(logger: L, state: dict[str, Any] | None = None) -> L:
+    """Start a logger as a run on one process does, from the state in a checkpoint if there is one."""
+    if state is not None:
+        logger.load_state_dict(state)
+    logger.start(lambda text: text, is_writer=True)
+    return logger
 
 
 def placed(batch: Any) -> Any:
@@ -72,8 +100,22 @@ class Classifier(tw.Module):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Scored(Classifier):
+    """Logs a given score every epoch."""
+
+    def __init__(self, scores: list[float], dropout: float = 0.0, name: str = "score") -> None:
+        super().__init__(dropout)
+        self.scores, self.name = scores, name
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log(self.name, self.scores[min(self.current_epoch, len(self.scores) - 1)])
 
 
 class Averaging(torch.optim.SGD):
@@ -100,6 +142,23 @@ class Averaging(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         assert self.param_groups[0]["train_mode"]
         return super().step(closure)
+
+
+class Rows(tw.Logger):
+    """Keeps its rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+def be_rank(monkeypatch: Any, rank: int) -> None:
+    """Set the variables of one of two ranks."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
 
 
 def fit(

@@ -47,7 +47,6 @@ class Started:
         return self.process.returncode
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.stdout += line
             times -= text in line
@@ -57,7 +56,6 @@ class Started:
 
     def wait_for_message(self, text: str) -> None:
         """Wait until it has written this to its standard error."""
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.stderr += line
             if text in line:

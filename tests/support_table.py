@@ -41,8 +41,6 @@ def load(path: str) -> Any:
         if str(ROOT / folder) not in sys.path:
             sys.path.append(str(ROOT / folder))
     spec = importlib.util.spec_from_file_location(f"of_the_support_table.{Path(path).stem}", TESTS / path)
-    assert spec is not None
-    assert spec.loader is not None
     module: ModuleType = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # as dataclasses need it
     spec.loader.exec_module(module)

@@ -141,5 +141,4 @@ def test_records_become_rows(records: ModuleType, tmp_path: Path) -> None:
     assert "| 2.5000 != |" in table
     assert "RuntimeError: a / b" in table
     drawn = draw(tmp_path, rows, environment)
-    assert drawn is not None
     assert drawn.read_text().count("<rect") == 1 + 3

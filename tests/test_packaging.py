@@ -96,7 +96,6 @@ def test_the_wheel_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) ->
     where = run(python, "-I", "-c", "import trainwright; print(trainwright.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(tmp_path / "venv")
     program = re.search(r"A complete program:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert program is not None
     (tmp_path / "train.py").write_text(program[1].replace("max_epochs=15", "max_epochs=1"))
     run(tmp_path / "venv/bin/trainwright", "launch", "--cpu", "train.py", folder=tmp_path)
     assert "launch" in run(tmp_path / "venv/bin/trainwright", "--help", folder=tmp_path)

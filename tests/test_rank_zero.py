@@ -10,6 +10,7 @@ from threading import Thread
 
 import pytest
 import torch
+from small import be_rank
 
 from trainwright import rank_zero
 from trainwright.engine.optimizers import read_optimizers
@@ -19,12 +20,6 @@ from trainwright.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 @pytest.fixture(autouse=True)
 def _unread_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_only, "_rank", None)
-
-
-def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(name, str(value))
 
 
 @rank_zero_only

@@ -7,18 +7,18 @@ import multiprocessing
 import random
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
-from small import QUIET, Classifier, assert_equal, loss_of, make_data, make_loader, weights
+from small import QUIET, Classifier, Stream, assert_equal, loss_of, make_data, make_loader, weights
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
 
@@ -93,10 +93,6 @@ def adam(module: nn.Module) -> Adam:
     return Adam(module.parameters(), lr=0.01)
 
 
-def other_adam() -> Adam:
-    return Adam([nn.Parameter(torch.zeros(2))])
-
-
 def returns(value: Any) -> Callable[..., Any]:
     return lambda self, *arguments: value
 
@@ -157,11 +153,6 @@ class Width(Classifier):
         super().__init__()
         self.save_hyperparameters(ignore="width")
         self.layer = nn.Linear(width, 1)
-
-
-class NoLength(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from make_data(12)
 
 
 class Forward(Classifier):
@@ -254,7 +245,7 @@ FIT = [
     ("interval beyond the epoch", {"val_check_interval": 100, "val_dataloaders": make_loader(8)}, ValueError,
      r"val_check_interval=100 is more than the 3 training batches .*. Pass at most"),
     ("a fraction of no length", {"val_check_interval": 0.5, "val_dataloaders": make_loader(8),
-     "train_dataloaders": DataLoader(NoLength(), batch_size=4)}, ValueError, r"val_check_interval=0.5 .* no length. Pass a nu"),
+     "train_dataloaders": DataLoader(Stream(12), batch_size=4)}, ValueError, r"val_check_interval=0.5 .* no length. Pass a nu"),
     ("configure_optimizers: a class", optimizers(lambda m: [CLASS]), TypeError, r"item 0 .* a type, not an Optimizer"),
     ("configure_optimizers: the class", optimizers(lambda m: CLASS), TypeError, r"returned the class Adam; expected"),
     ("configure_optimizers: keys", optimizers(lambda m: {"optimizr": adam(m)}), ValueError, r"'optimizr'.*mean 'optimizer'\?"),
@@ -364,7 +355,7 @@ OTHERS = [
              r"ckpt_path='' is an empty path. Pass a checkpoint's path, 'best', 'last' or 'auto'"),
     WrongUse("a strategy in capitals", lambda s: s.make(strategy="FSDP"), ValueError,
              r"strategy='FSDP' is unknown; .*Did you mean 'fsdp'\?"),
-    WrongUse("predict with nothing to call", lambda s: s.make().predict(s.module, s.loader), NotImplementedError,
+    WrongUse("predict with nothing to call", lambda s: s.make().predict(OnlyStep(), s.loader), NotImplementedError,
              r"missing the required .forward. function", has_begun=True),
     WrongUse("load without an argument", lambda s: Width.load_from_checkpoint("SAVED/width"), TypeError,
              r"its argument width is not among the hyper-parameters .*Width.load_from_checkpoint\(path, width=\.\.\.\)"),
@@ -463,7 +454,6 @@ def test_a_right_use_follows_a_wrong_one(use: tuple[Any, ...], saved: Path, tmp_
     with pytest.raises(use[2]):
         scene.fit(**use[1])
     scene.mend()
-    assert scene.trainer is not None
     start = {name: value.clone() for name, value in scene.module.state_dict().items()}
 
     scene.trainer.fit(scene.module, scene.loader)
@@ -492,13 +482,3 @@ def test_a_refused_trainer_sets_no_switch() -> None:
         tw.Trainer(accelerator="cpu", deterministic=True, benchmark=True, strategy="dpp")
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.benchmark
-
-
-def test_the_same_trainer_goes_on_after_its_run_failed_in_a_step(tmp_path: Path) -> None:
-    scene = Scene()
-    with pytest.raises(RuntimeError, match="a loss of shape"):
-        scene.fit(training_step=returns(torch.zeros(2)))
-    scene.mend()
-    assert scene.trainer is not None
-    scene.trainer.fit(scene.module, scene.loader)
-    assert scene.trainer.global_step == 3

@@ -7,35 +7,28 @@ import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 import torch
 from deadlines import deadline
 from held import HeldFiles, held
 from jobs import run_job
-from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
+from small import ON_HOST, SAVING, assert_equal, make_loader, weights
 from started import Started, python
 
 import trainwright as tw
 from trainwright.checkpoint.discovery import find_checkpoints
 from trainwright.checkpoint.reader import open_checkpoint
 
-
-class Scored(Classifier):
-    """Logs a given score every epoch."""
-
-    def __init__(self, scores: list[float]) -> None:
-        super().__init__(dropout=0.2)
-        self.scores = scores
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("score", self.scores[min(self.current_epoch, len(self.scores) - 1)])
+Scored = partial(small.Scored, dropout=0.2)
 
 
 def trainer_of(*callbacks: tw.Callback, epochs: int = 1, **settings: Any) -> tw.Trainer:
-    settings = {**QUIET, "enable_checkpointing": True, **settings}
+    settings = {**SAVING, **settings}
     return tw.Trainer(max_epochs=epochs, callbacks=list(callbacks), **settings)
 
 
@@ -273,7 +266,7 @@ FAILING = """
 import os, signal, sys, threading
 from pathlib import Path
 import trainwright as tw
-from small import QUIET, Classifier, make_loader
+from small import SAVING, Classifier, make_loader
 
 folder, ending = sys.argv[1:]
 sync = os.fsync
@@ -295,8 +288,7 @@ class Ends(tw.Callback):
             may_go_on.set()
 
 callback = tw.ModelCheckpoint(folder, every_n_train_steps=3, async_save=True, filename="{step}", save_top_k=-1)
-settings = {**QUIET, "enable_checkpointing": True}
-tw.Trainer(devices=2, max_epochs=2, callbacks=[Ends(), callback], **settings).fit(Classifier(), make_loader())
+tw.Trainer(devices=2, max_epochs=2, callbacks=[Ends(), callback], **SAVING).fit(Classifier(), make_loader())
 """
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from jobs import run_job
-from small import QUIET, Classifier, make_loader
+from small import QUIET, SAVING, Classifier, Scored, make_loader
 
 import trainwright as tw
 from trainwright.callbacks.checkpoint_files import is_taken, remove_replaced
@@ -24,21 +24,9 @@ from trainwright.checkpoint.discovery import (
 NAN = math.nan
 
 
-class Scored(Classifier):
-    """Logs a given score every epoch."""
-
-    def __init__(self, scores: list[float]) -> None:
-        super().__init__()
-        self.scores = scores
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("score", self.scores[self.current_epoch])
-        self.log("other", 7.0)
-
-
 def run(folder: Path, scores: list[float], ckpt_path: str | None = None, **kwargs: Any) -> tw.ModelCheckpoint:
     callback = tw.ModelCheckpoint(str(folder), **{"monitor": "score", **kwargs})
-    trainer = tw.Trainer(max_epochs=len(scores), callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    trainer = tw.Trainer(max_epochs=len(scores), callbacks=[callback], **SAVING)
     trainer.fit(Scored(scores), make_loader(), make_loader(4), ckpt_path=ckpt_path)
     return callback
 
@@ -148,14 +136,16 @@ def test_newer_checkpoint_replaces_older_ones(tmp_path: Path) -> None:
     assert [is_replaceable(path) for path in paths] == [False, True, False, False, False, True]
 
 
+class Killed(BaseException):
+    pass
+
+
+def killed(*args: Any) -> None:
+    raise Killed
+
+
 def test_a_run_that_was_killed_before_the_older_one_went(tmp_path: Path) -> None:
     """The run that goes on removes it, though nothing is left to train."""
-
-    class Killed(BaseException):
-        pass
-
-    def killed(*args: Any) -> None:
-        raise Killed
 
     run(tmp_path, [3.0])
     with pytest.MonkeyPatch.context() as patch:
@@ -169,12 +159,6 @@ def test_a_run_that_was_killed_before_the_older_one_went(tmp_path: Path) -> None
 
 def test_a_run_that_was_killed_before_the_newer_one_had_its_path(tmp_path: Path) -> None:
     """The run that goes on from the newer one removes the older one, whose path it was to get."""
-
-    class Killed(BaseException):
-        pass
-
-    def killed(*args: Any) -> None:
-        raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainwright.callbacks.checkpoint_files.replace_checkpoint", killed)
@@ -241,9 +225,7 @@ def two_ranks(folder: Path) -> list[Any]:
     said = []
     for epochs in (2, 4):
         callback = tw.ModelCheckpoint(str(folder / str(epochs)), monitor="own", filename="best")
-        trainer = tw.Trainer(
-            max_epochs=epochs, devices=2, callbacks=[callback], **{**QUIET, "enable_checkpointing": True}
-        )
+        trainer = tw.Trainer(max_epochs=epochs, devices=2, callbacks=[callback], **SAVING)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("trainwright.callbacks.checkpoint_policy.warn", lambda text, **kwargs: said.append(text))
             trainer.fit(RankScored(), make_loader())

@@ -193,14 +193,9 @@ def test_test_without_samples_has_no_scores(capsys: pytest.CaptureFixture[str]) 
     assert "test: no samples" in capsys.readouterr().out
 
 
-class Predicts(Reports):
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0])
-
-
 def test_a_prediction_keeps_the_scores_of_a_validation() -> None:
     report = tw.ClassificationReport(verbose=False)
     trainer = tw.Trainer(**QUIET, callbacks=report)
     trainer.validate(Reports(), DataLoader(make_data(SAMPLES), 4), verbose=False)
-    trainer.predict(Predicts(), make_loader(4))
+    trainer.predict(Reports(), make_loader(4))
     assert list(report.scores) == ["validation"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, make_loader
+from small import QUIET, Classifier, fit, make_loader
 
 import trainwright as tw
 from trainwright.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
@@ -171,8 +171,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
             return loss
 
     def trained(*callbacks: tw.Callback) -> int:
-        trainer = tw.Trainer(max_epochs=6, callbacks=list(callbacks), devices=2, **QUIET)
-        trainer.fit(RankScored(), make_loader())
+        trainer = fit(RankScored(), max_epochs=6, callbacks=list(callbacks), devices=2)
         return trainer.current_epoch
 
     callback, first = EarlyStopping("own", patience=2), EarlyStopping("first")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, make_data, make_loader
+from small import QUIET, SAVING, Classifier, make_data, make_loader
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
@@ -187,7 +187,7 @@ class Adds(BaseFinetuning):
 def test_schedulers_set_the_rates_of_new_groups(tmp_path: Path, make: Any, rates: Any) -> None:
     def run(ckpt_path: str | None = None) -> tw.Trainer:
         saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": 3}
+        settings: dict[str, Any] = {**SAVING, "max_epochs": 3}
         trainer = tw.Trainer(**settings, callbacks=[Adds(), saving])
         trainer.fit(scheduled(make), DataLoader(make_data(8), 4), ckpt_path=ckpt_path)
         return trainer

@@ -8,7 +8,8 @@ from typing import Any
 
 import fsspec
 import pytest
-from small import QUIET, Classifier, make_loader
+import small
+from small import SAVING, Classifier, make_loader
 
 import trainwright as tw
 from trainwright.checkpoint.discovery import find_candidates, find_checkpoints
@@ -19,7 +20,7 @@ BATCHES = len(make_loader())
 
 
 def fit(callback: tw.ModelCheckpoint, epochs: int = 2, **kwargs: Any) -> tw.Trainer:
-    trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **SAVING)
     trainer.fit(Classifier(), make_loader(), **kwargs)
     return trainer
 
@@ -105,8 +106,7 @@ def test_a_stop_moves_the_link(tmp_path: Path) -> None:
                 trainer.stop_soon()
 
     callback = tw.ModelCheckpoint(tmp_path, save_last=True)
-    trainer = tw.Trainer(max_epochs=3, callbacks=[callback, Stops()], **{**QUIET, "enable_checkpointing": True})
-    trainer.fit(Classifier(), make_loader())
+    small.fit(Classifier(), max_epochs=3, callbacks=[callback, Stops()], enable_checkpointing=True)
     assert open_checkpoint(f"{tmp_path}/last.ckpt").step == BATCHES + 2
 
 
@@ -128,19 +128,6 @@ def test_a_fit_that_ends_before_the_first_save_leaves_the_link(tmp_path: Path, o
         assert open_checkpoint(f"{tmp_path}/last.ckpt").step == 3 * BATCHES
 
 
-def test_a_newest_checkpoint_that_is_not_the_best_has_the_default_name(tmp_path: Path) -> None:
-    class Worse(Classifier):
-        def on_train_epoch_end(self) -> None:
-            self.log("worse", float(self.current_epoch))
-
-    saver = tw.ModelCheckpoint(tmp_path, "best-{epoch}", "worse", save_last=True)
-    trainer = tw.Trainer(max_epochs=3, callbacks=[saver], **{**QUIET, "enable_checkpointing": True})
-    trainer.fit(Worse(), make_loader())
-    newest = f"epoch=2-step={3 * BATCHES}.ckpt"
-    assert sorted(os.listdir(tmp_path)) == ["best-epoch=0.ckpt", newest, "last.ckpt"]
-    assert pointed(str(tmp_path / "last.ckpt")) == saver.last_model_path == f"{tmp_path}/{newest}"
-
-
 def test_a_link_follows_a_background_save_at_once(tmp_path: Path) -> None:
     class Waits(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -152,5 +139,5 @@ def test_a_link_follows_a_background_save_at_once(tmp_path: Path) -> None:
 
     options = {"every_n_train_steps": 4, "save_top_k": -1, "save_last": True, "async_save": True}
     module, callback = Waits(), tw.ModelCheckpoint(tmp_path, "{step}", **options)
-    tw.Trainer(max_steps=6, callbacks=[callback], **{**QUIET, "enable_checkpointing": True}).fit(module, make_loader())
+    tw.Trainer(max_steps=6, callbacks=[callback], **SAVING).fit(module, make_loader())
     assert module.led_to == f"{tmp_path}/step=4.ckpt"

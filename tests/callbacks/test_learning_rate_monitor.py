@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small import QUIET, Classifier, make_loader
+from small import QUIET, SAVING, Classifier, Rows, fit, make_loader
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import trainwright as tw
 from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
 from trainwright.errors import RunStopped
-
-
-class Memory(tw.Logger):
-    """Keeps its rows."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        assert step is not None
-        rates = {name: value for name, value in metrics.items() if "loss" not in name}
-        if len(rates) > 1:
-            self.rows.append((step, rates))
 
 
 class Tuned(Classifier):
@@ -51,10 +38,11 @@ class TwoOptimizers(Tuned):
 
 
 def rows(callback: LearningRateMonitor, module: tw.Module, **settings: Any) -> list[tuple[int, dict[str, float]]]:
-    memory = Memory()
+    memory = Rows()
     settings = {**QUIET, "logger": memory, "max_epochs": 2, "log_every_n_steps": 4, **settings}
     tw.Trainer(callbacks=[callback], **settings).fit(module, make_loader())
-    return memory.rows
+    rates = [(step, {name: value for name, value in row.items() if "loss" not in name}) for step, row in memory.rows]
+    return [(step, row) for step, row in rates if len(row) > 1]
 
 
 def test_monitor_writes_epoch_and_step_rows() -> None:
@@ -128,9 +116,7 @@ def test_learning_rate_monitor_rejects_wrong_settings() -> None:
 
 def test_the_rates_are_among_the_callback_metrics(tmp_path: Path) -> None:
     callbacks = [LearningRateMonitor(log_momentum=True), tw.ModelCheckpoint(str(tmp_path), "{lr-AdamW:.2f}")]
-    settings = {**QUIET, "logger": Memory(), "enable_checkpointing": True, "max_epochs": 1}
-    trainer = tw.Trainer(callbacks=callbacks, **settings)
-    trainer.fit(Classifier(), make_loader())
+    trainer = fit(Classifier(), callbacks=callbacks, enable_checkpointing=True, logger=Rows())
     metrics = trainer.callback_metrics
     assert (metrics["lr-AdamW"].item(), metrics["lr-AdamW-momentum"].item()) == pytest.approx((0.05, 0.9))
     assert [path.name for path in tmp_path.iterdir()] == ["lr-AdamW=0.05.ckpt"]
@@ -145,23 +131,21 @@ def test_a_trial_run_needs_no_logger() -> None:
 def test_a_run_that_goes_on_within_an_epoch_writes_its_row_once(tmp_path: Path) -> None:
     def run(folder: Path, path: str | None = None, **limits: Any) -> str:
         callbacks = [LearningRateMonitor(), tw.ModelCheckpoint(folder / "checkpoints", every_n_train_steps=5)]
-        settings = {**QUIET, "enable_checkpointing": True, "logger": tw.CSVLogger(folder, version=0), **limits}
+        settings = {**SAVING, "logger": tw.CSVLogger(folder, version=0), **limits}
         trainer = tw.Trainer(callbacks=callbacks, log_every_n_steps=3, **settings)
         trainer.fit(Classifier(), make_loader(), make_loader(4), ckpt_path=path)
         return Path(f"{trainer.log_dir}/metrics.csv").read_text()
 
     whole = run(tmp_path / "whole", max_epochs=3)
-    assert (
-        len(whole.splitlines()) == 32
-    )  # with the columns, three epochs' beginnings, validations and ends, and two rows of every third step
+    # The columns, three epochs' beginnings, validations and ends, and two rows of every third step.
+    assert len(whole.splitlines()) == 32
     run(tmp_path / "part", max_epochs=3, max_steps=15)
     assert run(tmp_path / "part", "last", max_epochs=3) == whole
 
 
 def test_two_monitors_with_different_settings_work_in_one_run() -> None:
     callbacks = [LearningRateMonitor("step"), LearningRateMonitor("epoch", log_momentum=True)]
-    trainer = tw.Trainer(max_epochs=1, callbacks=callbacks, **{**QUIET, "logger": Memory()})
-    trainer.fit(Classifier(), make_loader(8))
+    trainer = fit(Classifier(), callbacks=callbacks, logger=Rows())
     assert {"lr-AdamW", "lr-AdamW-momentum"} <= trainer.callback_metrics.keys()
 
 
@@ -173,7 +157,7 @@ def test_a_run_that_a_signal_ends_at_an_epochs_start_writes_its_row_once(tmp_pat
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def run(*callbacks: tw.Callback) -> str:
-        settings = {**QUIET, "enable_checkpointing": True, "logger": tw.CSVLogger(tmp_path, version=0), "max_epochs": 2}
+        settings = {**SAVING, "logger": tw.CSVLogger(tmp_path, version=0), "max_epochs": 2}
         saves = tw.ModelCheckpoint(tmp_path / "checkpoints")
         trainer = tw.Trainer(callbacks=[LearningRateMonitor(), saves, *callbacks], **settings)
         trainer.fit(Classifier(), make_loader(8), ckpt_path="auto")

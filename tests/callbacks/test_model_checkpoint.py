@@ -7,35 +7,28 @@ import shutil
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import small
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
+from small import QUIET, SAVING, Classifier, assert_equal, loss_of, make_loader, weights
 from torch import Tensor
 from torch.utils.data import default_collate
 
 import trainwright as tw
 from trainwright.checkpoint.discovery import latest_checkpoint
 
-
-class Scored(Classifier):
-    """Logs a given score every epoch."""
-
-    def __init__(self, scores: list[float]) -> None:
-        super().__init__()
-        self.scores = scores
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/score", self.scores[min(self.current_epoch, len(self.scores) - 1)])
+Scored = partial(small.Scored, name="val/score")
 
 
 def run(folder: Path, scores: list[float], ckpt_path: str | None = None, **kwargs: Any) -> tw.ModelCheckpoint:
     callback = tw.ModelCheckpoint(str(folder), **{"monitor": "val/score", **kwargs})
-    trainer = tw.Trainer(max_epochs=len(scores), callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    trainer = tw.Trainer(max_epochs=len(scores), callbacks=[callback], **SAVING)
     trainer.fit(Scored(scores), make_loader(), make_loader(4), ckpt_path=ckpt_path)
     return callback
 
@@ -80,7 +73,7 @@ def test_a_training_metric_scores_the_epoch_that_logs_it(tmp_path: Path) -> None
 
     for epochs in (4, 6):
         callback = tw.ModelCheckpoint(tmp_path, "{epoch}", monitor="score", mode="min", save_top_k=3, save_last=True)
-        trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **SAVING)
         trainer.fit(Sometimes(), make_loader(), ckpt_path="auto")
     kept = {Path(path).name: float(score) for path, score in callback.best_k_models.items()}
     assert kept == {"epoch=0.ckpt": 3.0, "epoch=2.ckpt": 2.0, "epoch=4.ckpt": 1.0}
@@ -104,7 +97,7 @@ def test_a_moved_folder_keeps_what_it_kept(tmp_path: Path, move: Any, weights_on
     def fit(folder: Path, scores: list[float], **kwargs: Any) -> dict[str, float]:
         best = tw.ModelCheckpoint(folder, "best-{epoch}", "val/score", save_top_k=2, save_weights_only=weights_only)
         callbacks = [best, tw.ModelCheckpoint(folder)]
-        trainer = tw.Trainer(max_epochs=len(scores), callbacks=callbacks, **{**QUIET, "enable_checkpointing": True})
+        trainer = tw.Trainer(max_epochs=len(scores), callbacks=callbacks, **SAVING)
         trainer.fit(Scored(scores), make_loader(), make_loader(4), **kwargs)
         assert all(Path(path).parent == folder for path in [*best.best_k_models, best.best_model_path])
         return {Path(path).name: float(score) for path, score in best.best_k_models.items()}
@@ -148,15 +141,14 @@ def test_a_step_value_can_be_followed(tmp_path: Path) -> None:
             return loss
 
     callback = tw.ModelCheckpoint(str(tmp_path), monitor="now")
-    trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
-    trainer.fit(Stepwise(), make_loader())
+    trainer = small.fit(Stepwise(), callbacks=[callback], enable_checkpointing=True)
     assert callback.best_model_score == trainer.callback_metrics["now"].item()
 
 
 def test_each_fit_keeps_its_own(tmp_path: Path) -> None:
     """The second module is worse, but it was trained last. The files of the first stay."""
     callback = tw.ModelCheckpoint(str(tmp_path), monitor="val/score", save_last=True)
-    trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **SAVING)
     trainer.fit(Scored([1.0]), make_loader(), make_loader(4))
     second = Scored([2.0])
     second.lr = 0.5
@@ -188,7 +180,7 @@ def test_a_failed_save_is_told_and_the_kept_ones_stay(tmp_path: Path) -> None:
         def fail(self, *args: Any, **kwargs: Any) -> None:
             raise tw.CheckpointError("no space left")
 
-    trainer = tw.Trainer(max_epochs=3, callbacks=[callback, Full()], **{**QUIET, "enable_checkpointing": True})
+    trainer = tw.Trainer(max_epochs=3, callbacks=[callback, Full()], **SAVING)
     with pytest.raises(tw.CheckpointError, match="no space left"):
         trainer.fit(Scored([1.0]), make_loader(), make_loader(4))
     assert names(tmp_path / "kept") == ["epoch=0-step=11.ckpt"]
@@ -487,7 +479,7 @@ def test_arguments_have_lightnings_order(capsys: pytest.CaptureFixture[str], tmp
         tmp_path, "{epoch}", "val/score", True, "link", 2, False, True, "max", False, 0, None, 1
     )
     assert callback.monitor == "val/score"
-    trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+    trainer = tw.Trainer(max_epochs=1, callbacks=[callback], **SAVING)
     trainer.fit(Scored([0.5]), make_loader(), make_loader(4))
     assert names(tmp_path) == ["0.ckpt"]
     assert f"epoch 0, step 11: saved {tmp_path}/0.ckpt" in capsys.readouterr().out
@@ -513,8 +505,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
             return loss
 
     def trained(callbacks: list[tw.Callback], epochs: int, ckpt_path: str | None = None) -> None:
-        settings = {**QUIET, "enable_checkpointing": True}
-        trainer = tw.Trainer(max_epochs=epochs, devices=2, callbacks=callbacks, **settings)
+        trainer = tw.Trainer(max_epochs=epochs, devices=2, callbacks=callbacks, **SAVING)
         trainer.fit(RankScored(), make_loader(), ckpt_path=ckpt_path)
 
     def by_step(name: str, kind: type[tw.ModelCheckpoint] = tw.ModelCheckpoint, **kwargs: Any) -> tw.ModelCheckpoint:
@@ -561,7 +552,6 @@ def test_of_two_runs_in_one_folder_the_newer_is_the_last(tmp_path: Path) -> None
     newer = run(tmp_path, [1.0])
     assert newer.last_model_path.endswith("epoch=0-step=11-v1.ckpt")
     entry = latest_checkpoint(str(tmp_path))
-    assert entry is not None
     assert entry.path == newer.last_model_path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,30 +10,22 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, make_loader
+from small import QUIET, Classifier, Rows, make_loader
 from torch import Tensor
 
 import trainwright as tw
 from trainwright.checkpoint.reader import open_checkpoint
 
 
-class Memory(tw.Logger):
-    """Keeps its rows."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.rows.append((step, dict(metrics)))
-
+class Memory(Rows):
     def with_name(self, name: str) -> list[tuple[int | None, dict[str, float]]]:
         return [row for row in self.rows if any(name in each for each in row[1])]
 
 
-def fit(callback: tw.Callback, module: tw.Module | None = None, **settings: Any) -> Memory:
+def fit(callbacks: Any, module: tw.Module | None = None, data: Any = None, **settings: Any) -> Memory:
     memory = Memory()
     settings = {**QUIET, "logger": memory, "max_epochs": 1, "log_every_n_steps": 2, **settings}
-    tw.Trainer(callbacks=[callback], **settings).fit(module or Classifier(), make_loader())  # 11 batches of 4
+    tw.Trainer(callbacks=callbacks, **settings).fit(module or Classifier(), data or make_loader())  # 11 batches of 4
     return memory
 
 
@@ -73,9 +64,7 @@ def test_throughput_rejects_wrong_settings() -> None:
 
 def test_throughput_writes_rows_of_windows_of_batches() -> None:
     both = [tw.ThroughputMonitor(len), tw.DeviceStatsMonitor(cpu_stats=True)]
-    memory = Memory()
-    settings = {**QUIET, "logger": memory, "max_epochs": 1, "log_every_n_steps": 1}
-    tw.Trainer(**settings, callbacks=both, accumulate_grad_batches=4).fit(Classifier(), make_loader())  # 3 windows
+    memory = fit(both, log_every_n_steps=1, accumulate_grad_batches=4)  # 3 windows
     assert [step for step, _ in memory.with_name("train/device")] == [1, 2]
     for hook in ("start", "end"):
         assert [step for step, _ in memory.with_name(f"on_train_batch_{hook}")] == [0, 1, 2]
@@ -94,9 +83,7 @@ def test_saving_is_no_wait_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("trainwright.trainer.timeline.perf_counter", lambda: clock.now)
     saving = tw.ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    memory = Memory()
-    settings = {**QUIET, "logger": memory, "enable_checkpointing": True, "max_epochs": 1, "log_every_n_steps": 2}
-    tw.Trainer(**settings, callbacks=[tw.ThroughputMonitor(len), saving]).fit(Takes(), make_loader())
+    memory = fit([tw.ThroughputMonitor(len), saving], Takes(), enable_checkpointing=True)
     row = memory.with_name("train/device")[-1][1]
     assert (row["train/data_wait"], row["train/batches_per_sec"]) == (0.0, 1.0)
 
@@ -128,11 +115,7 @@ def test_flops_come_from_a_method_if_a_step_empties_its_batch() -> None:
             return torch.nn.functional.cross_entropy(self.net(batch.pop("x")), batch.pop("y"))
 
     data = [{"x": x, "y": y} for x, y in make_loader()]
-    memory = Memory()
-    settings = {**QUIET, "logger": memory, "max_epochs": 1, "log_every_n_steps": 2}
-    monitor = tw.ThroughputMonitor(lambda batch: len(batch["x"]))
-    tw.Trainer(**settings, callbacks=monitor).fit(Pops(), data)
-    row = memory.with_name("train/device")[0][1]
+    row = fit(tw.ThroughputMonitor(lambda batch: len(batch["x"])), Pops(), data).with_name("train/device")[0][1]
     assert row["train/device/flops_per_sec"] == 10.0 * row["train/device/batches_per_sec"]
     assert row["train/samples_per_sec"] == pytest.approx(4 * row["train/device/batches_per_sec"])
 
@@ -170,9 +153,7 @@ def test_statistics_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_ranks(folder: Path) -> Any:
-    monitor, memory = tw.ThroughputMonitor(lambda batch: len(batch[0])), Memory()
-    settings = {**QUIET, "devices": "auto", "max_epochs": 1, "log_every_n_steps": 1}
-    tw.Trainer(**{**settings, "logger": memory, "callbacks": [monitor]}).fit(Classifier(), make_loader())
+    memory = fit(tw.ThroughputMonitor(lambda batch: len(batch[0])), devices="auto", log_every_n_steps=1)
     return [sorted(row) for _, row in memory.with_name("train/")]
 
 

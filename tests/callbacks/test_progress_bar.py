@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, make_data, make_loader
+from small import QUIET, Classifier, Stream, make_data, make_loader
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
@@ -61,13 +61,6 @@ def test_bar_is_live_in_a_terminal(capsys: pytest.CaptureFixture[str], monkeypat
     shown = capsys.readouterr().err
     for text in ("Sanity check", "Epoch 0: 100%", "Epoch 1: 100%", "11/11", "shown=0.123", "val_shown=2", "Test"):
         assert text in shown
-
-
-class Streamed(torch.utils.data.IterableDataset[Any]):
-    """Has no length."""
-
-    def __iter__(self) -> Any:
-        return iter([make_data(12)[index] for index in range(12)])
 
 
 class Predictor(Shown):
@@ -257,7 +250,7 @@ def test_bars_show_several_loaders_and_predictions(capsys: Any, monkeypatch: pyt
 def test_bar_works_without_a_known_length(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     terminal(monkeypatch)
     trainer = tw.Trainer(max_epochs=2, callbacks=[tw.TQDMProgressBar(refresh_seconds=0.0)], **SETTINGS)
-    trainer.fit(Shown(), torch.utils.data.DataLoader(Streamed(), batch_size=4))
+    trainer.fit(Shown(), DataLoader(Stream(12), batch_size=4))
     shown = capsys.readouterr().err
     assert "Epoch 1: 3it" in shown
     assert "%" not in shown

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import QUIET, Classifier, assert_equal, fit, make_loader, weights
 
 import trainwright as tw
 from trainwright.callbacks.base import HOOKS
@@ -83,8 +83,7 @@ def test_callback_continues_tensors_and_saves_of_a_killed_run(tmp_path: Path) ->
         tw.seed_everything(3)
         sums, first, second = Sums(), Saves(folder / "first"), Saves(folder / "second", dies_at)
         module = Classifier(dropout=0.3)
-        trainer = tw.Trainer(max_epochs=2, callbacks=[first, second, sums], **QUIET)
-        trainer.fit(module, make_loader(), ckpt_path=ckpt_path)
+        fit(module, ckpt_path=ckpt_path, max_epochs=2, callbacks=[first, second, sums])
         return weights(module), sums.sums, first.saved, second.saved
 
     whole = run(tmp_path / "whole")
@@ -173,8 +172,7 @@ def test_callback_searches_a_setting_replaces_the_scheduler_and_passes_over_the_
             assert run_epoch()
 
     module = Searched()
-    trainer = tw.Trainer(max_epochs=3, limit_train_batches=2, callbacks=Everything(), **QUIET)
-    trainer.fit(module, make_loader())
+    fit(module, max_epochs=3, limit_train_batches=2, callbacks=Everything())
     assert seen == [False, False]
     assert module.optimizers().param_groups[0]["lr"] == pytest.approx(0.005)  # type: ignore[union-attr]
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from deadlines import deadline
 from jobs import run_job
-from small import QUIET, Classifier, make_data, make_loader
+from small import QUIET, Classifier, Stream, make_loader
 
 import trainwright as tw
 from trainwright.callbacks.rich_progress_bar import RichProgressBarTheme
@@ -147,19 +147,12 @@ def test_loop_that_ends_at_its_first_update_shows_its_speed(monkeypatch: pytest.
     assert float(re.search(r" 2/2 .* ([\d.]+)it/s", line)[1]) > 0  # type: ignore[index]
 
 
-class Streamed(torch.utils.data.IterableDataset[Any]):
-    """Has no length."""
-
-    def __iter__(self) -> Any:
-        return iter([make_data(12)[index] for index in range(12)])
-
-
 def test_bars_keep_epochs_and_show_unknown_totals(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         bar = tw.RichProgressBar(
             leave=True, theme=RichProgressBarTheme(metrics_format=".1f", metrics_text_delimiter=" | ")
         )
-        loader = torch.utils.data.DataLoader(Streamed(), batch_size=4)
+        loader = torch.utils.data.DataLoader(Stream(12), batch_size=4)
         trainer = tw.Trainer(max_epochs=2, callbacks=[bar], **SETTINGS)
         trainer.fit(Shown(), loader, [make_loader(4), make_loader(4)])
 

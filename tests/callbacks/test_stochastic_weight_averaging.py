@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 import torch
 from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
 from torch import Tensor
@@ -143,8 +144,7 @@ def test_stochastic_averaging_works_in_other_runs() -> None:
     assert int(module.net[1].num_batches_tracked) == 4
     module = Normed()
     module.unused = torch.nn.BatchNorm1d(2)
-    trainer = tw.Trainer(max_epochs=1, callbacks=[average], **QUIET)
-    trainer.fit(module, list(make_loader()))
+    small.fit(module, list(make_loader()), callbacks=[average])
     assert int(module.net[1].num_batches_tracked) == 11
     assert torch.equal(weights(module)["unused.running_var"], torch.ones(2))
 

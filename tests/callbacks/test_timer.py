@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from jobs import run_job
-from small import QUIET, Classifier, make_loader
+from small import QUIET, Classifier, fit, make_loader
 
 import trainwright as tw
 from trainwright.callbacks.timer import Timer
@@ -40,8 +40,7 @@ def test_a_step_and_an_epoch_are_where_it_ends(capsys: Any, monkeypatch: pytest.
 
     for interval, steps in (("step", 4), ("epoch", 11)):
         timer = Timer("00:00:04:00", interval)
-        trainer = tw.Trainer(max_epochs=3, callbacks=[Passes(), timer], **QUIET)
-        trainer.fit(Classifier(), make_loader())
+        trainer = fit(Classifier(), max_epochs=3, callbacks=[Passes(), timer])
         assert trainer.global_step == steps
         assert f"training has reached its time limit after 0:{steps:02d}:00" in capsys.readouterr().err
         assert timer.time_elapsed() == 60.0 * steps
@@ -51,18 +50,15 @@ def test_a_step_and_an_epoch_are_where_it_ends(capsys: Any, monkeypatch: pytest.
 def test_the_time_before_a_resume_counts(tmp_path: Path) -> None:
     path = str(tmp_path / "run.ckpt")
     timer = Timer({"seconds": 3600}, verbose=False)
-    trainer = tw.Trainer(max_epochs=1, callbacks=[timer], **QUIET)
-    trainer.fit(Slow(0, 0.02), make_loader())
+    trainer = fit(Slow(0, 0.02), callbacks=[timer])
     trainer.save_checkpoint(path)
     used = timer.time_elapsed()
     assert used == timer.time_elapsed() > 0.2  # it stands still after the run
     # The budget is used up: no further batch is trained.
-    trainer = tw.Trainer(max_epochs=2, callbacks=[Timer({"seconds": used / 2}, verbose=False)], **QUIET)
-    trainer.fit(Classifier(), make_loader(), ckpt_path=path)
+    trainer = fit(Classifier(), ckpt_path=path, max_epochs=2, callbacks=[Timer({"seconds": used / 2}, verbose=False)])
     assert trainer.global_step == 11
     timer = Timer(timedelta(hours=1))
-    trainer = tw.Trainer(max_epochs=2, callbacks=[timer], **QUIET)
-    trainer.fit(Classifier(), make_loader(), ckpt_path=path)
+    trainer = fit(Classifier(), ckpt_path=path, max_epochs=2, callbacks=[timer])
     assert trainer.global_step == 22
     assert used < timer.time_elapsed() < used + 60
     trainer.fit(Classifier(), make_loader())  # a fit that begins anew counts anew
@@ -73,8 +69,7 @@ def test_a_state_from_elsewhere_counts() -> None:
     """State loaded without a checkpoint of the run, once the fit has begun: its time counts here too."""
     loads = tw.LambdaCallback(on_fit_start=lambda *_: timer.load_state_dict({"time_elapsed": {"train": 3600.0}}))
     timer = Timer({"hours": 1}, verbose=False)
-    trainer = tw.Trainer(max_epochs=2, callbacks=[timer, loads], **QUIET)
-    trainer.fit(Classifier(), make_loader())
+    trainer = fit(Classifier(), max_epochs=2, callbacks=[timer, loads])
     assert trainer.global_step == 0
 
 
@@ -85,17 +80,10 @@ def test_what_it_measures() -> None:
     assert timer.time_remaining() is None
     trainer.fit(Classifier(), make_loader(), make_loader())
     trainer.test(Classifier(), make_loader())
-    trainer.predict(Predictor(), make_loader())
+    trainer.predict(Classifier(), make_loader())
     for stage in ("train", "validate", "test", "predict", "sanity_check"):
         start, end = timer.start_time(stage), timer.end_time(stage)
-        assert start is not None
-        assert end is not None
         assert timer.time_elapsed(stage) == end - start > 0
-
-
-class Predictor(Classifier):
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0])
 
 
 def test_timer_rejects_wrong_settings() -> None:

@@ -15,7 +15,6 @@ import torch
 def device() -> torch.device:
     """The device that this process computes on."""
     kind = torch.accelerator.current_accelerator()
-    assert kind is not None
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 

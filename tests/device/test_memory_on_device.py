@@ -193,10 +193,8 @@ def test_a_snapshot_of_the_memory_is_written(cuda: torch.device, tmp_path: Path,
 
 def test_offload_keeps_the_inputs_of_blocks_on_the_host() -> None:
     device = torch.accelerator.current_accelerator()
-    assert device is not None
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))).to(device)
     checkpointing = ActivationCheckpointing.read({"offload": True})
-    assert checkpointing is not None
     checkpointing.install(blocks, device.type)
     inputs: list[Any] = []
     blocks[1].register_forward_pre_hook(lambda _, arguments: inputs.append(weakref.ref(arguments[0])))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import DTYPES, ON_DEVICE, adamw, on_host, train_by_hand
+from by_hand import CASES, DTYPES, ON_DEVICE, adamw, on_host, train_by_hand
 from small import Classifier, assert_close, make_loader, make_net, weights
 from torch import Tensor, nn
 
@@ -15,14 +15,6 @@ from trainwright.devices.abilities import autocasts
 from trainwright.precision.mixed import MixedPrecision
 
 pytestmark = pytest.mark.gpu
-
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "norm": {"clip_norm": 0.1},
-    "value": {"clip_value": 0.01},
-    "accumulation": {"accumulate": 4},  # 11 batches: windows of 4, 4 and 3
-    "accumulation and norm": {"accumulate": 4, "clip_norm": 0.1},
-}
 
 
 class Recording(Classifier):

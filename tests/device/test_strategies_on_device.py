@@ -111,11 +111,9 @@ def everything(strategy: Any, folder: Path, *, world: int, ranks: int, precision
     found["devices"] = sorted({each.device.type for each in module.parameters()})
     found["backend"] = dist.get_backend() if dist.is_initialized() else None
     copy = tw.gather_module(module, all_ranks=True)
-    assert copy is not None
     found["weights"] = on_host(weights(copy))
     resumed, _ = train(EPOCHS, path)
     copy = tw.gather_module(resumed, all_ranks=True)
-    assert copy is not None
     found["resumed"] = on_host(weights(copy))
     (validated,) = trainer.validate(module, DataLoader(data(11), batch_size=2 * ranks), verbose=False)
     found["validated"] = validated
@@ -150,7 +148,6 @@ def all_of_them(folder: Path, world: int, names: tuple[str, ...]) -> dict[str, A
     for package in ("deepspeed", "fairscale", "pydantic"):
         warnings.filterwarnings("ignore", module=rf"{package}(\..*)?")
     kind = torch.accelerator.current_accelerator()
-    assert kind is not None
     found: dict[str, Any] = {}
     for name in names:
         for precision in PRECISIONS:
@@ -223,7 +220,6 @@ def refused_over_gloo() -> dict[str, Any]:
 def synced_batch_norm() -> dict[str, Any]:
     """Train with statistics over two ranks, whose batches are halves of one process's batches."""
     kind = torch.accelerator.current_accelerator()
-    assert kind is not None
     try:
         nn.SyncBatchNorm(2).to(kind)(torch.randn(3, 2, device=kind, requires_grad=True)).sum().backward()
     except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -246,7 +242,6 @@ def of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     kind = torch.accelerator.current_accelerator()
-    assert kind is not None
     if collective_backend(kind.type) is None:
         pytest.skip(f"torch has no collectives on {kind.type}")
     if kind.type != "cuda" and torch.accelerator.device_count() == 1:

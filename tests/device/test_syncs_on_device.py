@@ -52,6 +52,14 @@ class Reads(tw.Callback):
             self.open.close()
 
 
+def fit(module: tw.Module, reads: Reads, loader: Any, val: Any = None, **settings: Any) -> None:
+    try:
+        trainer = tw.Trainer(**{"max_epochs": 1, "log_every_n_steps": 1000, **ON_DEVICE, **settings}, callbacks=[reads])
+        trainer.fit(module, loader, val)
+    finally:
+        reads.open.close()
+
+
 class Logging(Classifier):
     """Logs tensors and numbers, per step and per epoch, with all reductions."""
 
@@ -74,11 +82,7 @@ def test_nothing_is_read_between_log_points(device: torch.device, refusing_reads
     if precision is not None and not autocasts(device.type, DTYPES[precision]):
         pytest.skip(f"{device.type} has no autocast in {DTYPES[precision]}")
     reads = Reads(refusing_reads)
-    try:
-        trainer = tw.Trainer(max_epochs=2, log_every_n_steps=1000, callbacks=[reads], **settings, **ON_DEVICE)
-        trainer.fit(Logging(dropout=0.2), make_loader(84))
-    finally:
-        reads.open.close()
+    fit(Logging(dropout=0.2), reads, make_loader(84), max_epochs=2, **settings)
     assert reads.batches == 2 * (LAST - FIRST + 1)
 
 
@@ -91,46 +95,30 @@ def test_the_check_finds_a_read(refusing_reads: Refusing) -> None:
             return loss
 
     reads = Reads(refusing_reads)
-    try:
-        trainer = tw.Trainer(max_epochs=1, log_every_n_steps=1000, callbacks=[reads], **ON_DEVICE)
-        with pytest.raises(RuntimeError):
-            trainer.fit(Looks(), make_loader(84))
-    finally:
-        reads.open.close()
+    with pytest.raises(RuntimeError):
+        fit(Looks(), reads, make_loader(84))
     assert reads.batches == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_are_copied_without_waiting(refusing_reads: Refusing, num_workers: int) -> None:
     reads = Reads(refusing_reads)
-    try:
-        trainer = tw.Trainer(max_epochs=1, log_every_n_steps=1000, callbacks=[reads], **ON_DEVICE)
-        trainer.fit(Logging(), make_loader(84, num_workers=num_workers))
-    finally:
-        reads.open.close()
+    fit(Logging(), reads, make_loader(84, num_workers=num_workers))
     assert reads.batches == LAST - FIRST + 1
 
 
 def test_a_validation_reads_nothing_batch_by_batch(refusing_reads: Refusing) -> None:
     reads = _ValidationReads(refusing_reads)
-    try:
-        trainer = tw.Trainer(max_epochs=1, log_every_n_steps=1000, callbacks=[reads], **ON_DEVICE)
-        trainer.fit(Logging(), make_loader(8), make_loader(84))
-    finally:
-        reads.open.close()
+    fit(Logging(), reads, make_loader(8), make_loader(84))
     assert reads.batches == LAST - FIRST + 1
 
 
 class _ValidationReads(Reads):
-    def on_validation_batch_start(
-        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self.on_train_batch_start(trainer, module, batch, batch_idx)
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.on_train_batch_start(*args[:4])
 
-    def on_validation_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self.on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.on_train_batch_end(*args[:5])
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])

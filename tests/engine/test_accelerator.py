@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from small import ON_HOST, assert_equal, loss_of, make_data, make_loader, make_net, weights
+from small import ON_HOST, Stream, assert_equal, loss_of, make_loader, make_net, weights
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import trainwright as tw
 
@@ -34,14 +34,6 @@ def test_prepare_keeps_the_order_and_the_model_as_it_is() -> None:
     assert accelerator.unwrap_model(d) is net
 
 
-def test_mixed_precision_wraps_and_gives_back_float32() -> None:
-    accelerator, model, *_ = prepared(mixed_precision="bf16")
-    assert model(torch.zeros(1, 8)).dtype == torch.float32
-    assert accelerator.unwrap_model(model)[0] is model.module[0]
-    with accelerator.autocast():
-        assert model.module[0](torch.zeros(1, 8)).dtype == torch.bfloat16
-
-
 def test_each_iteration_is_an_epoch_of_its_own_order() -> None:
     accelerator = tw.Accelerator(cpu=ON_HOST)
     loader = accelerator.prepare(make_loader(shuffle=True))
@@ -49,30 +41,6 @@ def test_each_iteration_is_an_epoch_of_its_own_order() -> None:
     assert first != second
     assert loader.epoch == 2
     assert len(loader) == 11
-
-
-def test_two_models_train_and_restore_their_state(tmp_path: Path) -> None:
-    def make() -> tuple[Any, ...]:
-        accelerator = tw.Accelerator(cpu=ON_HOST)
-        left, right = make_net(), nn.Linear(8, 2)
-        objects = accelerator.prepare(
-            left, right, torch.optim.Adam(left.parameters()), torch.optim.SGD(right.parameters(), 0.1, momentum=0.9)
-        )
-        return accelerator, *objects
-
-    accelerator, left, right, adam, sgd = make()
-    for optimizer, model in ((adam, left), (sgd, right)):
-        accelerator.backward(model(torch.ones(1, 8)).sum())
-        accelerator.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    accelerator.save_state(str(tmp_path / "state.ckpt"))
-    again, left_again, right_again, adam_again, sgd_again = make()
-    again.load_state(str(tmp_path / "state.ckpt"))
-    assert_equal(weights(left_again), weights(left))
-    assert_equal(weights(right_again), weights(right))
-    for one, other in ((adam, adam_again), (sgd, sgd_again)):
-        for a, b in zip(one.state.values(), other.state.values(), strict=True):
-            assert_equal({k: torch.as_tensor(v) for k, v in a.items()}, {k: torch.as_tensor(v) for k, v in b.items()})
 
 
 def test_damage_that_only_the_load_sees_changes_nothing(tmp_path: Path) -> None:
@@ -135,11 +103,6 @@ def test_a_window_without_known_length_can_end_early() -> None:
 
     for name, value in train(known=True).items():
         torch.testing.assert_close(train(known=False)[name], value, rtol=1e-6, atol=1e-6)
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return (make_data()[index] for index in range(44))
 
 
 def test_clipping_is_refused_where_it_would_leave_something_out() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from small import ON_HOST, QUIET, Classifier, assert_equal, make_loader
+from small import ON_HOST, QUIET, SAVING, Classifier, assert_equal, make_loader
 from torch import Tensor, nn
 
 import trainwright as tw
@@ -135,14 +135,15 @@ class Counts(nn.Module):
 def test_extra_state_has_the_names_of_a_plain_module_and_is_not_missed_in_silence(tmp_path: Path) -> None:
     compiled = tw.Accelerator(cpu=ON_HOST)
     module = Counts()
-    module.counter.count = 7
+    module.counter.count = {"plain": (1, None), "tensor": torch.tensor([1, 2])}
     compiled.prepare(torch.compile(module, backend="eager"))
     compiled.save_state(tmp_path / "compiled.ckpt")
     for make in (Counts, lambda: torch.compile(Counts(), backend="eager")):
         plain = tw.Accelerator(cpu=ON_HOST)
         again = plain.prepare(make())
         plain.load_state(tmp_path / "compiled.ckpt")
-        assert again.counter.count == 7
+        assert again.counter.count["plain"] == (1, None)
+        assert again.counter.count["tensor"].tolist() == [1, 2]
 
     without = tw.Accelerator(cpu=ON_HOST)
     without.prepare(nn.ModuleDict({"layer": nn.Linear(2, 2)}))
@@ -171,7 +172,7 @@ def test_what_no_checkpoint_can_hold_is_refused_before_training(tmp_path: Path, 
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
             del checkpoint["state_dict"]["odd"]
 
-    module, settings = Odd(), {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path}
+    module, settings = Odd(), {**SAVING, "default_root_dir": tmp_path}
     with pytest.raises(tw.CheckpointError, match=f"checkpoints of this run could not be written: {match}"):
         tw.Trainer(max_epochs=1, **settings).fit(module, make_loader(8))
     assert not hasattr(module, "has_trained")
@@ -190,7 +191,7 @@ def test_a_save_rejects_sparse_state_of_an_optimizer(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.words.parameters(), lr=0.1, momentum=self.momentum)
 
-    settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
+    settings = {**SAVING, "default_root_dir": tmp_path, "max_epochs": 1}
     with pytest.raises(tw.CheckpointError, match=r"is torch\.sparse_coo on cpu, but a checkpoint stores dense tensors"):
         tw.Trainer(**settings).fit(Words(0.9), make_loader(16))
     trainer = tw.Trainer(**settings)

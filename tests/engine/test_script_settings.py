@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from jobs import run_job
-from small import ON_HOST, QUIET, Classifier, assert_close, loss_of, make_loader, weights
+from small import ON_HOST, SAVING, Classifier, assert_close, loss_of, make_loader, weights
 from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, OneCycleLR, SequentialLR, StepLR
 
@@ -66,7 +66,7 @@ class Rated(Classifier):
 
 def fit(folder: Path, module: Rated, epochs: int, ckpt_path: str | None = None, **options: Any) -> Rated:
     """Train, save a checkpoint after every epoch as epoch=N.ckpt, and return the module."""
-    settings = {**QUIET, "enable_checkpointing": True, **options.pop("settings", {})}
+    settings = {**SAVING, **options.pop("settings", {})}
     batch_size = 4 // settings.get("devices", 1)
     callback = tw.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     trainer = tw.Trainer(max_epochs=epochs, callbacks=callback, **settings)
@@ -173,7 +173,7 @@ def test_settings_are_compared_in_the_raw_loop(tmp_path: Path) -> None:
 
 def test_a_resume_names_the_callback_states_that_nobody_loads(tmp_path: Path) -> None:
     def run(epochs: int, *callbacks: tw.Callback, path: str | None = None) -> None:
-        trainer = tw.Trainer(max_epochs=epochs, callbacks=list(callbacks), **{**QUIET, "enable_checkpointing": True})
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=list(callbacks), **SAVING)
         trainer.fit(Rated(), make_loader(), ckpt_path=path)
 
     run(1, tw.ModelCheckpoint(tmp_path, "{epoch}"), tw.EarlyStopping("loss"))

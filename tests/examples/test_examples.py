@@ -98,7 +98,6 @@ def test_the_gan_covers_its_modes(tmp_path: Path, options: str) -> None:
 def test_the_program_of_the_readme_works(tmp_path: Path, devices: str) -> None:
     """The printed program works, and with two devices after the one change that the README promises."""
     program = re.search(r"A complete program:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert program is not None
     assert "devices=1" in program[1]
     (tmp_path / "train.py").write_text(program[1].replace("devices=1", devices))
     output = run("train.py", folder=tmp_path)

@@ -39,8 +39,6 @@ def said(output: str, name: str) -> str:
 def load(name: str) -> types.ModuleType:
     """Import an example without running it."""
     spec = spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
     with mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
         spec.loader.exec_module(module)

@@ -13,7 +13,7 @@ import torch
 import yaml
 from deadlines import wait_until
 from jobs import run_job
-from small import QUIET, Classifier, make_loader
+from small import QUIET, Classifier, be_rank, make_loader
 
 import trainwright as tw
 from trainwright.loggers import rank_zero_experiment
@@ -151,10 +151,5 @@ def test_an_experiment_does_nothing_on_other_ranks(monkeypatch: pytest.MonkeyPat
             return "client"
 
     assert Mine().experiment == "client"
-    job = {
-        "RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1,
-        "MASTER_ADDR": "localhost",
-    }  # fmt: skip
-    for name, value in job.items():
-        monkeypatch.setenv(name, str(value))
+    be_rank(monkeypatch, 1)
     assert type(Mine().experiment).__name__ == "SilentExperiment"

@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 from deadlines import wait_until
-from small import QUIET, Classifier, make_loader
+from small import QUIET, SAVING, Classifier, began, make_loader
 
 import trainwright as tw
 from trainwright.loggers.csv import MetricsFile
@@ -38,9 +38,7 @@ def hyper_parameters(logger: tw.CSVLogger) -> Any:
 
 
 def started(folder: Any, **kwargs: Any) -> tw.CSVLogger:
-    logger = tw.CSVLogger(str(folder), **kwargs)
-    logger.start(lambda text: text, is_writer=True)
-    return logger
+    return began(tw.CSVLogger(str(folder), **kwargs))
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -140,7 +138,7 @@ def test_values_are_logged_as_numbers(tmp_path: Path) -> None:
     logger = tw.CSVLogger(tmp_path, prefix="p")
     value = torch.tensor(2.0, requires_grad=True)
     logger.log_metrics({"a": value, "of": {"x": 1, "y": True}}, step=5)  # before the run: it waits
-    logger.start(lambda text: text, is_writer=True)
+    began(logger)
     with torch.no_grad():
         value += 1
     logger.log_metrics({"b": torch.tensor([3])})  # of the step before
@@ -189,13 +187,6 @@ def test_hyper_parameters_become_json(place: str) -> None:
         logger.log_hyperparams(3)  # type: ignore[arg-type]
 
 
-def resumed(place: Any, state: dict[str, Any], **kwargs: Any) -> tw.CSVLogger:
-    logger = tw.CSVLogger(str(place), **kwargs)
-    logger.load_state_dict(state)
-    logger.start(lambda text: text, is_writer=True)
-    return logger
-
-
 def test_a_resumed_run_goes_on_in_the_folder_of_a_given_version(place: str) -> None:
     logger = started(place, version="mine")
     logger.log_metrics({"epoch": 0, "a": 1.0}, 1)
@@ -207,7 +198,7 @@ def test_a_resumed_run_goes_on_in_the_folder_of_a_given_version(place: str) -> N
         text = file.read()
     with fsspec.open(logger.metrics_path, "w") as file:
         file.write(text[:-3])  # the writer was killed amid a line: nobody knows which number it was to be
-    logger = resumed(place, state, version="mine")
+    logger = began(tw.CSVLogger(place, version="mine"), state)
     logger.log_metrics({"epoch": 0, "a": 3.0}, 1)
     logger.close()
     assert [row["a"] for row in rows(logger)] == ["1.0", "3.0"]
@@ -249,7 +240,7 @@ def test_half_a_row_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # a logger that fails warns
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
-        again = resumed(tmp_path, state, version=0)
+        again = began(tw.CSVLogger(tmp_path, version=0), state)
         outcome = "written"
         for step in range(1, 100):
             again.log_metrics({"a": 1.0}, step)
@@ -324,9 +315,7 @@ def test_a_run_goes_on_after_the_rows_that_a_checkpoint_knows_of(place: str) -> 
         killed.flush()
         with fsspec.open(killed.metrics_path, "a") as file:
             file.write("9,0,1.1")  # amid a line
-        resumed = tw.CSVLogger(place, name=name)
-        resumed.load_state_dict(state)
-        resumed.start(lambda text: text, is_writer=True)
+        resumed = began(tw.CSVLogger(place, name=name), state)
         assert (resumed.version, resumed.log_dir) == (0, killed.log_dir)
         before = text(resumed)
         resumed.flush()
@@ -357,7 +346,7 @@ def test_a_stop_within_an_epoch_leaves_no_trace_in_the_table(tmp_path: Path) -> 
         newest = None
         for end in ends:
             logger = tw.CSVLogger(tmp_path / folder)
-            settings = {**QUIET, "logger": logger, "enable_checkpointing": True, "log_every_n_steps": every}
+            settings = {**SAVING, "logger": logger, "log_every_n_steps": every}
             trainer = tw.Trainer(max_steps=end, **settings)
             trainer.fit(Logging(), make_loader(), make_loader(), ckpt_path=newest)
             newest = trainer.checkpoint_callback.last_model_path

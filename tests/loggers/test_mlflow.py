@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from small import began
 
 import trainwright as tw
 
@@ -111,13 +112,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
         module.__dict__.update(members)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return store
-
-
-def began(logger: tw.MLFlowLogger, state: dict[str, Any] | None = None) -> tw.MLFlowLogger:
-    if state is not None:
-        logger.load_state_dict(state)
-    logger.start(lambda text: text, is_writer=True)
-    return logger
 
 
 def log_steps(logger: tw.MLFlowLogger, name: str, *steps: int) -> None:

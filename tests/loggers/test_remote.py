@@ -15,7 +15,7 @@ import pytest
 import torch
 from deadlines import wait_until
 from jobs import run_job
-from small import QUIET, Classifier, make_loader
+from small import QUIET, SAVING, Classifier, began, make_loader
 
 import trainwright as tw
 from trainwright.loggers.remote import RemoteLogger, Row, names_of
@@ -38,7 +38,7 @@ class Trained(Classifier):
 def fit(logger: tw.Logger, folder: Path, dies_at: int = -1, ckpt_path: Any = None, save_top_k: int = -1) -> tw.Trainer:
     torch.manual_seed(1)
     saves = tw.ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=save_top_k)
-    settings = {**QUIET, "logger": logger, "enable_checkpointing": True, "devices": "auto", "callbacks": [saves]}
+    settings = {**SAVING, "logger": logger, "devices": "auto", "callbacks": [saves]}
     trainer = tw.Trainer(**settings, max_epochs=2, log_every_n_steps=1)
     try:
         trainer.fit(Trained(dies_at), make_loader(), ckpt_path=ckpt_path)
@@ -133,13 +133,6 @@ def test_rows_that_never_arrive_are_counted(tmp_path: Path) -> None:
         pytest.warns(UserWarning, match=r"write its last \d+ rows"),
     ):
         fit(service, tmp_path)
-
-
-def began(service: Service, state: dict[str, Any] | None = None) -> Service:
-    if state is not None:
-        service.load_state_dict(state)
-    service.start(lambda text: text, is_writer=True)
-    return service
 
 
 def log_steps(service: Service, *numbers: int) -> None:

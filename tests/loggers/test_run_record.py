@@ -40,7 +40,6 @@ def trainer_in(folder: Path, **options: Any) -> tw.Trainer:
 
 def record_in(folder: Path, run: str = "version_0") -> RunRecord:
     found = find_record(str(folder / run)).record
-    assert found is not None
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, make_loader
+from small import QUIET, Classifier, began, make_loader
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer import event_file_writer
@@ -25,9 +25,7 @@ from trainwright.loggers import CSVLogger, Logger, SilentLogger, TensorBoardLogg
 
 
 def started(folder: Path, **kwargs: Any) -> TensorBoardLogger:
-    logger = TensorBoardLogger(folder, **kwargs)
-    logger.start(lambda text: text, is_writer=True)
-    return logger
+    return began(TensorBoardLogger(folder, **kwargs))
 
 
 def events(logger: TensorBoardLogger) -> EventAccumulator:
@@ -270,8 +268,7 @@ def test_a_run_goes_on_where_a_checkpoint_stood(tmp_path: Path, kwargs: dict[str
     """Every number is there once, also at the step of the checkpoint. Files of other writers do not change."""
 
     def resume(logger: TensorBoardLogger, last: int) -> TensorBoardLogger:
-        logger.load_state_dict(state)
-        logger.start(lambda text: text, is_writer=True)
+        began(logger, state)
         logger.log_hyperparams({"lr": 0.1, "epochs": last})  # others: they are written before the run is restored
         logger.drop_later_rows()
         logger.log_metrics({"val_loss": 1.0}, 4)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small import began
 
 import trainwright as tw
 
@@ -81,13 +82,6 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     monkeypatch.setattr(tw.WandbLogger, "_idle", [])  # runs of other tests
     monkeypatch.setattr(tw.WandbLogger, "_opened", set())
     return client
-
-
-def began(logger: tw.WandbLogger, state: dict[str, Any] | None = None) -> tw.WandbLogger:
-    if state is not None:
-        logger.load_state_dict(state)
-    logger.start(lambda text: text, is_writer=True)
-    return logger
 
 
 def log_steps(logger: tw.WandbLogger, *steps: int, **more: float) -> None:

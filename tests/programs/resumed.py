@@ -41,7 +41,6 @@ def check_resume(
         options = {"max_epochs": 2, **QUIET, "devices": "auto", **settings}
         tw.Trainer(callbacks=[Saves(path, step, trained_only)], **options).fit(module, make_loader(), **kwargs)
         whole = tw.gather_module(module, all_ranks=True)
-        assert whole is not None
         return {name: value.detach().clone() for name, value in whole.state_dict().items()}
 
     at_once = trained()

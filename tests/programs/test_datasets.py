@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, assert_equal, make_net, weights
+from small import QUIET, SAVING, assert_equal, make_net, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -59,7 +59,7 @@ def whole_and_resumed(loader: Any, folder: Path, step: int = 6) -> tuple[Reader,
     """Train, and train again from the checkpoint of a step."""
     whole, resumed = Reader(), Reader()
     callback = tw.ModelCheckpoint(folder, every_n_train_steps=step, save_top_k=-1, filename="{step}")
-    options = {**QUIET, "enable_checkpointing": True, "max_epochs": EPOCHS}
+    options = {**SAVING, "max_epochs": EPOCHS}
     tw.Trainer(**options, callbacks=[callback]).fit(whole, loader())
     options["enable_checkpointing"] = False
     tw.Trainer(**options).fit(resumed, loader(), ckpt_path=folder / f"step={step}.ckpt")

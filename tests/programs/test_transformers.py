@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, assert_close, assert_equal, weights
+from small import QUIET, SAVING, assert_close, assert_equal, weights
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -90,7 +90,7 @@ class TextClassifier(tw.Module):
 def test_a_text_classifier_is_trained_and_reloaded(settings: dict[str, Any], tmp_path: Path) -> None:
     module = TextClassifier(distilbert())
     best = tw.ModelCheckpoint(monitor="accuracy", mode="max")
-    options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, **settings}
+    options = {**SAVING, "default_root_dir": tmp_path, **settings}
     trainer = tw.Trainer(max_epochs=3, callbacks=[best], **options)
     trainer.fit(module, texts(shuffle=True), texts(64, 2))
     (tested,) = trainer.test(module, texts(64, 3), ckpt_path="best", verbose=False)

@@ -70,7 +70,6 @@ def fit(strategy: str, epochs: int, source: str | None, target: str | None) -> d
     if target is not None:
         trainer.save_checkpoint(target)
     whole = tw.gather_module(module, all_ranks=True)
-    assert whole is not None
     return {name: value.detach().clone() for name, value in whole.state_dict().items()}
 
 

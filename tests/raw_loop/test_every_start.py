@@ -91,7 +91,6 @@ FORKED = [name for name in KINDS if name not in STARTS]
 def loop_of_the_guide() -> str:
     """Return the first block of the guide to the raw loop."""
     block = re.search(r"^```python\n(.*?)^```$", (ROOT / "docs/accelerator.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert block is not None
     return block[1]
 
 

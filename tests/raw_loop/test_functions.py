@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from small import make_data, make_loader, make_net
+from small import be_rank, make_data, make_loader, make_net
 from torch import nn
 from torch.nn.parallel import DataParallel
 
@@ -37,10 +37,7 @@ def test_set_seed_is_seed_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = drawn()
     tw.seed_everything(3)
     assert drawn() == ours
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
+    be_rank(monkeypatch, 1)
     tw.set_seed(3)
     assert drawn() == ours
     tw.set_seed(2, device_specific=True)

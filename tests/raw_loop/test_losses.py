@@ -40,7 +40,7 @@ def test_losses_of_no_prepared_model_are_rejected() -> None:
     for _ in range(3):
         with pytest.raises(TypeError, match="given a float"):
             accelerator.backward(1.0)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"a loss of shape \(2, 1\)"):
+        with pytest.raises(ValueError, match=r"a loss of shape \(2, 1\). Take its mean"):
             accelerator.backward(net(INPUTS))
         with pytest.raises(ValueError, match="needs no gradients"):
             accelerator.backward(torch.tensor(1.0))

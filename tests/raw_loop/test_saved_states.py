@@ -35,12 +35,15 @@ class Loop:
         """Train to that epoch, and save after these numbers of steps."""
         for _ in range(self.loader.epoch, epochs):
             for batch in self.loader:
-                self.accelerator.backward(loss_of(self.net, batch))
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.scheduler.step()
+                self.step(batch)
                 if saves and self.accelerator.step_count % saves == 0:
                     self.accelerator.save_state()
+
+    def step(self, batch: Any) -> None:
+        self.accelerator.backward(loss_of(self.net, batch))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
 
 
 def project(folder: Path, **settings: Any) -> tw.ProjectConfiguration:
@@ -264,10 +267,7 @@ def on_two_ranks(folder: Path) -> list[Any]:
     half = Average()
     accelerator.register_for_checkpointing(half)
     for number, batch in enumerate(loop.loader):
-        accelerator.backward(loss_of(loop.net, batch))
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        loop.scheduler.step()
+        loop.step(batch)
         half.counts["seen"] += 1
         accelerator.log({"loss": torch.tensor(1.0 * number)})
         if number == 2:
@@ -323,10 +323,7 @@ def test_a_stop_within_an_epoch_is_exact(tmp_path: Path) -> None:
     whole.train(2)
     left = Loop(project_dir=tmp_path)
     for number, batch in enumerate(left.loader):
-        left.accelerator.backward(loss_of(left.net, batch))
-        left.optimizer.step()
-        left.optimizer.zero_grad()
-        left.scheduler.step()
+        left.step(batch)
         if number == 4:
             left.accelerator.save_state()
             break

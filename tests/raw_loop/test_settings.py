@@ -308,16 +308,3 @@ def test_none_stays_none_and_a_class_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Each Accelerator has one: accelerator\.gradient_state"):
         tw.GradientState()
     assert (accelerator.state.mixed_precision, accelerator.gradient_state.num_steps) == ("no", 1)
-
-
-def test_losses_that_backward_cannot_use() -> None:
-    accelerator, model, _, _ = make_loop()
-    with pytest.raises(TypeError, match="given a float"):
-        accelerator.backward(1.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"a loss of shape \(2, 1\). Take its mean"):
-        accelerator.backward(model(torch.randn(2, 4)))
-    with pytest.raises(ValueError, match="needs no gradients"):
-        accelerator.backward(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="no prepared model made"):
-        accelerator.backward(nn.Linear(4, 1)(torch.randn(2, 4)).mean())
-    accelerator.backward(model(torch.randn(2, 4)).mean())

@@ -52,7 +52,6 @@ def train(accelerator: tw.Accelerator, net: Any, optimizer: Any, loader: Any) ->
             optimizer.step()
             optimizer.zero_grad()
     whole = tw.gather_module(accelerator.unwrap_model(net), all_ranks=True)
-    assert whole is not None
     return {name: each.detach().clone() for name, each in whole.named_parameters()}
 
 

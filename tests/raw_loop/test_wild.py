@@ -1,28 +1,7 @@
 """Scripts of the kind that people have written for Accelerate run after a change of their import lines, with the same metrics.
 
-They use the features of Accelerate's documentation, on one process and on two:
-
-| feature | script of `wild/` |
-|---|---|
-| gradient accumulation | gradient_accumulation |
-| gradient accumulation for autoregressive models | autoregressive |
-| automatic gradient accumulation, memory | memory |
-| checkpointing | mid_epoch_resume |
-| early stopping | early_stopping |
-| tracking | tracking |
-| metrics on several processes | tracking, cross_validation |
-| cross validation, profiler | cross_validation |
-| communication hooks of DDP | communication |
-
-Others are written anew after public training scripts, and stop within an epoch and resume there:
-
-| kind | script of `wild/` |
-|---|---|
-| diffusers' text-to-image | diffusion |
-| diffusers' dreambooth LoRA | lora |
-| transformers' run_glue_no_trainer | glue |
-| transformers' run_clm_no_trainer | causal_lm |
-| a GAN | gan |
+The first line of a script in `wild/` describes it. Some scripts use features of Accelerate's documentation. The others
+are rewritten from public training scripts, and stop within an epoch and resume there. All run on one process and on two.
 
 A DeepSpeedPlugin and a FullyShardedDataParallelPlugin, with which Accelerate trains on GPUs, are in test_two_ranks.py, and
 optimizers that are told when to train, as schedule-free ones are, in tests/engine/test_prepared.py.
@@ -59,15 +38,10 @@ from trainwright.tools.migrate import migrate
 FOLDER = Path(__file__).with_name("wild")
 RECORDED = FOLDER / "recorded.json"
 RUNS: dict[str, list[list[str]]] = {
-    "mid_epoch_resume": [
-        ["--checkpointing_steps", "7", "--stop_after", "16"],
-        ["--resume_from_checkpoint", "checkpoints/step_14"],
-    ],
     "gradient_accumulation": [[]],
     "autoregressive": [[]],
     "memory": [[]],
     "early_stopping": [[]],
-    "tracking": [[]],
     "cross_validation": [[]],
     "communication": [["--name", "hooked", "--ddp_comm_hook", "fp16"]],
     "diffusion": [
@@ -91,10 +65,6 @@ RUNS: dict[str, list[list[str]]] = {
 }
 """The arguments of the scripts' runs, one after another in one folder."""
 ON_TWO = RUNS | {
-    "mid_epoch_resume": [
-        ["--checkpointing_steps", "3", "--stop_after", "10"],
-        ["--resume_from_checkpoint", "checkpoints/step_9"],
-    ],
     "diffusion": [
         [],
         ["--output_dir", "out", "--checkpointing_steps", "3", "--stop_after", "5"],

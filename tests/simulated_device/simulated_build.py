@@ -40,7 +40,6 @@ def load_native() -> ModuleType:
                 _compile(library)
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(library))
     spec = importlib.util.spec_from_file_location(NAME, library, loader=loader)
-    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

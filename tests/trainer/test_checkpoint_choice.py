@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import ACCELERATOR, ON_HOST, QUIET, Classifier, assert_equal, make_loader, weights
+from small import ACCELERATOR, ON_HOST, QUIET, SAVING, Classifier, assert_equal, make_loader, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainwright as tw
@@ -25,7 +25,7 @@ QUIET_BAR: dict[str, Any] = {"accelerator": ACCELERATOR, "enable_progress_bar": 
 
 def fit(folder: Path, epochs: int, ckpt_path: Any = None, *, callbacks: Any = None, **kwargs: Any) -> tw.Trainer:
     saving = callbacks or tw.ModelCheckpoint(str(folder), save_top_k=-1, filename="{epoch}")
-    trainer = tw.Trainer(max_epochs=epochs, callbacks=saving, **{**QUIET, "enable_checkpointing": True})
+    trainer = tw.Trainer(max_epochs=epochs, callbacks=saving, **SAVING)
     trainer.fit(Classifier(), make_loader(), ckpt_path=ckpt_path, **kwargs)
     return trainer
 
@@ -66,7 +66,7 @@ def test_the_newest_is_damaged(tmp_path: Path, damage: str, capsys: pytest.Captu
         trainer = tw.Trainer(
             max_epochs=3,
             callbacks=tw.ModelCheckpoint(str(tmp_path), **saving),
-            **{**QUIET, "enable_checkpointing": True},
+            **SAVING,
         )
         module = Classifier()
         before = weights(module)
@@ -102,7 +102,7 @@ def test_what_auto_and_last_say_where_there_is_none(tmp_path: Path, capsys: pyte
     assert "starting from scratch" in capsys.readouterr().out
     again = fit(tmp_path, 1, "auto")  # it has ended
     assert (again.resume_source, again.global_step) == (f"{tmp_path}/epoch=0.ckpt", 11)
-    other = tw.Trainer(callbacks=tw.ModelCheckpoint(str(tmp_path / "none")), **{**QUIET, "enable_checkpointing": True})
+    other = tw.Trainer(callbacks=tw.ModelCheckpoint(str(tmp_path / "none")), **SAVING)
     for name, what in (("last", "no checkpoint was saved in"), ("auto", "no complete checkpoint found in")):
         with pytest.raises(FileNotFoundError, match=rf"ckpt_path='{name}': {what} {tmp_path}/none") as caught:
             other.test(Classifier(), make_loader(), ckpt_path=name)
@@ -128,7 +128,7 @@ def test_what_is_no_damage_is_an_error(tmp_path: Path) -> None:
             self.more.layer = self.net[0]
             self.extra = type(self.net[0])(2, 2)
 
-    trainer = tw.Trainer(callbacks=tw.ModelCheckpoint(str(tmp_path)), **{**QUIET, "enable_checkpointing": True})
+    trainer = tw.Trainer(callbacks=tw.ModelCheckpoint(str(tmp_path)), **SAVING)
     with pytest.raises(tw.CheckpointError, match="another model"):
         trainer.fit(Wider(), make_loader(), ckpt_path="auto")
     manifest = tmp_path / "epoch=1.ckpt" / "manifest.json"
@@ -158,7 +158,7 @@ def test_fit_ignores_checkpoints_with_only_weights(tmp_path: Path) -> None:
     assert [each.weights_only for each in find_candidates(str(tmp_path / "a"))] == [False, True]
     resumed = fit(tmp_path, 1, "last", callbacks=both())
     assert resumed.resume_source == f"{tmp_path}/a/step=6.ckpt"
-    tested = tw.Trainer(callbacks=both(), **{**QUIET, "enable_checkpointing": True})
+    tested = tw.Trainer(callbacks=both(), **SAVING)
     tested.test(Classifier(), make_loader(), ckpt_path="last", verbose=False)
     # Both runs have saved there, and the resumed run's checkpoint is newer.
     assert tested.ckpt_path == f"{tmp_path}/a/w-step=9-v1.ckpt"
@@ -181,7 +181,7 @@ def test_verify_chooses_the_check_of_digests(tmp_path: Path) -> None:
         "fit": lambda verify: fit(tmp_path / "other", 2, path, verify=verify),
         "test": lambda verify: tw.Trainer(**QUIET).test(Classifier(), make_loader(), ckpt_path=path, verify=verify),
         "validate": lambda verify: trainer.validate(Classifier(), make_loader(), ckpt_path=path, verify=verify),
-        "predict": lambda verify: trainer.predict(Predicts(), make_loader(), ckpt_path=path, verify=verify),
+        "predict": lambda verify: trainer.predict(Classifier(), make_loader(), ckpt_path=path, verify=verify),
         "load": lambda verify: Classifier.load_from_checkpoint(path, verify=verify),
         "load_state": lambda verify: accelerator.load_state(path, verify=verify),
     }
@@ -195,11 +195,6 @@ def test_verify_chooses_the_check_of_digests(tmp_path: Path) -> None:
         assert name
     with pytest.raises(ValueError, match="verify=True is unknown"):
         tw.Trainer(**QUIET).fit(Classifier(), make_loader(), verify=True)  # type: ignore[arg-type]
-
-
-class Predicts(Classifier):
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0])
 
 
 def logged(folder: Path, epochs: int, ckpt_path: Any = None, logger: Any = None, **settings: Any) -> tw.Trainer:

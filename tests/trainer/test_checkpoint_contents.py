@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 import torch
 from safetensors import safe_open
 from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
@@ -17,8 +18,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 import trainwright as tw
 from trainwright.checkpoint.reader import open_checkpoint
-
-SAVING: dict[str, Any] = {**QUIET, "enable_checkpointing": True}
 
 
 def fit(module: tw.Module, ckpt_path: Any = None, epochs: int = 1, **settings: Any) -> tw.Trainer:
@@ -48,12 +47,13 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
-    class Scheduled(Classifier):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [CosineAnnealingLR(optimizer, 4)]
+class Scheduled(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [CosineAnnealingLR(optimizer, 4)]
 
+
+def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     trainer = fit(Scheduled(), precision="16-mixed", callbacks=tw.EarlyStopping("val_loss"))
     state = state_of(saved(trainer, tmp_path / "full.ckpt"))
     kept = {"trainwright_version", "position", "lr_schedulers", "callbacks", "optimizers", "precision", "seed"}
@@ -302,45 +302,6 @@ class Falling(Classifier):
         return loss_of(self.net, (batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]))
 
 
-@pytest.mark.parametrize("stop", [1, 2, 4])
-def test_a_resumed_run_ends_where_the_other_one_does(tmp_path: Path, stop: int) -> None:
-    """Weights, optimizers, schedulers, EarlyStopping and ModelCheckpoint stand as if the run had never been stopped."""
-
-    resumed_from: list[Any] = []
-
-    def run(folder: str, epochs: int, ckpt_path: str | None = None) -> Any:
-        tw.seed_everything(3)
-        stopping = tw.EarlyStopping("score", patience=3)
-        keeping = tw.ModelCheckpoint(tmp_path / folder, "{epoch}", "score", save_top_k=2, save_last=True)
-        module = Falling(dropout=0.2)
-        settings = {"max_epochs": epochs, "num_sanity_val_steps": 0, "callbacks": [stopping, keeping], **SAVING}
-        trainer = tw.Trainer(**settings)
-        trainer.fit(module, make_loader(shuffle=True), make_loader(4), ckpt_path=ckpt_path)
-        schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-        moments = trainer.optimizers[0].state_dict()["state"].values()
-        facts = {
-            "epoch": trainer.current_epoch,
-            "step": trainer.global_step,
-            "stopped": (stopping.stopped_epoch, stopping.wait_count, float(stopping.best_score)),
-            "kept": {Path(path).name: float(score) for path, score in keeping.best_k_models.items()},
-            "best": (Path(keeping.best_model_path).name, float(keeping.best_model_score)),
-            "last": Path(keeping.last_model_path).name,
-            # The checkpoint that a run was resumed from is never deleted.
-            "folder": {path.name for path in (tmp_path / folder).iterdir()} - {Path(trainer.resume_source or "").name},
-            "schedulers": json.loads(json.dumps(schedulers, default=str)),
-        }
-        resumed_from.append(trainer.resume_source)
-        return {**weights(module), **{f"moment {i}": each["exp_avg"] for i, each in enumerate(moments)}}, facts
-
-    tensors, whole = run("whole", 9)
-    assert whole["epoch"] == 6
-    run("part", stop)
-    resumed, facts = run("part", 9, "last")
-    assert_equal(resumed, tensors)
-    whole["folder"] -= {Path(resumed_from[-1]).name}
-    assert facts == whole
-
-
 MOMENTS = (
     "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_validation_start",
     "on_validation_end", "on_train_epoch_end", "on_train_end",
@@ -380,8 +341,7 @@ def train(folder: Path, epochs: int, ckpt_path: Path | None = None, **saving: An
     """Run a script that ends with a save and a test."""
     torch.manual_seed(4)
     module = Classifier(dropout=0.3)
-    trainer = tw.Trainer(max_epochs=epochs, **QUIET)
-    trainer.fit(module, make_loader(shuffle=True), ckpt_path=ckpt_path)
+    trainer = small.fit(module, make_loader(shuffle=True), ckpt_path=ckpt_path, max_epochs=epochs)
     assert trainer.save_checkpoint(folder / "final.ckpt", **saving)
     trainer.test(module, make_loader(8), verbose=False)
     return weights(module)
@@ -404,17 +364,13 @@ def test_the_script_is_run_again_and_goes_on_from_what_it_replaces(blocking: boo
 def test_a_hook_may_take_schedulers_and_callbacks_out(tmp_path: Path) -> None:
     """A changed schedule: the run goes on, the schedule begins anew."""
 
-    class Scheduled(Classifier):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [CosineAnnealingLR(optimizer, 4)]
-
+    class Takes(Scheduled):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             del checkpoint["lr_schedulers"], checkpoint["callbacks"]
 
     stopping = {"callbacks": tw.EarlyStopping("val_loss", mode="max")}
-    path = saved(fit(Scheduled(), epochs=2, **stopping), tmp_path / "run.ckpt")
-    trainer = fit(Scheduled(), path, 3, **stopping)
+    path = saved(fit(Takes(), epochs=2, **stopping), tmp_path / "run.ckpt")
+    trainer = fit(Takes(), path, 3, **stopping)
     assert trainer.current_epoch == 3
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
 
@@ -427,7 +383,6 @@ def test_a_save_that_waits_for_its_windows_end_overwrites_too(tmp_path: Path) ->
             at_end = batch_idx % 4 == 3
             assert trainer.save_checkpoint(path) is at_end
 
-    trainer = tw.Trainer(max_epochs=1, limit_train_batches=8, accumulate_grad_batches=4, callbacks=Saves(), **QUIET)
-    trainer.fit(Classifier(), make_loader())
+    small.fit(Classifier(), limit_train_batches=8, accumulate_grad_batches=4, callbacks=Saves())
     assert open_checkpoint(str(path)).step == 2
     assert os.listdir(tmp_path) == ["newest.ckpt"]

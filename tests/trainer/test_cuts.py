@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, make_loader
+from small import QUIET, SAVING, Classifier, make_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -135,24 +135,27 @@ class Ends(tw.ModelCheckpoint):
             raise Killed
 
 
+BEST = {"monitor": "val_loss", "save_top_k": 2}
+
+
 @pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize(("hook", "settings"), [
-    ("on_train_epoch_end", {}),
-    ("on_train_epoch_end", {"max_steps": 10}),
-    ("on_validation_end", {"val_check_interval": 2}),
+@pytest.mark.parametrize(("hook", "first", "second", "settings"), [
+    ("on_train_epoch_end", {}, BEST, {}),
+    ("on_train_epoch_end", {}, BEST, {"max_steps": 10}),
+    ("on_validation_end", {}, BEST, {"val_check_interval": 2}),
+    ("on_train_batch_end", {"every_n_train_steps": 1}, {"every_n_train_steps": 2, "save_top_k": -1},
+     {"accumulate_grad_batches": 3, "val_check_interval": 4, "data": 11}),
 ])  # fmt: skip
 def test_a_resume_makes_the_missing_save_of_another_callback(
-    tmp_path: Path, hook: str, settings: dict[str, Any], weights_only: bool
+    tmp_path: Path, hook: str, first: Any, second: Any, settings: dict[str, Any], weights_only: bool
 ) -> None:
     def run(folder: Path, call: int = -1) -> tuple[Any, ...]:
-        newest = tw.ModelCheckpoint(folder / "newest", "{epoch}-{step}")
-        options = {"monitor": "val_loss", "save_top_k": 2, "save_weights_only": weights_only}
-        best = tw.ModelCheckpoint(folder / "best", "{epoch}-{step}", **options)
+        newest = tw.ModelCheckpoint(folder / "newest", "{epoch}-{step}", **first)
+        best = tw.ModelCheckpoint(folder / "best", "{epoch}-{step}", save_weights_only=weights_only, **second)
         log = tw.CSVLogger(folder, version=0)
         fit(Falling(7.0), newest, Ends(folder, hook, call), best, path="auto", logger=log, **settings)
-        assert best.best_model_score is not None
         kept, rows = {}, Path(f"{log.log_dir}/metrics.csv").read_text()
-        for path in best.best_k_models:
+        for path in best.state_dict()["best_k_models"]:
             saved = open_checkpoint(path, "off")
             state = saved.run_state()
             for each in state.get("loggers", ()):
@@ -160,10 +163,11 @@ def test_a_resume_makes_the_missing_save_of_another_callback(
                     stood.pop("folder", None)
             told = {key: state.get(key) for key in ("position", "metrics", "loggers")}
             kept[Path(path).name] = saved.header["epoch"], told
-        return kept, Path(best.best_model_path).name, float(best.best_model_score), rows
+        return kept, Path(best.best_model_path).name, best.best_model_score, rows
 
     whole = run(tmp_path / "whole")
-    for call in (1, 2, 3):
+    assert whole[0]
+    for call in (6, 11) if hook == "on_train_batch_end" else (1, 2, 3):  # batches that end steps 2 and 4
         with pytest.raises(Killed):
             run(tmp_path / str(call), call)
         assert run(tmp_path / str(call)) == whole, call
@@ -430,16 +434,6 @@ def test_a_training_step_without_a_loss_is_explained() -> None:
         fit(Sends())
 
 
-class Random(torch.utils.data.Dataset[Tensor]):
-    """Draws its items."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.rand(1)
-
-
 class Gathers(Classifier):
     """Steps every third batch of the run, also over the ends of epochs, and has a parameter without dimensions."""
 
@@ -585,8 +579,7 @@ def test_a_reloaded_stream_resumes_within_its_epoch(tmp_path: Path) -> None:
 
     def run(path: Any = None) -> list[Any]:
         module = Making()
-        settings = {**QUIET, "enable_checkpointing": True}
-        settings |= {"limit_train_batches": 3, "reload_dataloaders_every_n_epochs": 2}
+        settings = {**SAVING, "limit_train_batches": 3, "reload_dataloaders_every_n_epochs": 2}
         trainer = tw.Trainer(max_epochs=4, callbacks=[every_step(tmp_path)] if path is None else [], **settings)
         trainer.fit(module, ckpt_path=path)
         return module.seen

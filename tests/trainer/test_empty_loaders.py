@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import run_job
-from small import QUIET, Classifier, make_data, make_loader
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from small import QUIET, Classifier, Stream, make_loader
+from torch.utils.data import DataLoader
 
 import trainwright as tw
 
 
-class Stream(IterableDataset[Any]):
-    """Has no length."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from make_data(self.samples)
-
-
-class Evaluated(Classifier):
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0])
-
-
 def run(call: str, loaders: Any, module: tw.Module | None = None, **settings: Any) -> Any:
     trainer = tw.Trainer(**{"max_epochs": 1, "devices": "auto", **QUIET, **settings})
-    module = Evaluated() if module is None else module
+    module = Classifier() if module is None else module
     if call == "fit":
         trainer.fit(module, make_loader(16), loaders)
         return trainer.global_step
@@ -63,7 +46,7 @@ def test_a_stream_that_yields_nothing_is_refused(call: str, stage: str) -> None:
 
 
 def test_a_hook_may_return_an_empty_one() -> None:
-    class Empty(Evaluated):
+    class Empty(Classifier):
         def val_dataloader(self) -> Any:
             return stream(0)
 

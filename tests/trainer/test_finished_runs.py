@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import QUIET, SAVING, Classifier, assert_equal, fit, make_loader, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainwright as tw
@@ -31,7 +31,7 @@ class Scored(Classifier):
 
 def run(saving: tw.ModelCheckpoint, *callbacks: tw.Callback, **settings: Any) -> Scored:
     torch.manual_seed(5)
-    settings = {**QUIET, "enable_checkpointing": True, "max_epochs": 3, **settings}
+    settings = {**SAVING, "max_epochs": 3, **settings}
     module = Scored()
     tw.Trainer(callbacks=[*callbacks, saving], **settings).fit(
         module, make_loader(shuffle=True), make_loader(4), ckpt_path="auto"
@@ -80,15 +80,13 @@ def test_a_run_that_was_ended_early_stays_ended(tmp_path: Path, settings: Any, m
 
 def test_without_auto_no_end_is_saved(tmp_path: Path) -> None:
     saving = tw.ModelCheckpoint(tmp_path, every_n_train_steps=1000)
-    trainer = tw.Trainer(callbacks=[saving], max_epochs=1, **{**QUIET, "enable_checkpointing": True})
-    trainer.fit(Scored(), make_loader())
+    fit(Scored(), callbacks=[saving], enable_checkpointing=True)
     assert find_checkpoints(str(tmp_path)) == []
 
 
 def test_a_run_prints_which_checkpoint_it_resumes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights_only = tw.ModelCheckpoint(tmp_path, save_weights_only=True)
-    trainer = tw.Trainer(callbacks=[weights_only], max_epochs=1, **{**QUIET, "enable_checkpointing": True})
-    trainer.fit(Scored(), make_loader())
+    fit(Scored(), callbacks=[weights_only], enable_checkpointing=True)
     run(tw.ModelCheckpoint(tmp_path, filename="{epoch}"), max_epochs=1)
     assert "that a fit can resume from; starting from scratch" in capsys.readouterr().out
     run(tw.ModelCheckpoint(tmp_path, filename="{epoch}"))
@@ -169,7 +167,7 @@ def test_hooks_of_an_epochs_end_run_once_however_often_the_command_runs(tmp_path
     def ended(folder: Path, steps: int) -> Any:
         torch.manual_seed(5)
         module, saving = Logged(), tw.ModelCheckpoint(folder, **options)
-        trainer = tw.Trainer(callbacks=[saving], **{**QUIET, "enable_checkpointing": True, "max_steps": steps})
+        trainer = tw.Trainer(callbacks=[saving], **{**SAVING, "max_steps": steps})
         trainer.fit(module, make_loader(shuffle=True), ckpt_path="auto")
         return {**weights(module), "lr": torch.tensor(trainer.optimizers[0].param_groups[0]["lr"])}
 

@@ -17,7 +17,7 @@ import safetensors.torch
 import small
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, make_loader
+from small import QUIET, SAVING, Classifier, make_loader
 from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
@@ -346,7 +346,7 @@ def test_an_error_in_a_step_names_its_batch() -> None:
 
 
 def test_a_script_tests_its_best_checkpoint_after_fast_dev_run(capsys: Any) -> None:
-    settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "fast_dev_run": True}
+    settings: dict[str, Any] = {**SAVING, "fast_dev_run": True}
     trainer, module = tw.Trainer(**settings, callbacks=tw.ModelCheckpoint(monitor="loss")), Classifier()
     with pytest.raises(tw.CheckpointError, match="Run fit first"):
         trainer.test(module, make_loader(8), ckpt_path="best")
@@ -368,13 +368,6 @@ def test_a_line_of_the_trainer_reaches_a_file_at_once(monkeypatch: pytest.Monkey
 def test_a_compiled_module_is_rejected_and_compile_is_named() -> None:
     with pytest.raises(TypeError, match="Pass the module itself, and compile=True to the Trainer"):
         trainer_of().fit(torch.compile(Classifier()), make_loader(8))
-
-
-class Logs(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("own_loss", loss)
-        return loss
 
 
 class Ends(tw.Callback):

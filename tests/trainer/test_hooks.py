@@ -9,7 +9,6 @@ import pytest
 import torch
 from jobs import run_job
 from small import QUIET, Classifier, loss_of, make_loader
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 import trainwright as tw
@@ -89,9 +88,6 @@ class Planned(Classifier):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", loss_of(self.net, batch))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0])
 
     def configure_callbacks(self) -> Any:
         return [Last(self.calls), self.callback]

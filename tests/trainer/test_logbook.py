@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import run_job
+from small import Rows
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
@@ -24,14 +24,6 @@ from trainwright.trainer.metrics import MetricCollector
 from trainwright.trainer.run_position import OpenEpoch, Position
 
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
-
-
-class Rows(tw.Logger):
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self.rows.append((step, dict(metrics)))
 
 
 class Measured(nn.Module):
@@ -64,11 +56,6 @@ def log(
     collector.log(name, value, settings, more.get("batch_size"))
 
 
-def finish(logbook: Logbook, num_loaders: int = 1) -> list[dict[str, float]]:
-    assert logbook.collector is not None
-    return logbook.finish(num_loaders)
-
-
 def test_the_three_dicts_of_training_have_step_and_epoch_values() -> None:
     logbook, _ = make_logbook()
     collector = start(logbook, "training_step")
@@ -80,7 +67,7 @@ def test_the_three_dicts_of_training_have_step_and_epoch_values() -> None:
         assert logbook.callback_metrics == {"both": value, "both_step": value, "step": value, "hidden": value}
     assert logbook.logged_metrics == {"both_step": 3.0, "step": 3.0, "zero_step": 3.0}
     assert logbook.progress_bar_metrics == {"both_step": 3.0, "step": 3.0, "zero_step": 3.0}
-    assert finish(logbook) == [{"both_epoch": 2.0}]
+    assert logbook.finish(1) == [{"both_epoch": 2.0}]
     assert logbook.callback_metrics == {"both": 2.0, "both_step": 3.0, "both_epoch": 2.0, "step": 3.0, "hidden": 3.0}
     epoch = {"both_epoch": 2.0, "zero_epoch": 2.0}
     assert logbook.logged_metrics == {"both_step": 3.0, "step": 3.0, "zero_step": 3.0, **epoch}
@@ -103,7 +90,7 @@ def test_of_an_evaluation_callbacks_see_the_epochs_values_only() -> None:
     assert logbook.logged_metrics == {"same": 1.0, "both_step": 2.0, "step": 2.0}
     assert logbook.progress_bar_metrics == {"step": 2.0}
     log(collector, "same", 5.0)
-    assert finish(logbook) == [{"both_epoch": 2.0, "same": 5.0}]
+    assert logbook.finish(1) == [{"both_epoch": 2.0, "same": 5.0}]
     logbook.end_evaluation()
     assert logbook.callback_metrics == {"same": 5.0, "both": 2.0, "both_epoch": 2.0}  # in the order of time
     log(training, "same", 1.5)
@@ -121,7 +108,7 @@ def test_rows_have_the_x_values_of_their_stage() -> None:
     log(collector, "step", 100)
     log(collector, "epoch", 2.5)
     logbook.log_step()
-    finish(logbook)
+    logbook.finish(1)
     for _ in range(2):
         collector = start(logbook, "validation_step")
         for index in (0, 1):
@@ -131,7 +118,7 @@ def test_rows_have_the_x_values_of_their_stage() -> None:
                 logbook.log_evaluation_step()
         collector.hook, collector.loader = "on_validation_epoch_end", None
         log(collector, "step", 41.0)
-        finish(logbook, 2)
+        logbook.finish(2)
     evaluation = [
         (41, {"epoch": 2, "v_epoch/dataloader_idx_0": 0.5, "v_epoch/dataloader_idx_1": 0.5}),
         (2, {"epoch": 2, "v_step/dataloader_idx_0": 0.0}),  # the loader's batches of all validations
@@ -158,7 +145,7 @@ def test_the_hooks_of_an_epochs_end_can_read_what_was_logged_before() -> None:
         assert module.mean.compute() == value
         collector.hook = "on_validation_epoch_end"
         log(collector, "late", value)
-        assert finish(logbook) == [{"metric": value, "loss": value, "late": value}]
+        assert logbook.finish(1) == [{"metric": value, "loss": value, "late": value}]
     assert rows.rows[-1] == (0, {"epoch": 0, "metric": 3.0, "loss": 3.0, "late": 3.0})
 
 
@@ -181,7 +168,7 @@ def evaluate(logbook: Logbook, batches: dict[Any, list[tuple[float, int]]]) -> l
         collector.end_loader()
     collector.loader, collector.batch, collector.hook = None, None, "on_validation_epoch_end"
     log(collector, "all", 3.0)
-    return finish(logbook, len(batches))
+    return logbook.finish(len(batches))
 
 
 BATCHES = {(0, None): [(1.0, 4), (2.0, 2), (3.0, 4)], (1, "noisy"): [(10.0, 1), (0.0, 3)]}
@@ -228,10 +215,10 @@ def job(folder: Path) -> dict[str, Any]:
     log(collector, "zero", float(rank), on_step=False, on_epoch=True, rank_zero_only=True)
     log(collector, "nan", float("nan") if rank else 1.0, on_epoch=True, reduce_fx="min")
     dist.all_gather = lambda *args, **kwargs: (gathers.append(1), inner(*args, **kwargs))[1]
-    many = finish(logbook)[0]
+    many = logbook.finish(1)[0]
     first = len(gathers)
     log(start(logbook, "training_step"), "x", float(rank), on_epoch=True)
-    finish(logbook)
+    logbook.finish(1)
     dist.all_gather = inner
     metrics = {name: value.item() for name, value in logbook.callback_metrics.items()}
     return {
@@ -299,7 +286,7 @@ def test_values_are_read_at_log_points_only() -> None:
     logbook.log_step()
     assert Counted.reads == ["tolist"]  # all values in one transfer
     assert rows.rows[-1][1]["now"] == 200.0
-    (reduced,) = finish(logbook)
+    (reduced,) = logbook.finish(1)
     assert Counted.reads.count("tolist") == 2
     weights = torch.tensor([1.0 + index % 3 for index in range(200)])
     plain = torch.arange(1.0, 201.0)
@@ -317,7 +304,7 @@ def test_half_precision_and_mixed_kinds_add_up_exactly() -> None:
         mixed = float(index) if index % 2 else torch.tensor(float(index)).as_subclass(Counted)
         for name in ("min", "max"):
             log(collector, name, mixed, reduce_fx=name)
-    assert finish(logbook) == [{"sum": 130 * 2048.0, "min": 0.0, "max": 129.0}]
+    assert logbook.finish(1) == [{"sum": 130 * 2048.0, "min": 0.0, "max": 129.0}]
 
 
 def test_a_table_has_a_column_per_loader() -> None:
@@ -355,5 +342,5 @@ def test_one_metric_of_a_collection_is_reset_with_the_state_that_it_shares() -> 
         for _ in range(2):
             module.several.update(torch.eye(3), torch.arange(3) if right else torch.tensor([1, 2, 0]))
             log(collector, "precision", module.several["MulticlassPrecision"])
-        found += finish(logbook)
+        found += logbook.finish(1)
     assert found == [{"precision": 1.0}, {"precision": 0.0}]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import small
 import torch
-from small import QUIET, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
+from small import QUIET, SAVING, Classifier, assert_close, assert_equal, loss_of, make_loader, weights
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
@@ -143,8 +143,7 @@ def test_setup_may_set_a_part_of_the_step() -> None:
         def setup(self, stage: str) -> None:
             self.optimizer_step = lambda *_: None  # type: ignore[method-assign]
 
-    trainer = tw.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(Sets(), make_loader())
+    trainer = small.fit(Sets())
     assert trainer.global_step == 0
 
 
@@ -436,7 +435,7 @@ def test_a_step_wise_scheduler_follows_the_validation_after_its_step(tmp_path: P
     def run(name: str, path: str | None = None) -> Any:
         rates.clear()
         module, saving = Follows(), tw.ModelCheckpoint(tmp_path / name, "{step}", save_top_k=-1, every_n_train_steps=1)
-        settings = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 0, "callbacks": saving}
+        settings = {**SAVING, "num_sanity_val_steps": 0, "callbacks": saving}
         trainer = tw.Trainer(max_epochs=2, val_check_interval=3, **settings)
         trainer.fit(module, make_loader(24), make_loader(4), ckpt_path=path)  # 6 batches an epoch
         return weights(module), trainer.optimizers[0].param_groups[0]["lr"]

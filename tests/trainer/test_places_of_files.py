@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small import QUIET, Classifier, make_loader
+from small import QUIET, SAVING, Classifier, make_loader
 
 import trainwright as tw
 
@@ -24,7 +24,7 @@ class Moves(tw.Callback):
 def test_a_relative_dirpath_is_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoints = tw.ModelCheckpoint("kept")
-    settings = {**QUIET, "enable_checkpointing": True, "max_epochs": 3}
+    settings = {**SAVING, "max_epochs": 3}
     tw.Trainer(callbacks=[Moves(monkeypatch, tmp_path), checkpoints], **settings).fit(Classifier(), make_loader(4))
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.ckpt")] == ["kept/epoch=2-step=3.ckpt"]
     assert checkpoints.best_model_path == f"{tmp_path}/kept/epoch=2-step=3.ckpt"

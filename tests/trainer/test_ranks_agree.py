@@ -182,14 +182,9 @@ def searched(batch_size: int, samples: int) -> dict[str, Any]:
     return {**found, "notes": torch.stack(notes)}
 
 
-class Predicts(Plain):
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0])
-
-
 def used_after_training(batch_size: int) -> dict[str, Any]:
     """Predict, test and validate with the module that was just trained, and once more after another training."""
-    trainer, module = tw.Trainer(max_epochs=1, **SETTINGS), Predicts()
+    trainer, module = tw.Trainer(max_epochs=1, **SETTINGS), Plain()
     trainer.fit(module, make_loader(12, batch_size))
     found: dict[str, Any] = {}
     for turn in ("first", "second"):

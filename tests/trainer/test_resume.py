@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, loss_of, make_loader, weights
+from small import QUIET, SAVING, Classifier, assert_equal, fit, loss_of, make_loader, weights
 from torch import Tensor, nn
 
 import trainwright as tw
@@ -49,7 +49,7 @@ def run(folder: Path, epochs: int, *, kind: str = "adamw", ckpt_path: str | None
     tw.seed_everything(3)
     callback = tw.ModelCheckpoint(str(folder), save_top_k=-1)
     module = Noisy(kind)
-    trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **{**QUIET, "enable_checkpointing": True, **settings})
+    trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **{**SAVING, **settings})
     trainer.fit(module, make_loader(45, 4, shuffle=True), make_loader(10, 4), ckpt_path=ckpt_path)
     return {**weights(module), **optimizer_state(trainer)}, trainer
 
@@ -86,7 +86,7 @@ def test_resume_is_exact_with_a_scaler_and_with_windows(tmp_path: Path, settings
 def test_the_order_of_the_data_is_the_saved_runs_whatever_seed_the_process_has(tmp_path: Path) -> None:
     def train(epochs: int, seed: int, name: str, ckpt_path: str | None = None) -> dict[str, Tensor]:
         callback = tw.ModelCheckpoint(str(tmp_path / name))
-        trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **{**QUIET, "enable_checkpointing": True})
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=[callback], **SAVING)
         module = Classifier()
         tw.seed_everything(seed)  # after the Trainer was made: it counts all the same
         trainer.fit(module, make_loader(45, 4, shuffle=True), ckpt_path=ckpt_path)
@@ -123,8 +123,7 @@ def test_a_run_goes_on_in_another_precision(tmp_path: Path, first: str, then: st
             return super().training_step(batch, batch_idx) * self.scale
 
     path = str(tmp_path / "run.ckpt")
-    trainer = tw.Trainer(max_epochs=1, precision=first, **QUIET)
-    trainer.fit(Scaled(), make_loader())
+    trainer = fit(Scaled(), precision=first)
     trainer.save_checkpoint(path)
     resumed = tw.Trainer(max_epochs=2, precision=then, **QUIET)
     module = Scaled()
@@ -148,8 +147,7 @@ def test_a_position_beyond_the_loader_is_refused(tmp_path: Path) -> None:
 
 def test_saving_after_a_test_is_saving_after_the_fit(tmp_path: Path) -> None:
     module = Classifier()
-    trainer = tw.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(module, make_loader())
+    trainer = fit(module)
     trainer.test(module, make_loader())
     assert trainer.save_checkpoint(str(tmp_path / "run.ckpt"))
     resumed, whole = Classifier(), Classifier()
@@ -201,8 +199,7 @@ def job(folder: Path) -> dict[str, Any]:
         strategy = DDPStrategy(
             bucket_cap_mb=0.0002
         )  # else a model of many megabytes would be needed for several buckets
-        settings = {**QUIET, "enable_checkpointing": True}
-        trainer = tw.Trainer(max_epochs=epochs, callbacks=callback, strategy=strategy, **settings)
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=callback, strategy=strategy, **SAVING)
         module = Reordered()
         trainer.fit(module, make_loader(50, 4, shuffle=True), ckpt_path=ckpt_path)
         (wrapper,) = strategy.wrapped.values()
@@ -242,32 +239,6 @@ class Counting(torch.optim.Optimizer):
         return loss
 
 
-def test_extra_states_are_kept(tmp_path: Path) -> None:
-    class Counter(torch.nn.Module):
-        count: Any = 0
-
-        def get_extra_state(self) -> Any:
-            return self.count
-
-        def set_extra_state(self, state: Any) -> None:
-            self.count = state
-
-    class Counting(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.plain, self.tensor = Counter(), Counter()
-
-    module = Counting()
-    module.plain.count, module.tensor.count = {"a": (1, None)}, torch.tensor([1, 2])
-    trainer = tw.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(module, make_loader())
-    trainer.save_checkpoint(str(tmp_path / "extra.ckpt"))
-    again = Counting()
-    tw.Trainer(**QUIET).test(again, make_loader(), ckpt_path=str(tmp_path / "extra.ckpt"))
-    assert again.plain.count == {"a": (1, None)}
-    assert again.tensor.count.tolist() == [1, 2]
-
-
 def test_a_parameter_without_optimizer_state_has_none_in_a_resumed_run(tmp_path: Path) -> None:
     class Thawed(Classifier):
         def on_train_epoch_start(self) -> None:
@@ -279,7 +250,7 @@ def test_a_parameter_without_optimizer_state_has_none_in_a_resumed_run(tmp_path:
     def train(folder: str, epochs: int, ckpt_path: str | None = None) -> dict[str, Tensor]:
         module = Thawed()
         saver = tw.ModelCheckpoint(str(tmp_path / folder))
-        trainer = tw.Trainer(max_epochs=epochs, callbacks=saver, **{**QUIET, "enable_checkpointing": True})
+        trainer = tw.Trainer(max_epochs=epochs, callbacks=saver, **SAVING)
         trainer.fit(module, make_loader(12, 4), ckpt_path=ckpt_path)
         return {**weights(module), **optimizer_state(trainer)}
 

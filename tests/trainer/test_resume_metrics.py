@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import SAVING, Classifier, assert_equal, make_loader, weights
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
@@ -21,7 +21,6 @@ from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.trainer.metrics import MetricCollector
 
 BATCHES = 12  # of 45 samples
-SAVING: dict[str, Any] = {**QUIET, "enable_checkpointing": True}
 
 
 class Measured(Classifier):
@@ -238,7 +237,6 @@ def test_a_save_within_a_validation_keeps_the_metrics_of_the_epoch(tmp_path: Pat
         assert resumed.epochs[2] == whole.epochs[2]
         assert resumed.epochs[1] == whole.epochs[1]
         state = open_checkpoint(str(tmp_path / f"{name}.ckpt")).rank_state(0)
-        assert state is not None
         assert "accuracy" in state["metrics"]["metrics"]
         assert "val_accuracy" not in state["metrics"]["metrics"]
     resumed, _ = train(tmp_path / "end-20.ckpt", **settings)
@@ -250,12 +248,10 @@ def test_a_checkpoint_of_an_epochs_end_has_its_latest_values_only(tmp_path: Path
     whole, _ = train(callbacks=[keep_all(tmp_path)])
     path = tmp_path / "24.ckpt"
     state = open_checkpoint(str(path)).rank_state(0)
-    assert state is not None
     assert state["metrics"] is None
     best = tw.ModelCheckpoint(str(tmp_path / "best"), monitor="val_loss", every_n_train_steps=2)
     resumed, trainer = train(path, callbacks=[best], logger=False)
     assert resumed.at_start == {name: value for name, value in whole.epochs[1].items() if name != "begun"}
-    assert best.best_model_score is not None
     assert float(best.best_model_score) == pytest.approx(float(resumed.epochs[2]["val_loss"]), rel=1e-6)
     assert resumed.epochs[2] == whole.epochs[2]
     assert trainer.progress_bar_metrics["loss_epoch"] == pytest.approx(float(whole.epochs[2]["loss_epoch"]), rel=1e-6)

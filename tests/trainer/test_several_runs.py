@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import QUIET, SAVING, Classifier, assert_equal, make_loader, weights
 
 import trainwright as tw
 from trainwright.checkpoint.reader import open_checkpoint
@@ -48,8 +49,7 @@ def test_a_fit_that_was_stopped_does_not_stop_the_next() -> None:
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             trainer.should_stop = trainer.should_stop or (batch_idx == 2 and module.lr == 0.05)
 
-    trainer = tw.Trainer(max_epochs=1, callbacks=Stop(), **QUIET)
-    trainer.fit(Classifier(), make_loader())
+    trainer = small.fit(Classifier(), callbacks=Stop())
     assert (trainer.global_step, trainer.should_stop) == (3, True)
     trainer.fit(Classifier(lr=0.01), make_loader())
     assert (trainer.global_step, trainer.should_stop) == (11, False)
@@ -73,7 +73,7 @@ def test_two_trainers_do_not_know_of_each_other() -> None:
 def test_evaluations_do_not_change_a_fit(tmp_path: Path) -> None:
     """They change neither weights nor counters, nor the result of a training after them."""
     checkpoint = tw.ModelCheckpoint(tmp_path, monitor="val_loss")
-    trainer = tw.Trainer(max_epochs=2, callbacks=checkpoint, **{**QUIET, "enable_checkpointing": True})
+    trainer = tw.Trainer(max_epochs=2, callbacks=checkpoint, **SAVING)
     module = Classifier(dropout=0.3)
     tw.seed_everything(1)
     (before,) = trainer.validate(module, make_loader(8), verbose=False)
@@ -107,7 +107,7 @@ def test_without_a_module_the_latest_one_is_taken_at_its_best(tmp_path: Path, ca
     sums: list[float] = []
     watch = tw.LambdaCallback(on_train_epoch_end=lambda trainer, module: sums.append(module.net[0].weight.sum().item()))
     checkpoint = tw.ModelCheckpoint(tmp_path, monitor="val_loss")
-    trainer = tw.Trainer(max_epochs=3, callbacks=[checkpoint, watch], **{**QUIET, "enable_checkpointing": True})
+    trainer = tw.Trainer(max_epochs=3, callbacks=[checkpoint, watch], **SAVING)
     trainer.fit(Worse(), make_loader(), make_loader(4))
     (found,) = trainer.test()
     assert found["sum"] == pytest.approx(sums[0])
@@ -192,7 +192,7 @@ def steps_in(folder: str | Path) -> list[int]:
 
 
 def test_a_fit_from_step_0_is_a_run_of_its_own_and_a_resumed_fit_continues(tmp_path: Path) -> None:
-    settings = {**QUIET, "enable_checkpointing": True, "logger": True, "log_every_n_steps": 1, "devices": 1}
+    settings = {**SAVING, "logger": True, "log_every_n_steps": 1, "devices": 1}
     trainer = tw.Trainer(max_epochs=1, default_root_dir=tmp_path, **settings)
     logs = tmp_path / "trainwright_logs"
     trainer.fit(Noted(), make_loader())
@@ -244,7 +244,7 @@ class Service(RemoteLogger):
 
 def test_a_run_of_a_service_owns_its_checkpoints(tmp_path: Path) -> None:
     def fit(lr: float, epochs: int, path: str | None = None, logger: Any = None) -> tw.Trainer:
-        settings = {**QUIET, "enable_checkpointing": True, "logger": logger or Service()}
+        settings = {**SAVING, "logger": logger or Service()}
         trainer = tw.Trainer(max_epochs=epochs, default_root_dir=tmp_path, **settings)
         trainer.fit(Classifier(lr=lr), make_loader(), ckpt_path=path)
         return trainer
@@ -281,7 +281,7 @@ def test_a_stop_within_an_epoch_is_saved_without_a_metric_of_its_end(tmp_path: P
         def state_dict(self) -> dict[str, Any]:
             return {"average": torch.ones(1, requires_grad=True) * 2}
 
-    settings = {**QUIET, "enable_checkpointing": True, "max_steps": 3}
+    settings = {**SAVING, "max_steps": 3}
     saving = tw.ModelCheckpoint(tmp_path, "{epoch}-{val_loss:.2f}")
     tw.Trainer(callbacks=[Graph(), saving], **settings).fit(Classifier(), make_loader(), make_loader(5))
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=0-val_loss=nan.ckpt"]
@@ -316,8 +316,7 @@ def test_callbacks_replaced_within_a_run_are_saved(tmp_path: Path) -> None:
         def on_fit_start(self, trainer: tw.Trainer, module: tw.Module) -> None:
             trainer.callbacks = [*trainer.callbacks, Stateful()]
 
-    trainer = tw.Trainer(max_epochs=1, callbacks=[Replacing()], **QUIET)
-    trainer.fit(Classifier(), make_loader())
+    trainer = small.fit(Classifier(), callbacks=[Replacing()])
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = open_checkpoint(str(tmp_path / "a.ckpt")).run_state()["callbacks"]
     assert [each for name, each in saved.items() if name.endswith("Stateful")] == [{"a": 1}]

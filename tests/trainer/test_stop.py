@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import QUIET, Classifier, assert_equal, make_loader, weights
+from small import QUIET, SAVING, Classifier, assert_equal, make_loader, weights
 
 import trainwright as tw
 from trainwright.checkpoint.discovery import find_checkpoints, latest_checkpoint
@@ -81,7 +81,7 @@ def fit(
     torch.manual_seed(5)
     module, seen, code = Net(dropout=0.3), [], None
     saver = tw.ModelCheckpoint(dirpath=folder, monitor="val_loss", **(keep or {}))
-    settings = {**QUIET, "enable_checkpointing": True, "max_epochs": 3, "accumulate_grad_batches": 3, **options}
+    settings = {**SAVING, "max_epochs": 3, "accumulate_grad_batches": 3, **options}
     trainer = tw.Trainer(callbacks=[saver, *extra, Seen(seen)], **settings)
     loaders = make_loader(shuffle=True), make_loader(20)
     try:
@@ -137,7 +137,6 @@ def test_a_stop_is_saved_once_and_resumes_bitwise(place: str, tmp_path: Path, wh
     assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     stops = [each.path for each in find_checkpoints(str(tmp_path)) if "/stop-" in each.path]
     found = latest_checkpoint(str(tmp_path))
-    assert found is not None
     assert len(stops) == name.startswith("stop")
     assert found.path == f"{tmp_path}/{name}.ckpt"
     said = capfd.readouterr().err
@@ -252,7 +251,7 @@ def test_gathered_gradients_are_stepped_before_a_save(call: int, tmp_path: Path)
         torch.manual_seed(5)
         module, code = Gathers(dropout=0.3), None
         saver = tw.ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
-        trainer = tw.Trainer(callbacks=[saver, *extra], max_epochs=2, **{**QUIET, "enable_checkpointing": True})
+        trainer = tw.Trainer(callbacks=[saver, *extra], max_epochs=2, **SAVING)
         try:
             trainer.fit(module, make_loader(shuffle=True), make_loader(20), ckpt_path="auto")
         except RunStopped as stopped:
@@ -276,7 +275,7 @@ def test_gathered_gradients_are_stepped_before_a_save(call: int, tmp_path: Path)
 def test_the_first_saving_callback_writes_the_stop(tmp_path: Path) -> None:
     keeping = tw.ModelCheckpoint(tmp_path / "kept")
     callbacks = [tw.ModelCheckpoint(tmp_path / "none", save_top_k=0), keeping]
-    trainer = tw.Trainer(callbacks=callbacks, **{**QUIET, "enable_checkpointing": True, "max_steps": 3})
+    trainer = tw.Trainer(callbacks=callbacks, **{**SAVING, "max_steps": 3})
     trainer.fit(Classifier(), make_loader(), ckpt_path="auto")
     assert find_checkpoints(str(tmp_path / "kept"))[-1].step == 3
     assert trainer.test(None, make_loader(), ckpt_path="best", verbose=False)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from deadlines import deadline
 from jobs import run_job
-from small import QUIET, Classifier, assert_equal, make_loader
+from small import SAVING, Classifier, assert_equal, make_loader
 from torch import Tensor
 
 import trainwright as tw
@@ -75,7 +75,7 @@ def fit(folder: Path, strategy: Any, sender: Sender | None = None, path: str | N
     torch.manual_seed(5)
     module, code = Net(dropout=0.3), None
     Net.pause = 0.0 if sender is None else 0.1 if sender.place == "training" else 0.001
-    settings = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 1, "max_epochs": 2, "devices": 2}
+    settings = {**SAVING, "num_sanity_val_steps": 1, "max_epochs": 2, "devices": 2}
     saver = tw.ModelCheckpoint(dirpath=folder, save_top_k=-1)
     trainer = tw.Trainer(strategy=strategy, callbacks=[saver, *([sender] if sender else [])], **settings)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import ON_HOST, QUIET
+from small import ON_HOST, QUIET, fit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -231,8 +231,7 @@ def test_what_a_buffer_lost_is_read_anew_and_told_once(tmp_path: Path, capsys: p
         path = tmp_path / f"{reader}.ckpt"
         whole = train(Buffered(), READERS[reader])
         tw.seed_everything(5, verbose=False)
-        trainer = tw.Trainer(max_epochs=3, max_steps=3, **QUIET)
-        trainer.fit(Takes(), DataLoader(Buffered(), batch_size=2, **READERS[reader]))
+        trainer = fit(Takes(), DataLoader(Buffered(), batch_size=2, **READERS[reader]), max_epochs=3, max_steps=3)
         trainer.save_checkpoint(str(path))
         capsys.readouterr()
         assert train(Buffered(), READERS[reader], ckpt_path=str(path)).taken == whole.taken[3:]

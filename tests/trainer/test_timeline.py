@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Read(Dataset[Any]):
-    """Eight samples, each of which takes time to read."""
+    """Eight samples, which take time to read."""
 
     def __init__(self, read: Callable[[], None]) -> None:
         self.read = read

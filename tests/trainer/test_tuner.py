@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_job
-from small import QUIET, Classifier, make_data, make_loader
+from small import QUIET, SAVING, Classifier, make_data, make_loader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -49,7 +49,6 @@ def test_a_fit_after_a_search_is_the_same() -> None:
     module = Rated()
     found = fit(module, callbacks=finder)
     search = finder.optimal_lr
-    assert search is not None
     assert module.lr == module.hparams.lr == search.suggestion()
     assert search.results["lr"][:2] == [1e-4, pytest.approx(1e-4 * 1e4 ** (2 / 60))]
     assert len(search.results["lr"]) == len(search.results["loss"]) <= 60
@@ -64,7 +63,6 @@ def test_lr_find_returns_a_search_and_leaves_the_module(tmp_path: Path) -> None:
     search = tw.Tuner(trainer).lr_find(
         module, num_training=40, mode="linear", min_lr=1e-3, max_lr=0.2, update_attr=False
     )
-    assert search is not None
     assert module.lr == 0.05
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert trainer.global_step == 0
@@ -78,7 +76,6 @@ def test_lr_find_returns_a_search_and_leaves_the_module(tmp_path: Path) -> None:
 
 def test_a_diverging_search_ends() -> None:
     search = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1)).lr_find(Rated(), min_lr=1e-2, max_lr=1e4, num_training=100)
-    assert search is not None
     assert 3 < len(search.results["loss"]) < 100
     assert search.suggestion(2) is not None
 
@@ -172,7 +169,6 @@ def test_schedulers_of_a_validation_do_not_step_in_a_search() -> None:
 
     tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
     search = tuner.lr_find(Follows(), num_training=14, early_stop_threshold=None)  # 10 steps an epoch
-    assert search is not None
     assert len(search.results["lr"]) == 14
     assert tuner.scale_batch_size(Follows(), init_val=32, max_trials=1) == 32
 
@@ -186,7 +182,6 @@ def test_losses_that_are_not_finite_are_kept_in_the_results() -> None:
     tuner = tw.Tuner(tw.Trainer(**QUIET, max_epochs=1))
     module = Spoils()
     search = tuner.lr_find(module, num_training=30, early_stop_threshold=None, update_attr=False)
-    assert search is not None
     losses = search.results["loss"]
     assert [index for index, loss in enumerate(losses) if math.isnan(loss)] == list(range(3, 30))  # of the weights too
     with pytest.warns(UserWarning, match="and 27 with a loss that is not finite are skipped"):
@@ -215,7 +210,6 @@ def test_a_run_that_may_be_killed_searches_on_its_first_start_and_logs_what_it_h
         settings: dict[str, Any] = {**QUIET, "logger": True, "enable_checkpointing": True, "max_epochs": epochs}
         trainer = tw.Trainer(**settings, default_root_dir=tmp_path)
         trainer.fit(module, ckpt_path="auto")
-        assert trainer.log_dir is not None
         logged = json.loads(Path(trainer.log_dir, "hparams.json").read_text())
         assert logged == {"lr": module.lr, "batch_size": module.batch_size} == dict(module.hparams_initial)
         return module
@@ -240,7 +234,6 @@ def test_a_trial_shows_the_limits_of_the_fit(finder: Any) -> None:
     fit(Scheduled(), callbacks=finder, max_epochs=1, max_steps=7)
     assert limits == {(1, 7)}
     if isinstance(finder, tw.LearningRateFinder):
-        assert finder.optimal_lr is not None
         assert len(finder.optimal_lr.results["lr"]) > 10  # more than an epoch, and than the fit's steps
 
 
@@ -251,7 +244,6 @@ def two_ranks(folder: Path) -> Any:
         finder = tw.LearningRateFinder(1e-4, 1.0, 30)
         module = Rated()
         fit(module, callbacks=finder, devices="auto", strategy=strategy, max_epochs=1)
-        assert finder.optimal_lr is not None
         found[strategy] = module.lr, finder.optimal_lr.results["loss"]
     try:
         tw.Tuner(tw.Trainer(**{**QUIET, "devices": "auto"}, max_epochs=1)).scale_batch_size(Rated())
@@ -290,7 +282,7 @@ def test_a_resumed_run_keeps_the_batch_size_that_was_found(tmp_path: Path, holde
         module, data = (Rated(), None) if holder == "module" else (Classifier(), Data())
         saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
         finder = tw.BatchSizeFinder(init_val=8, max_trials=2)
-        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
+        settings: dict[str, Any] = {**SAVING, "max_epochs": epochs}
         trainer = tw.Trainer(**settings, callbacks=[finder, saving])
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
         return (module if data is None else data).batch_size, trainer.global_step
@@ -306,7 +298,7 @@ def test_a_resumed_run_keeps_the_batch_size_that_was_found(tmp_path: Path, holde
 def test_a_resumed_run_keeps_the_rate_that_was_found(tmp_path: Path) -> None:
     def run(epochs: int, ckpt_path: str | None = None) -> float:
         saving = tw.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-        settings: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs}
+        settings: dict[str, Any] = {**SAVING, "max_epochs": epochs}
         trainer = tw.Trainer(**settings, callbacks=[tw.LearningRateFinder(1e-4, 1.0, 30), saving])
         trainer.fit(Rated(), make_loader(40), ckpt_path=ckpt_path)
         return float(Rated.load_from_checkpoint(saving.last_model_path).hparams.lr)

@@ -168,11 +168,11 @@ class Evaluated(tw.Module):
             torch.distributed.all_reduce(values.sum())
 
 
-def evaluated(loader: Any, **options: Any) -> Any:
+def evaluated(loader: Any, is_shared: bool = True, **options: Any) -> Any:
     module = Evaluated(**options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="all_gather: in a last round")
-        (metrics,) = trainer().validate(module, loader, verbose=False)
+        (metrics,) = trainer(use_distributed_sampler=is_shared).validate(module, loader, verbose=False)
     samples = sorted(chain.from_iterable(collectives.gather_object(module.samples)))
     return {name: round(value, 4) for name, value in metrics.items()}, samples
 
@@ -180,13 +180,7 @@ def evaluated(loader: Any, **options: Any) -> Any:
 def own_of_each(**options: Any) -> Any:
     """Evaluate 1 to 7 in two loaders: the first rank has four numbers, and the second three."""
     share = torch.arange(1.0, 5.0) if torch.distributed.get_rank() == 0 else torch.arange(5.0, 8.0)
-    module = Evaluated(**options)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="all_gather: in a last round")
-        loader: Any = DataLoader(TensorDataset(share), batch_size=2)
-        (metrics,) = trainer(use_distributed_sampler=False).validate(module, loader, verbose=False)
-    samples = sorted(chain.from_iterable(collectives.gather_object(module.samples)))
-    return {name: round(value, 4) for name, value in metrics.items()}, samples
+    return evaluated(DataLoader(TensorDataset(share), batch_size=2), is_shared=False, **options)
 
 
 class Part(tw.Module):
