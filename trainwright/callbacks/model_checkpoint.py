@@ -19,6 +19,7 @@ from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Checkpoint
 from trainwright.callbacks.checkpoint_files import (
     PendingSave,
+    announce,
     choose_paths,
     default_folder,
     free_link,
@@ -30,7 +31,6 @@ from trainwright.callbacks.checkpoint_files import (
     path_of_stop,
     remove_replaced,
     save_failed_run,
-    tell_loggers,
 )
 from trainwright.callbacks.checkpoint_policy import (
     KEY_SETTINGS,
@@ -396,7 +396,8 @@ class ModelCheckpoint(Checkpoint):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude(trainer)
-            tell_loggers(self, trainer)
+            if pending.is_committed:
+                announce(self, trainer, self._module())
 
     def _keep_replaced(self, paths: list[str]) -> None:
         self._kept["replaced"] = paths
@@ -460,7 +461,7 @@ class ModelCheckpoint(Checkpoint):
         self._write(trainer, before, weights_only)
         link_newest((link, before["link"]), path, trainer)
         self._keep_replaced(remove_replaced(replaced, path, trainer))
-        tell_loggers(self, trainer)
+        announce(self, trainer, self._module())
         return str(path)
 
     def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
