@@ -1,4 +1,4 @@
-"""RunReport: at the end of a fit, one page on the run in the run's folder. plots/report.py makes the page."""
+"""RunReport: at the end of a fit, one page on the run in the run's folder. plots/page.py makes the page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.run_record import RESULTS
 from trainwright.plots import names_of_runs, panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
-from trainwright.plots.report import Report, Section
+from trainwright.plots.page import Report, Section
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from trainwright.trainer.epoch_batches import Batch
 from trainwright.trainer.evaluate import evaluate
 from trainwright.trainer.optimization import step_schedulers
 from trainwright.trainer.run_position import CHECKPOINT, VALIDATION, Phase
-from trainwright.trainer.stage import limited
+from trainwright.trainer.sources import limited
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
 
