@@ -253,12 +253,10 @@ class TunedSetting:
         )
 
     def set(self, value: Any) -> None:
-        """Set it in all objects."""
         for holder, key in self._holders:
             _assign(holder, key, value)
 
     def restore(self) -> None:
-        """Restore the first values of all objects."""
         for (holder, key), value in zip(self._holders, self._first, strict=True):
             _assign(holder, key, value)
 

@@ -203,7 +203,6 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def keeps_any(self) -> bool:
-        """Return whether it keeps any checkpoint."""
         return bool(self.save_top_k or self.save_last)
 
     @property
@@ -453,7 +452,6 @@ class ModelCheckpoint(Checkpoint):
             return str(path)
         if self._refuses_weights(trainer):
             return ""
-
         link_of = partial(self._link, trainer, True, path)
         before, link = self._kept, trainer.engine.ranks.decide(link_of, "the save of a run that ends")
         replaced = [*before["replaced"], *self._ranking.dropped(before, is_best=False)]

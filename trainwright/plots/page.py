@@ -56,7 +56,6 @@ pre.wrapped { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
 
 
 def page_of(panels: Sequence[Panel], axis: str, folders: Sequence[str], problems: Sequence[str] = ()) -> str:
-    """Return the page of panels."""
     runs = names_of_runs(list(folders))
     title = f"Curves of {runs[0]}" if len(runs) == 1 else f"Curves of {len(runs)} runs"
     lines = ["<ul>"]
@@ -238,7 +237,6 @@ class Report:
     others: Sequence[Section] = ()
 
     def to_html(self, axis: str = "step") -> str:
-        """Return the page."""
         lines = [
             f'<p><span class="state {escaped(self.state.split()[-1])}">{escaped(self.state)}</span> {escaped(self.summary)}</p>'
         ]

@@ -94,13 +94,11 @@ def validate_within(run: TrainingRun, batch: Batch) -> None:
 
 
 def validates_within(run: TrainingRun) -> bool:
-    """Return whether a validation may be due within an epoch."""
     has_interval = run.data.validate_every is not None or run.plan.validation_clock is not None
     return run.validation is not None and has_interval
 
 
 def follows_metric_by_step(run: TrainingRun) -> bool:
-    """Return whether a step-wise scheduler follows a metric."""
     return any(config.interval == "step" and config.reduce_on_plateau for config in run.trained.schedulers)
 
 

@@ -339,7 +339,6 @@ def warn_of_misspelled_monitors(callbacks: Iterable[Callback], logged: Iterable[
 
 
 def warn_of_shuffling(loaders: Any, stage: str) -> None:
-    """Warn of evaluation loaders that shuffle."""
     samplers = [getattr(loader, "sampler", None) for loader in parts_of(loaders)]
     if any(isinstance(sampler, (RandomSampler, SubsetRandomSampler)) for sampler in samplers):
         rank_zero_warn(

@@ -97,13 +97,19 @@ def arranged_callbacks(callbacks: Any, settings: Settings, loggers: Sequence[Log
             wanted = writes_files or kind is not RunReport
         if wanted and not any(isinstance(callback, kind) for callback in passed):
             (after if kind is RunReport else before).append(default())
+    return _in_order([*before, *_asked_for(settings, passed), *passed, *after])
+
+
+def _asked_for(settings: Settings, passed: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks of other settings, and of a worker of Ray Train unless it was passed."""
+    asked = list[Callback]()
     if settings.max_time is not None:
-        before.append(Timer(settings.max_time))
+        asked.append(Timer(settings.max_time))
     if settings.memory_snapshot is not None:
-        before.append(MemorySnapshot(settings.memory_snapshot))
+        asked.append(MemorySnapshot(settings.memory_snapshot))
     if ray_train() is not None and not any(isinstance(callback, RayReport) for callback in passed):
-        after.append(RayReport())
-    return _in_order([*before, *passed, *after])
+        asked.append(RayReport())
+    return asked
 
 
 def with_the_modules(callbacks: Sequence[Callback], returned: Any) -> list[Callback]:

@@ -66,7 +66,6 @@ class RunningStage(StrEnum):
 
     @property
     def evaluating(self) -> bool:
-        """Return whether this is an evaluation."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
 
@@ -128,7 +127,6 @@ class Progress:
         self._window, self.has_failed = window, False
 
     def end(self, has_failed: bool) -> None:
-        """End the call."""
         self.phase, self._window = Phase.OUTSIDE, None
         self.status = TrainerStatus.INTERRUPTED if has_failed else TrainerStatus.FINISHED
 
@@ -182,7 +180,6 @@ class Progress:
 
     @property
     def is_in_batch(self) -> bool:
-        """Return whether a training batch runs."""
         return self.phase is Phase.BATCH
 
     @property
@@ -192,7 +189,6 @@ class Progress:
 
     @property
     def is_sanity_check(self) -> bool:
-        """Return whether the sanity check runs."""
         return self.phase is Phase.SANITY_CHECK
 
     @property
@@ -202,7 +198,6 @@ class Progress:
 
     @property
     def is_mid_epoch_validation(self) -> bool:
-        """Return whether a validation within a training epoch runs."""
         return self.phase is Phase.VALIDATION_WITHIN
 
 
@@ -319,7 +314,6 @@ class Position:
 
     @property
     def finished(self) -> bool:
-        """Return whether the call has ended without an exception."""
         return self.progress.status is TrainerStatus.FINISHED
 
     @property
@@ -379,7 +373,6 @@ class Position:
         return self.saves
 
     def count_validation(self) -> None:
-        """Count a validation after the latest batch."""
         self.validations += 1
         self.validated_at = self.total_batches
 
@@ -429,7 +422,6 @@ class Position:
         return not progress.is_within_window and (weights_only or not (is_within_batch or progress.phase in ENDING))
 
     def next_epoch(self) -> None:
-        """Advance to the next epoch."""
         self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False
         self.unchecked_batches = 0
         self.rng.pop(EPOCH_START, None)

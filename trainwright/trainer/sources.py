@@ -193,14 +193,11 @@ class Stage:
         self.num_batches = [float("inf") if count is None else count for count in num_batches]
 
     def note_indices(self, indices: list[Any] | None) -> None:
-        """Record the samples of the current batch."""
         self.batch_indices = indices
 
 
 @dataclass
 class Stages:
-    """The data of every stage."""
-
     train_dataloader: Any = None
     num_training_batches: Batches = float("inf")
     validation: Stage = field(default_factory=Stage)
