@@ -39,8 +39,9 @@ def choose_paths(
 ) -> tuple[str, str]:
     """Return the path of a save, the first that is free or replaceable, and the free one that it is written to.
 
-    `name` returns the path with a version. The save may replace the `dropped` checkpoints and, if it `replaces_any`, a whole
-    checkpoint of the plain name that is not among the `kept`, and never `source`, which the run was resumed from.
+    `name` returns the path with a version. The save may replace the `dropped` checkpoints. If it `replaces_any`, it may also
+    replace a whole checkpoint of the plain name that is not among the `kept`. It never replaces `source`, which the run was
+    resumed from.
     """
 
     def is_replaced(path: str) -> bool:
@@ -242,8 +243,8 @@ def found_again(
     """Return the scores of the kept checkpoints, the newest, and the paths that it replaces, as found at a resume.
 
     A path may contain a different save: the intended one was not renamed yet, or a later save of the killed run
-    has taken the path. Such a path is not among the kept ones, and the next save may use it. `unrenamed` is where the newest
-    was written, its final path, and its score, and `steps` has the optimizer step of every checkpoint, as far as known.
+    has taken the path. Such a path is not among the kept ones. The next save may use it. `unrenamed` is where the newest
+    was written, its final path, and its score. `steps` has the optimizer step of every checkpoint, as far as known.
     """
     found, last, replaced = dict(kept["scores"]), kept["last"], list(kept["replaced"])
     written_to, path, score = unrenamed

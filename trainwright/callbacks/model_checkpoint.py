@@ -102,7 +102,7 @@ class ModelCheckpoint(Checkpoint):
     whose metric is not finite never counts among the best. Until one is finite, the newest is kept. The newest checkpoint and
     the resume source are never deleted before another one exists. A fit from scratch keeps the files of an earlier fit.
     A metric scores only the weights it was computed with: a save by steps or time after a validation counts among the best once
-    the next validation has scored its weights, and is then made again. A save that is due while gradients wait is made after
+    the next validation has scored its weights. It is then made again. A save that is due while gradients wait is made after
     their optimizer step.
 
     Raises:
@@ -341,8 +341,8 @@ class ModelCheckpoint(Checkpoint):
     def _save(self, trainer: TrainerProtocol, is_left: bool = False) -> None:
         """Save if rank 0 finds it worthwhile. Collective.
 
-        If the epoch `is_left`, a state that is already saved with the same score is not saved again, and a metric of the
-        file's name that comes from the epoch's end may be missing.
+        If the epoch `is_left`, a state that is already saved with the same score is not saved again. A metric of the file's
+        name that comes from the epoch's end may then be missing.
         """
         self._is_deferred = self._is_due = False
         if not self.keeps_any:

@@ -60,8 +60,8 @@ class GradientAccumulationPlugin(NamedArguments):
 class FullyShardedDataParallelPlugin(NamedArguments):
     """The strategy "fsdp", under the names that Accelerate has for its options.
 
-    Fields that torch's FSDP2 does not need are accepted if their promise holds: parameters keep their names,
-    gathers are limited, all ranks start from rank 0's weights, and one checkpoint format is loaded by every strategy.
+    Fields that torch's FSDP2 does not need are accepted if their promise holds. Parameters keep their names, gathers are
+    limited, and all ranks start from rank 0's weights. One checkpoint format is loaded by every strategy.
 
     Args:
         reshard_after_forward: False keeps the parameters whole between forward and backward.

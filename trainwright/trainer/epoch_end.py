@@ -40,8 +40,8 @@ def close_epoch(run: TrainingRun, is_complete: bool) -> None:
 def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
     """Return whether a validation is due after the current batch, or `at_end` of an epoch.
 
-    The loop does not check within an accumulation window: what falls due there is due at the window's end, so that a
-    validation scores weights that a checkpoint can hold and a run can resume from.
+    The loop does not check within an accumulation window. A validation that falls due there is due at the window's end. So it
+    scores weights that a checkpoint can store and a run can resume from.
     """
     settings, state = run.settings, run.state
     every = settings.check_val_every_n_epoch

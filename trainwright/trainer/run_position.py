@@ -223,17 +223,17 @@ class OpenEpoch:
 class Position:
     """The counters, the phase and the RNG states of a run.
 
-    `epoch` counts finished epochs, so during an epoch it is that epoch's number from 0. `batch` counts the batches that
-    this rank has finished in the epoch, and `total_batches` those of the run. Optimizer steps of the run are counted by `step`
-    (each optimizer's under manual optimization), and the batches after which a step was made by `batches_that_stepped`. From
-    these the loggers' x axis follows (`logged_step`). `validations` counts the validations of the run, and `validated_at` is
+    `epoch` counts finished epochs. During an epoch it is that epoch's number from 0. `batch` counts the batches that this rank
+    has finished in the epoch, and `total_batches` the batches of the run. `step` counts the optimizer steps of the run, and
+    each optimizer's under manual optimization. `batches_that_stepped` counts the batches after which a step was made. From
+    it the loggers' x axis follows (`logged_step`). `validations` counts the validations of the run. `validated_at` is
     `total_batches` as it was at the latest.
-    `unchecked_batches` counts the batches, the current one included, since the latest check whether a validation is due
-    within the epoch. `schedulers_stepped` is True once an epoch's schedulers have stepped, except those that follow a metric:
-    its validation may not have run yet. `epoch_ended` is True when the epoch has no batch or validation left, but its number
-    has not changed yet. `holds_gradients` is True while gradients of manual optimization wait over an epoch's end for a step.
-    `schedulers_wait` is True while step-wise schedulers that follow a metric wait for the validation after their step.
-    `saves` counts the checkpoints, which orders those of one step.
+    `unchecked_batches` counts the batches, the current one included, since the latest check for a validation within the
+    epoch. `schedulers_stepped` is True once an epoch's schedulers have stepped. A scheduler that follows a metric may not
+    have: its validation may not have run yet. `epoch_ended` is True when the epoch has no batch or validation left. Its
+    number has not changed yet. `holds_gradients` is True while gradients of manual optimization wait over an epoch's end for
+    a step. `schedulers_wait` is True while step-wise schedulers that follow a metric wait for the validation after their
+    step. `saves` counts the checkpoints, which orders those of one step.
 
     All of them are valid at a different world size. An epoch resumed there continues from each rank's `batch`, with the rest of
     the data sharded again, so its number of batches differs from a whole epoch's.

@@ -67,8 +67,8 @@ class Trainer(Status):
         accelerator: "auto" (whichever accelerator torch has here, else the CPU), "gpu", "cpu", or a torch device type such as
             "cuda" (ROCm too), "mps", "xpu" or a registered backend's.
         strategy: how processes share the work: "auto" (single_device, or ddp on several processes), a name, or a Strategy.
-        devices: number of processes on this node, one per device, or a list of device numbers, or -1 for all devices (CPU: all
-            cores). "auto": the launcher's number if launched, otherwise all GPUs, otherwise 1.
+        devices: number of processes on this node, one per device, a list of device numbers, or -1 for all. On the CPU a device
+            is a core. "auto": the launcher's number if launched, otherwise all GPUs, otherwise 1.
         num_nodes: nodes of the job. torchrun, srun or `trainwright launch` starts more than one, or the script on every node
             with NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
         precision: "32-true", "16-mixed", "bf16-mixed", "fp8-mixed", "16-true", "bf16-true" or "64-true", the short forms 32,
