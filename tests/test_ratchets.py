@@ -120,7 +120,7 @@ def public_names() -> list[str]:
 
 
 FLOORS = [
-    "timeline", "checkpoint_choice run_position settings stage", "logged_value oversights parts sources", "vendor stop",
+    "timeline", "checkpoint_choice run_position settings sources", "logged_value parts", "vendor stop",
     "metrics", "uneven_round", "logbook", "hooks training_data", "epoch_batches run", "evaluate remote_call status",
     "prepared_run", "training_run", "saving", "optimization", "epoch_end preparation", "resume", "fit", "trainer",
     "tuner",

@@ -203,10 +203,13 @@ def limited(size: int) -> Iterator[None]:
 
 
 class Cramped(tw.Callback):
-    """Takes the room for files away on rank 1, from a step on."""
+    """Takes the room for files away on rank 1, from a step on. Records the complete checkpoints."""
 
     def __init__(self, step: int) -> None:
-        self.step, self.limit = step, limited(2000)
+        self.step, self.limit, self.saved = step, limited(2000), list[str]()
+
+    def on_checkpoint_saved(self, trainer: Any, module: Any, path: str) -> None:
+        self.saved.append(path)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         settle(trainer)
@@ -227,7 +230,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         try:
             trainer.fit(Scored([1.0]), make_loader())
         except tw.CheckpointError as error:
-            said[str(ending)] = [str(error), trainer.global_step, callback.best_model_path]
+            said[str(ending)] = [str(error), trainer.global_step, callback.best_model_path, cramped.saved]
         if trainer.global_rank == 1:
             cramped.limit.__exit__(None, None, None)
     # In a raw loop.
@@ -252,10 +255,11 @@ def test_ranks_keep_the_same_checkpoints_in_async_saves(tmp_path: Path) -> None:
         folder = tmp_path / "cramped" / str(ending)
         errors = [said[str(ending)] for said in results]
         assert errors[0] == errors[1]
-        text, step, best = errors[0]
+        text, step, best, saved = errors[0]
         assert text.startswith(f"checkpoint {folder}/step=4.ckpt was not written: rank 1: ")
         assert "File too large" in text
         assert (step, best) == (at_step, f"{folder}/step=2.ckpt")
+        assert saved == [f"{folder}/step=2.ckpt"]
         assert found(folder) == {"step=2.ckpt": 2}
         assert os.listdir(folder) == ["step=2.ckpt"]
     assert results[0]["own"] == {"0": 0, "1": 1, "2": 2, "same": 2}

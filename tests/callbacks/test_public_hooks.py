@@ -11,6 +11,7 @@ from small import QUIET, Classifier, assert_equal, fit, make_loader, weights
 
 import trainwright as tw
 from trainwright.callbacks.base import HOOKS
+from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.tensors import Piece
 
 
@@ -137,6 +138,27 @@ def test_callback_stops_a_resumed_run_again_unless_its_settings_changed(tmp_path
     trainer.fit(Classifier(), make_loader(), ckpt_path=tmp_path / "stopped.ckpt")
     assert trainer.global_step == at
     assert calls[0] == "resumed"
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_callback_receives_the_path_of_every_complete_checkpoint(tmp_path: Path, async_save: bool) -> None:
+    saved: list[tuple[str, str, int]] = []
+
+    class Uploads(tw.Callback):
+        def __init__(self, name: str, priority: int) -> None:
+            self.name, self.priority = name, priority
+
+        def on_checkpoint_saved(self, trainer: Any, module: Any, path: str) -> None:
+            assert isinstance(module, Classifier)
+            saved.append((self.name, Path(path).name, open_checkpoint(path).step))
+
+    # The second save replaces the first, and the end of the fit saves once more.
+    options = {"filename": "newest", "every_n_train_steps": 4, "save_last": True, "async_save": async_save}
+    callbacks = [Uploads("late", -30), Uploads("early", 30), tw.ModelCheckpoint(tmp_path, **options)]
+    settings = {**QUIET, "enable_checkpointing": True}
+    tw.Trainer(max_epochs=1, callbacks=callbacks, **settings).fit(Classifier(), make_loader())
+    paths = [("newest.ckpt", 4), ("newest.ckpt", 8), ("end-step=11.ckpt", 11)]
+    assert saved == [(name, *path) for path in paths for name in ("early", "late")]
 
 
 def test_callback_searches_a_setting_replaces_the_scheduler_and_passes_over_the_data() -> None:

@@ -1,7 +1,7 @@
 """Averaging: the base of callbacks that average weights. Every rank averages its shards of the weights.
 
-A checkpoint has the sections of `trainwright/checkpoint/contents.py`: the weights of a callback's evaluations as the model, the
-weights in training apart from it, and the averages in float32 where the model has a different dtype.
+A checkpoint has the sections of `trainwright/checkpoint/contents.py`. The weights of a callback's evaluations are the model,
+and the weights in training are apart from it. The averages are stored in float32 where the model has a different dtype.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def fold_of(avg_fn: AverageFunction | None, multi_avg_fn: Callable[..., None] | 
 class AveragedPieces:
     """The averages of this rank's shards of the trained tensors, by name, in float32 or a wider dtype.
 
-    A parameter that is frozen has no average until it trains: its own value is the average so far. `device` is where they are
-    kept, or None for the device of the tensor. With `use_buffers` floating-point buffers of the state_dict are averaged too.
+    A frozen parameter has no average until it trains. Its value is the average so far. `device` is where the averages are
+    stored, or None for the device of the tensor. With `use_buffers` floating-point buffers of the state_dict are averaged too.
     """
 
     def __init__(self, fold: Fold, device: torch.device | None, use_buffers: bool) -> None:

@@ -181,6 +181,12 @@ class Callback:
         run killed between two saves makes the second one in on_resume_end. Not called at the end of an epoch that was stopped.
         """
 
+    def on_checkpoint_saved(self, trainer: AnyTrainer, module: Module, path: str) -> None:
+        """Called on every rank once the checkpoint that a ModelCheckpoint has saved at `path` is complete.
+
+        An async save is complete by the next save, or by the end of the run. Not called after an exception has ended the run.
+        """
+
     def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> int | None:
         """Called with the batch on its device, before training_step. Return -1, on every rank, to end the epoch here."""
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from trainwright.callbacks.checkpoint_policy import Kept
-from trainwright.callbacks.ray_report import RayReport
 from trainwright.checkpoint.discovery import is_checkpoint, is_replaceable, remove_older, replace_checkpoint, same_path
 from trainwright.checkpoint.filesystem import resolve
 from trainwright.checkpoint.last_link import is_last_link, point_to, remove_link
@@ -25,6 +25,7 @@ from trainwright.rank_zero import say, warn
 if TYPE_CHECKING:
     from trainwright.callbacks.trainer_protocol import TrainerProtocol
     from trainwright.checkpoint.store import BackgroundSave
+    from trainwright.module import Module
 
 
 def choose_paths(
@@ -38,8 +39,9 @@ def choose_paths(
 ) -> tuple[str, str]:
     """Return the path of a save, the first that is free or replaceable, and the free one that it is written to.
 
-    `name` returns the path with a version. The save may replace the `dropped` checkpoints and, if it `replaces_any`, a whole
-    checkpoint of the plain name that is not among the `kept`, and never `source`, which the run was resumed from.
+    `name` returns the path with a version. The save may replace the `dropped` checkpoints. If it `replaces_any`, it may also
+    replace a whole checkpoint of the plain name that is not among the `kept`. It never replaces `source`, which the run was
+    resumed from.
     """
 
     def is_replaced(path: str) -> bool:
@@ -167,11 +169,10 @@ def link_newest(links: tuple[str, str], path: str, trainer: TrainerProtocol) -> 
         warn(f"{link} could not be made to lead to {path}: {error}.", stacklevel=2)
 
 
-def tell_loggers(kept: KeptCheckpoints, trainer: TrainerProtocol) -> None:
-    """Tell the loggers, on rank 0, and RayReport, on every rank, that a checkpoint is complete."""
-    for callback in trainer.callbacks:
-        if isinstance(callback, RayReport):
-            callback.add(kept.last_model_path)
+def announce(kept: KeptCheckpoints, trainer: TrainerProtocol, module: Module) -> None:
+    """Tell the callbacks, on every rank, and the loggers, on rank 0, that the newest checkpoint is complete."""
+    for callback in sorted(trainer.callbacks, key=attrgetter("priority"), reverse=True):
+        callback.on_checkpoint_saved(trainer, module, kept.last_model_path)
     for logger in trainer.loggers if trainer.is_global_zero else ():
         outlived(logger, "after_save_checkpoint", kept)
 
@@ -242,8 +243,8 @@ def found_again(
     """Return the scores of the kept checkpoints, the newest, and the paths that it replaces, as found at a resume.
 
     A path may contain a different save: the intended one was not renamed yet, or a later save of the killed run
-    has taken the path. Such a path is not among the kept ones, and the next save may use it. `unrenamed` is where the newest
-    was written, its final path, and its score, and `steps` has the optimizer step of every checkpoint, as far as known.
+    has taken the path. Such a path is not among the kept ones. The next save may use it. `unrenamed` is where the newest
+    was written, its final path, and its score. `steps` has the optimizer step of every checkpoint, as far as known.
     """
     found, last, replaced = dict(kept["scores"]), kept["last"], list(kept["replaced"])
     written_to, path, score = unrenamed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from itertools import chain, product
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -255,7 +255,8 @@ class ClassificationReport(Callback):
         confusion, self._confusion = self._confusion.cpu(), EMPTY
         if trainer.sanity_checking:
             return
-        total = self._sum_of_ranks(trainer, confusion)
+        count = self.num_classes or max(trainer.engine.ranks.exchange(len(confusion), "ClassificationReport"))
+        total = trainer.engine.reduce(_padded(confusion, count), "sum")
         if not total.any():
             return
         scores = self.scores[stage] = ClassificationScores(total, self.class_names)
@@ -272,19 +273,6 @@ class ClassificationReport(Callback):
             pixels = numpy.asarray(canvas.buffer_rgba())[..., :3].copy()
             for logger in loggers:
                 outlived(logger, "log_images", {f"{prefix}/confusion": pixels}, trainer.state.logged_step)
-
-    def _sum_of_ranks(self, trainer: TrainerProtocol, confusion: Tensor) -> Tensor:
-        """Return the sum of the confusion matrices of all ranks. Collective."""
-        # Only cells with samples are sent: with many classes most are empty.
-        cells = confusion.nonzero()
-        entries = torch.cat([cells, confusion[cells[:, 0], cells[:, 1]].unsqueeze(1)], 1).tolist()
-        parts = trainer.engine.ranks.exchange([len(confusion), entries], "ClassificationReport")
-        parts = parts[:: trainer.world_size // trainer.engine.num_data_ranks]  # one rank of each part of the data
-        count = self.num_classes or max(size for size, _ in parts)
-        total = torch.zeros(count, count, dtype=torch.long)
-        for actual, predicted, number in chain.from_iterable(entries for _, entries in parts):
-            total[actual, predicted] += number
-        return total
 
 
 def _padded(matrix: Tensor, size: int) -> Tensor:

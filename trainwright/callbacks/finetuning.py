@@ -230,8 +230,10 @@ class BaseFinetuning(Callback):
         for config in trainer.lr_scheduler_configs if groups else ():
             if config.is_of(optimizer):
                 for scheduler in _parts_of(config.scheduler):
-                    for values, value in _lists_by_group(scheduler):
-                        values += [group["lr"] if value is None else value for group in groups]
+                    if hasattr(scheduler, "base_lrs"):
+                        scheduler.base_lrs += [group["lr"] for group in groups]
+                    if hasattr(scheduler, "lr_lambdas"):
+                        scheduler.lr_lambdas += scheduler.lr_lambdas[-1:] * len(groups)
 
 
 def _parts_of(scheduler: Any) -> Iterator[Any]:
@@ -240,14 +242,6 @@ def _parts_of(scheduler: Any) -> Iterator[Any]:
         for part in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(part, LRScheduler):
                 yield from _parts_of(part)
-
-
-def _lists_by_group(scheduler: Any) -> Iterator[tuple[list[Any], Any]]:
-    """Yield the lists of a scheduler with an entry for every group, and the entry of a new group, or None for its rate."""
-    if hasattr(scheduler, "base_lrs"):
-        yield scheduler.base_lrs, None
-    if hasattr(scheduler, "lr_lambdas"):
-        yield scheduler.lr_lambdas, scheduler.lr_lambdas[-1]
 
 
 def _refuse_planned(callback: str, scheduler: Any) -> None:
@@ -350,7 +344,11 @@ class BackboneFinetuning(BaseFinetuning):
                 return
         elif index in self.previous_backbone_lr:
             rate = self._aligned(self.lambda_func(epoch + 1) * self.previous_backbone_lr[index], head)
-            self._set_rate(pl_module, optimizer, rate)
+            names = {name for group in self._groups[index] for name in group["names"]}
+            own = {parameter for parameter, name in names_of(pl_module).items() if name in names}
+            for group in optimizer.param_groups:
+                if not own.isdisjoint(group["params"]):
+                    group["lr"] = rate
         else:
             return
         self.previous_backbone_lr[index] = rate
@@ -359,10 +357,3 @@ class BackboneFinetuning(BaseFinetuning):
 
     def _aligned(self, rate: float, head: float) -> float:
         return min(rate, head) if self.should_align else rate
-
-    def _set_rate(self, module: Module, optimizer: Optimizer, rate: float) -> None:
-        names = {name for group in self._groups[self._optimizer_index] for name in group["names"]}
-        own = {parameter for parameter, name in names_of(module).items() if name in names}
-        for group in optimizer.param_groups:
-            if not own.isdisjoint(group["params"]):
-                group["lr"] = rate

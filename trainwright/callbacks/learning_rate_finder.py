@@ -205,18 +205,16 @@ class Sweep(Callback):
                 "Return the loss from training_step, also under manual optimization."
             )
         loss, self._losses = self._losses[-1] if self._losses else math.nan, []
-        smoothed = self._smoothed(loss) if math.isfinite(loss) else loss
+        smoothed = loss
+        if math.isfinite(loss):  # the running mean, without the bias of its first value, 0
+            self._count += 1
+            self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
+            smoothed = self._mean / (1 - SMOOTHING**self._count)
         self.search.results["lr"].append(self.search.rate(self._step))
         self.search.results["loss"].append(smoothed)
         if self.threshold is not None and smoothed - self._best > (self.threshold - 1) * abs(self._best):
             trainer.should_stop = True
         self._best = min(self._best, smoothed) if math.isfinite(smoothed) else self._best
-
-    def _smoothed(self, loss: float) -> float:
-        """Take a loss into the running mean, and return the mean without the bias of its first value, 0."""
-        self._count += 1
-        self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * loss
-        return self._mean / (1 - SMOOTHING**self._count)
 
 
 def refuse_within_run(callback: object, method: str) -> NoReturn:
@@ -255,12 +253,10 @@ class TunedSetting:
         )
 
     def set(self, value: Any) -> None:
-        """Set it in all objects."""
         for holder, key in self._holders:
             _assign(holder, key, value)
 
     def restore(self) -> None:
-        """Restore the first values of all objects."""
         for (holder, key), value in zip(self._holders, self._first, strict=True):
             _assign(holder, key, value)
 

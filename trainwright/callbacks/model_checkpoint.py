@@ -19,6 +19,7 @@ from trainwright.arguments import refuses_unknown
 from trainwright.callbacks.base import Checkpoint
 from trainwright.callbacks.checkpoint_files import (
     PendingSave,
+    announce,
     choose_paths,
     default_folder,
     free_link,
@@ -30,7 +31,6 @@ from trainwright.callbacks.checkpoint_files import (
     path_of_stop,
     remove_replaced,
     save_failed_run,
-    tell_loggers,
 )
 from trainwright.callbacks.checkpoint_policy import (
     KEY_SETTINGS,
@@ -102,7 +102,7 @@ class ModelCheckpoint(Checkpoint):
     whose metric is not finite never counts among the best. Until one is finite, the newest is kept. The newest checkpoint and
     the resume source are never deleted before another one exists. A fit from scratch keeps the files of an earlier fit.
     A metric scores only the weights it was computed with: a save by steps or time after a validation counts among the best once
-    the next validation has scored its weights, and is then made again. A save that is due while gradients wait is made after
+    the next validation has scored its weights. It is then made again. A save that is due while gradients wait is made after
     their optimizer step.
 
     Raises:
@@ -203,7 +203,6 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def keeps_any(self) -> bool:
-        """Return whether it keeps any checkpoint."""
         return bool(self.save_top_k or self.save_last)
 
     @property
@@ -342,8 +341,8 @@ class ModelCheckpoint(Checkpoint):
     def _save(self, trainer: TrainerProtocol, is_left: bool = False) -> None:
         """Save if rank 0 finds it worthwhile. Collective.
 
-        If the epoch `is_left`, a state that is already saved with the same score is not saved again, and a metric of the
-        file's name that comes from the epoch's end may be missing.
+        If the epoch `is_left`, a state that is already saved with the same score is not saved again. A metric of the file's
+        name that comes from the epoch's end may then be missing.
         """
         self._is_deferred = self._is_due = False
         if not self.keeps_any:
@@ -396,7 +395,8 @@ class ModelCheckpoint(Checkpoint):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.conclude(trainer)
-            tell_loggers(self, trainer)
+            if pending.is_committed:
+                announce(self, trainer, self._module())
 
     def _keep_replaced(self, paths: list[str]) -> None:
         self._kept["replaced"] = paths
@@ -452,7 +452,6 @@ class ModelCheckpoint(Checkpoint):
             return str(path)
         if self._refuses_weights(trainer):
             return ""
-
         link_of = partial(self._link, trainer, True, path)
         before, link = self._kept, trainer.engine.ranks.decide(link_of, "the save of a run that ends")
         replaced = [*before["replaced"], *self._ranking.dropped(before, is_best=False)]
@@ -460,7 +459,7 @@ class ModelCheckpoint(Checkpoint):
         self._write(trainer, before, weights_only)
         link_newest((link, before["link"]), path, trainer)
         self._keep_replaced(remove_replaced(replaced, path, trainer))
-        tell_loggers(self, trainer)
+        announce(self, trainer, self._module())
         return str(path)
 
     def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:

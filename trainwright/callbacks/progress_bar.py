@@ -352,12 +352,10 @@ class LoopDisplay:
         return True
 
     def move_to(self, batches: int) -> None:
-        """Move the bar, if any."""
         if self.bar is not None:
             self.bar.move_to(batches)
 
     def write_line(self, batches: int, metrics: str, file: Any) -> None:
-        """Write a plain line."""
         of = "" if self._total is None else f"/{self._total}"
         line = f"{self._title.lower()}: {batches}{of} batches in {time.monotonic() - self._started:.1f} s{metrics}"
         print(line, file=file, flush=True)

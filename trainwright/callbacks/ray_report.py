@@ -44,16 +44,15 @@ class RayReport(Callback):
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         self._due.clear()  # an earlier fit may have failed
 
-    def add(self, path: str) -> None:
-        """Report a complete checkpoint at the next save point. Call on every rank."""
+    def on_checkpoint_saved(self, trainer: AnyTrainer, module: Module, path: str) -> None:
         self._due.append(path)
 
     def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         if trainer.state.progress.is_mid_epoch_validation:  # the epoch's end reports any other
-            self.add("")
+            self._due.append("")
 
     def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
-        self.add("")
+        self._due.append("")
 
     def on_save_point(self, trainer: AnyTrainer, module: Module) -> None:
         """Report the complete checkpoints, or only the metrics if there are none. Collective."""

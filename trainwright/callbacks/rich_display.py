@@ -115,8 +115,6 @@ class RichDisplay:
 
 
 class RichBar:
-    """A bar of a display."""
-
     def __init__(
         self, display: RichDisplay, progress: Progress, text: Callable[[dict[str, Any]], str], leave: bool
     ) -> None:

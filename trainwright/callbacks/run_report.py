@@ -1,4 +1,4 @@
-"""RunReport: at the end of a fit, one page on the run in the run's folder. plots/report.py makes the page."""
+"""RunReport: at the end of a fit, one page on the run in the run's folder. plots/page.py makes the page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainwright.loggers.folder import FolderLogger
 from trainwright.loggers.run_record import RESULTS
 from trainwright.plots import names_of_runs, panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
-from trainwright.plots.report import Report, Section
+from trainwright.plots.page import Report, Section
 from trainwright.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class RunReport(Callback):
     """Writes `report.html` into the run's folder at the end of a fit, also of a failed or stopped one, and prints its path.
 
     The page is one file that needs nothing else and loads nothing. It has the result (finished, stopped or failed, with the
-    error and its traceback), the curves, the checkpoints that are kept and their scores, the model's size, the
-    hyper-parameters, where the time went (the profiler's table, if there is one), versions, devices, strategy and precision,
-    the command line, and the git commit of the script. Values whose names say that they are secret are masked.
+    error and its traceback), the curves, and the stored checkpoints with their scores. The model's size, the hyper-parameters
+    and the times follow, with the profiler's table, if there is one. The last parts are versions, devices, strategy and
+    precision, the command line, and the git commit of the script. Values whose names say that they are secret are masked.
 
     The Trainer adds it if a CSVLogger or a TensorBoardLogger writes a folder, unless `enable_report=False`.
     One rank writes, once everything else is closed: rank 0, or the rank that has failed, which ends the others. A resumed
@@ -140,7 +140,6 @@ class Facts:
         self.command = _command()
 
     def report(self, result: RunResult, error: BaseException | None) -> Report:
-        """Return the report."""
         trainer, state = self.trainer, RESULTS[result]
         took = _duration(self.times.seconds_until("end"))
         summary = f"at step {trainer.global_step:,}, after {took}"

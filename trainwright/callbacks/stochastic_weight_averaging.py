@@ -33,9 +33,9 @@ class StochasticWeightAveraging(Averaging):
     the first of these epochs on, torch's SWALR replaces the module's scheduler: it anneals the learning rates
     to `swa_lrs`. The average is of the weights with which each of these epochs begins.
 
-    Once the training has ended, the module gets the average, and the statistics of batch norm are computed again as the mean
-    over the batches of the training data: training_step runs on each of them, without gradients, hooks and logging. During
-    the training, validations and checkpoints have the weights in training, and the average is stored apart.
+    Once the training has ended, the module gets the average. The statistics of batch norm are computed again as the mean over
+    the batches of the training data. For this training_step runs on each of them, without gradients, hooks and logging.
+    During the training, validations and checkpoints have the weights in training. The average is stored apart.
     Afterwards `trainer.validate` scores the average and `trainer.save_checkpoint` saves it.
 
     It works under every strategy, where every rank averages the pieces of the weights that it holds, and resumes bitwise.

@@ -31,10 +31,10 @@ class KeptCheckpoints(Protocol):
 class Logger:
     """The base of loggers: override the methods that yours supports. The others do nothing.
 
-    The trainer calls `start` on every rank at the start of a run. It calls the other methods on rank 0: `log_hyperparams` and
-    `log_graph` once, `log_metrics` for every row, `state_dict` at checkpoints, `flush` at the end of an epoch, and `finalize`
-    and `close` at the end of the run. Calls from user code on other ranks must do nothing. An Accelerator calls `start` on the
-    other ranks before it has chosen rank 0's folder, or never.
+    The trainer calls `start` on every rank at the start of a run. It calls the other methods on rank 0. `log_hyperparams` and
+    `log_graph` are called once, `log_metrics` for every row, and `state_dict` at checkpoints. `flush` is called at the end of
+    an epoch, and `finalize` and `close` at the end of the run. Calls from user code on other ranks must do nothing. An
+    Accelerator calls `start` on the other ranks before it has chosen rank 0's folder, or never.
 
     A remote logger resumes its run with three methods. `state_dict` returns the remote run's id and the step up to which rows
     have arrived. With an empty state the next run is a new one. `load_state_dict` gets the state of the logger of the same

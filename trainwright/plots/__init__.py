@@ -2,8 +2,7 @@
 
 from trainwright.plots.curves import AXES, LoggedRun, LoggedSeries, Panel, names_of_runs, panels_of
 from trainwright.plots.drawing import Bar, bars_of, check_page, draw
-from trainwright.plots.page import document
-from trainwright.plots.report import Section, sections_of
+from trainwright.plots.page import Section, document, sections_of
 
 __all__ = [
     "AXES", "Bar", "LoggedRun", "LoggedSeries", "Panel", "Section", "bars_of", "check_page", "document", "draw",

@@ -1,9 +1,10 @@
-"""The page: one HTML file with inline SVG. It loads nothing, runs no script, and follows a light or dark setting."""
+"""The page of curves and the report of a run: one HTML file with inline SVG, which loads nothing and runs no script."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -22,6 +23,10 @@ MOST_VALUES = 24
 COLORS = ("#3b7dd8", "#e0762f", "#3c9f5f", "#c94c5b", "#8c6bc8", "#8a6d4b", "#d465a8", "#7f8790", "#a6a02c", "#2ba7b5")
 """Colors that are visible on light and dark paper."""
 DASHES = ("", "7 4", "2 3", "10 3 2 3", "14 5")
+MOST_ROWS = 500
+"""The largest number of shown rows of a table."""
+LONGEST_CELL, LONGEST_TEXT = 2_000, 40_000
+"""The largest numbers of shown characters."""
 GENERATOR = '<meta name="generator" content="trainwright">'
 """Marks a page that trainwright wrote."""
 STYLE = """
@@ -51,7 +56,6 @@ pre.wrapped { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
 
 
 def page_of(panels: Sequence[Panel], axis: str, folders: Sequence[str], problems: Sequence[str] = ()) -> str:
-    """Return the page of panels."""
     runs = names_of_runs(list(folders))
     title = f"Curves of {runs[0]}" if len(runs) == 1 else f"Curves of {len(runs)} runs"
     lines = ["<ul>"]
@@ -201,3 +205,72 @@ def escaped(text: str, keeps_lines: bool = False) -> str:
     allowed = "\n" if keeps_lines else ""
     letters = (letter if letter.isprintable() or letter in allowed else ascii(letter)[1:-1] for letter in text)
     return html.escape("".join(letters))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report: sentences, rows of cells, and a text with its line breaks.
+
+    If there is no header, the first cell of a row names the others.
+    """
+
+    title: str
+    rows: Sequence[Sequence[str]] = ()
+    header: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    text: str = ""
+    wraps: bool = False
+    """Whether long lines of the text are wrapped."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The content of the report: the state, the panels of the curves, and sections around them."""
+
+    title: str
+    state: str
+    summary: str
+    first: Sequence[Section] = ()
+    panels: Sequence[Panel] = ()
+    notes: Sequence[str] = field(default=())
+    """Sentences about the curves."""
+    others: Sequence[Section] = ()
+
+    def to_html(self, axis: str = "step") -> str:
+        lines = [
+            f'<p><span class="state {escaped(self.state.split()[-1])}">{escaped(self.state)}</span> {escaped(self.summary)}</p>'
+        ]
+        lines += sections_of(self.first)
+        lines += [f"<p>{escaped(note)}</p>" for note in self.notes]
+        lines += curves_of(self.panels, axis) if self.panels else ()
+        return document(self.title, [*lines, *sections_of(self.others)])
+
+
+def sections_of(sections: Sequence[Section]) -> Iterator[str]:
+    """Yield the lines of sections."""
+    for section in sections:
+        yield from _section(section)
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield f"<h2>{escaped(section.title)}</h2>"
+    for note in section.notes:
+        yield f"<p>{escaped(note)}</p>"
+    if section.rows:
+        yield "<table>"
+        if section.header:
+            yield f"<tr>{''.join(f'<th>{escaped(name)}</th>' for name in section.header)}</tr>"
+        for row in section.rows[:MOST_ROWS]:
+            first, *others = (_cut(cell, LONGEST_CELL) for cell in row)
+            head = f"<td>{escaped(first)}</td>" if section.header else f'<th scope="row">{escaped(first)}</th>'
+            yield f"<tr>{head}{''.join(f'<td>{escaped(cell)}</td>' for cell in others)}</tr>"
+        yield "</table>"
+        if len(section.rows) > MOST_ROWS:
+            yield f'<p class="soft">and {len(section.rows) - MOST_ROWS:,} more</p>'
+    if section.text:
+        kind = ' class="wrapped"' if section.wraps else ""
+        yield f"<pre{kind}>{escaped(_cut(section.text, LONGEST_TEXT), keeps_lines=True)}</pre>"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more characters)"

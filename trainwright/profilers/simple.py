@@ -25,8 +25,6 @@ class Duration:
 
 @dataclass
 class Running:
-    """A running action."""
-
     action: str
     began: float
     inner_seconds: float = 0.0

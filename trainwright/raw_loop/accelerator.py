@@ -556,8 +556,8 @@ class Accelerator(Collectives):
         """Call `hook(models, weights, output_dir)` on every rank before every `save_state`. The handle's remove() ends that.
 
         Its files in output_dir become a part of the checkpoint, verified and removed with it: a folder with another
-        name until the commit. `weights` are the models' state_dicts, to read, if every rank holds them whole, and otherwise
-        empty. The checkpoint is complete in any case: a model that a hook removes from the two lists is stored all the same.
+        name until the commit. `weights` are the models' state_dicts, to read, if every rank has them whole. Otherwise the list
+        is empty. The checkpoint is complete in any case: a model that a hook removes from the two lists is stored all the same.
         """
         return self._states.add_save_hook(hook)
 

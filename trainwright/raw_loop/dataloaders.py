@@ -39,8 +39,8 @@ class DataLoaderConfiguration(NamedArguments):
     IterableDataset it reads all batches and keeps its share."""
     even_batches: bool = True
     """Accepted with either value. The ranks always have equally many batches, and no sample counts twice: a last round is
-    divided evenly, and a rank for which no sample is left works on another's, with weight zero in `backward` and left out by
-    `gather_for_metrics`."""
+    divided evenly. A rank for which no sample is left works on another's. It has weight zero in `backward`, and
+    `gather_for_metrics` omits it."""
     use_seedable_sampler: bool = False
     """Accepted with either value: the order of the data always follows from the seed and the epoch."""
     data_seed: int | None = None

@@ -117,8 +117,8 @@ class Collectives(Processes):
     def join_uneven_inputs(self, joinables: Iterable[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
         """Return a context that does nothing: prepared loaders give every rank equally many batches.
 
-        In the last round a rank without a sample works on another rank's, with weight zero in `backward`, so no rank waits
-        for one that has ended, under every strategy and with either value of `even_batches`.
+        In the last round a rank without a sample works on another rank's, with weight zero in `backward`. So no rank waits for
+        one that has ended. This holds under every strategy and with either value of `even_batches`.
         """
         # A Sequential would pass for a list of models.
         if isinstance(joinables, nn.Module) or not all(isinstance(each, nn.Module) for each in joinables):

@@ -244,7 +244,7 @@ KINDS: tuple[type, ...] = (
 )  # fmt: skip
 
 
-def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Callable[[type], Any]:
+def by_kind(given: Iterable[Any] | None) -> Callable[[type], Any]:
     """Return a function that finds the object of a kind among those given, or None if it is missing.
 
     Raises:
@@ -255,11 +255,11 @@ def by_kind(given: Iterable[Any] | None, kinds: tuple[type, ...] = KINDS) -> Cal
         raise TypeError(f"kwargs_handlers={given!r} is not a list of options, such as [AutocastKwargs()].")
     found: dict[type, Any] = {}
     for each in given or ():
-        kind = next((kind for kind in kinds if isinstance(each, kind)), None)
+        kind = next((kind for kind in KINDS if isinstance(each, kind)), None)
         if kind is None:
             raise TypeError(
                 f"kwargs_handlers has {a_type_of(each)}. Expected objects of trainwright's "
-                f"{', '.join(kind.__name__ for kind in kinds)}."
+                f"{', '.join(kind.__name__ for kind in KINDS)}."
             )
         if kind in found:
             raise ValueError(f"kwargs_handlers has two {kind.__name__}. Pass one.")

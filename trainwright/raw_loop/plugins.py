@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from trainwright.arguments import NamedArguments
 from trainwright.strategies import Strategy, make_strategy
 
@@ -62,8 +60,8 @@ class GradientAccumulationPlugin(NamedArguments):
 class FullyShardedDataParallelPlugin(NamedArguments):
     """The strategy "fsdp", under the names that Accelerate has for its options.
 
-    Fields that torch's FSDP2 does not need are accepted if their promise holds: parameters keep their names,
-    gathers are limited, all ranks start from rank 0's weights, and one checkpoint format is loaded by every strategy.
+    Fields that torch's FSDP2 does not need are accepted if their promise holds. Parameters keep their names, gathers are
+    limited, and all ranks start from rank 0's weights. One checkpoint format is loaded by every strategy.
 
     Args:
         reshard_after_forward: False keeps the parameters whole between forward and backward.
@@ -135,7 +133,7 @@ class FullyShardedDataParallelPlugin(NamedArguments):
             names = frozenset(self.transformer_cls_names_to_wrap)
             return lambda module: type(module).__name__ in names
         if self.auto_wrap_policy == "no_wrap":
-            return _wraps_nothing
+            return lambda module: False
         return None if isinstance(self.auto_wrap_policy, str) else self.auto_wrap_policy
 
 
@@ -190,7 +188,3 @@ def check_length(length: Any, name: str) -> None:
     """Refuse a number of batches that is not an integer of at least 1 (ValueError)."""
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ValueError(f"{name}={length!r} is not accepted. Pass an integer of at least 1.")
-
-
-def _wraps_nothing(module: nn.Module) -> bool:
-    return False

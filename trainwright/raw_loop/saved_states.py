@@ -250,13 +250,11 @@ def refuse_pickle(call: str, safe_serialization: Any) -> None:
 
 
 def refuse_save_options(given: dict[str, Any]) -> None:
-    """Raise TypeError for arguments that save_state does not have."""
     reason = "a checkpoint has one layout of files; save_model writes files of a size"
     known = ["output_dir", "safe_serialization", "blocking", "overwrite", "trained_only"]
     refuse_unknown("save_state", given, known, {"max_shard_size": reason})
 
 
 def refuse_load_options(given: dict[str, Any]) -> None:
-    """Raise TypeError for arguments that load_state does not have."""
     replaced = {"map_location": "tensors are loaded to where the prepared objects are. Leave it out"}
     refuse_unknown("load_state", given, ["input_dir", "verify", "weights_only", "strict", "fresh"], replaced)

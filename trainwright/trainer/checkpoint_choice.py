@@ -61,14 +61,14 @@ def lock_folders(ranks: Ranks, folders: Iterable[str | None], locks: ExitStack) 
 class CheckpointSearch:
     """Finds the checkpoint of one call.
 
-    A path is itself, "best" the best of the first ModelCheckpoint that has one. "last" and "auto" are the one of the highest
-    step in the folders of all ModelCheckpoints; the default folder is in the newest run folder of the logger that has any
-    checkpoint. A fit ignores checkpoints with weights only. If that checkpoint is damaged, "last" is an error, while "auto"
-    warns and takes the next lower one that is complete; a fit without any starts from scratch.
+    A path is itself. "best" is the best of the first ModelCheckpoint that has one. "last" and "auto" are the one of the
+    highest step in the folders of all ModelCheckpoints. The default folder is in the newest run folder of the logger that has
+    any checkpoint. A fit ignores checkpoints with weights only. If that checkpoint is damaged, "last" is an error. "auto"
+    warns and takes the next lower one that is complete. A fit without any starts from scratch.
 
     A fit from the newest checkpoint of a folder (damaged ones aside) continues in the run folder of the loggers that it was
-    saved with, whose later rows are cut and written again. A fit from an older one is a branch: its loggers begin a run
-    folder of their own; if theirs is fixed (a version was given, or the trainer has run before) they cut nothing.
+    saved with. Their later rows are cut and written again. A fit from an older one is a branch: its loggers begin another
+    run folder. If theirs is fixed (a version was given, or the trainer has run before) they cut nothing.
     """
 
     engine: Engine

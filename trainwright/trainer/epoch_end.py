@@ -12,7 +12,7 @@ from trainwright.trainer.epoch_batches import Batch
 from trainwright.trainer.evaluate import evaluate
 from trainwright.trainer.optimization import step_schedulers
 from trainwright.trainer.run_position import CHECKPOINT, VALIDATION, Phase
-from trainwright.trainer.stage import limited
+from trainwright.trainer.sources import limited
 from trainwright.trainer.training_run import TrainingRun
 from trainwright.trainer.uneven_round import discarded
 
@@ -40,8 +40,8 @@ def close_epoch(run: TrainingRun, is_complete: bool) -> None:
 def validation_is_due(run: TrainingRun, at_end: bool = False) -> bool:
     """Return whether a validation is due after the current batch, or `at_end` of an epoch.
 
-    The loop does not check within an accumulation window: what falls due there is due at the window's end, so that a
-    validation scores weights that a checkpoint can hold and a run can resume from.
+    The loop does not check within an accumulation window. A validation that falls due there is due at the window's end. So it
+    scores weights that a checkpoint can store and a run can resume from.
     """
     settings, state = run.settings, run.state
     every = settings.check_val_every_n_epoch
@@ -94,13 +94,11 @@ def validate_within(run: TrainingRun, batch: Batch) -> None:
 
 
 def validates_within(run: TrainingRun) -> bool:
-    """Return whether a validation may be due within an epoch."""
     has_interval = run.data.validate_every is not None or run.plan.validation_clock is not None
     return run.validation is not None and has_interval
 
 
 def follows_metric_by_step(run: TrainingRun) -> bool:
-    """Return whether a step-wise scheduler follows a metric."""
     return any(config.interval == "step" and config.reduce_on_plateau for config in run.trained.schedulers)
 
 

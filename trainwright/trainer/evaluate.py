@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import islice
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler
 
+from trainwright.callbacks.base import Callback
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.data.combined import ShardedCombination, evaluation_loaders
 from trainwright.data.combined_loader import is_read_once
@@ -25,11 +28,18 @@ from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_info, rank_zero_warn
 from trainwright.trainer.epoch_batches import Batch
 from trainwright.trainer.metrics import MetricCollector
-from trainwright.trainer.oversights import parts_of, warn_of_misspelled_monitors, warn_of_shuffling
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import VALIDATION_LOADERS, Phase
-from trainwright.trainer.sources import BatchTransfer, LoaderSource, find_transfer, num_step_arguments
-from trainwright.trainer.stage import Shard, Stage, limited
+from trainwright.trainer.sources import (
+    BatchTransfer,
+    LoaderSource,
+    Shard,
+    Stage,
+    find_transfer,
+    limited,
+    num_step_arguments,
+    parts_of,
+)
 from trainwright.trainer.stop import EvaluationAbandoned
 from trainwright.trainer.uneven_round import Communication, UnevenRound
 
@@ -66,7 +76,12 @@ class Evaluation:
         if self.is_loaded:
             return
         engine = self.run.engine
-        loaders = self._made()
+        if VALIDATION_LOADERS in self.run.state.rng and self.stage == "validation":
+            with isolate_rng():
+                self.run.state.restore_rng(VALIDATION_LOADERS)
+                loaders = self.source.load()
+        else:
+            loaders = self.source.load()
         self.close()
         self.loaders = []
         self.loaders = evaluation_loaders(
@@ -103,13 +118,6 @@ class Evaluation:
         """End the loaders' workers."""
         for _, loader in self.loaders:
             loader.close()
-
-    def _made(self) -> Any:
-        if VALIDATION_LOADERS not in self.run.state.rng or self.stage != "validation":
-            return self.source.load()
-        with isolate_rng():
-            self.run.state.restore_rng(VALIDATION_LOADERS)
-            return self.source.load()
 
     def is_alone(self, loader: Shard) -> bool:
         """Return whether every rank has a separate loader."""
@@ -314,6 +322,30 @@ def sanity_check(evaluation: Evaluation) -> None:
             run.hooks.call("on_sanity_check_end")
         except EvaluationAbandoned:  # nothing was trained, so the run is saved as it begins
             run.logbook.end_evaluation()
+
+
+def warn_of_misspelled_monitors(callbacks: Iterable[Callback], logged: Iterable[str]) -> None:
+    """Warn of callbacks that follow a metric whose name differs a little from the metrics of the sanity check."""
+    names = list(logged)
+    for callback in callbacks:
+        name = str(getattr(callback, "monitor", None))
+        close = get_close_matches(name, names, n=1, cutoff=0.85)
+        if close and name not in names and close[0][0] == name[0]:  # train_loss is not a misspelled val_loss
+            rank_zero_warn(
+                f"{type(callback).__name__} follows {name!r}, which the sanity check has not logged. Did you mean "
+                f"{close[0]!r}?",
+                stacklevel=2,
+            )
+
+
+def warn_of_shuffling(loaders: Any, stage: str) -> None:
+    samplers = [getattr(loader, "sampler", None) for loader in parts_of(loaders)]
+    if any(isinstance(sampler, (RandomSampler, SubsetRandomSampler)) for sampler in samplers):
+        rank_zero_warn(
+            f"the {stage} loader shuffles, so with a limit of batches each evaluation scores other samples. Pass "
+            "shuffle=False.",
+            stacklevel=2,
+        )
 
 
 @contextmanager

@@ -27,7 +27,8 @@
                every batch: the three of the transfer > on_*_batch_start > *_step > on_*_batch_end.
              the metrics are reduced > on_*_epoch_end > its logged values are reduced
              > on_*_end > on_save_point (validation) > on_*_model_train.
-    a checkpoint is written: state_dict > has_requested_stop (if should_stop is set) > sharded_state_dict > on_save_checkpoint.
+    a checkpoint is written: state_dict > has_requested_stop (if should_stop is set) > sharded_state_dict > on_save_checkpoint
+             > on_checkpoint_saved (if a ModelCheckpoint has saved it).
     an exception ends the run: on_exception > teardown.
     the loggers are closed, except after predict: on_run_end.
 
@@ -36,9 +37,9 @@ negative priority (EarlyStopping and progress bars, then checkpoints) they come 
 on_validation_end and on_train_epoch_end. A checkpoint callback decides in these hooks and saves at the save point after them,
 so that a checkpoint records which other saves are due. A run that is killed between two saves makes the second one when it
 resumes.
-A hook that is not overridden is an empty tuple and costs nothing. Only callbacks and the datamodule have on_exception. Names
-without on_ are the module's or the datamodule's, except setup, teardown, state_dict, configure_lr_scheduler,
-has_requested_stop and the hooks of the sharded state, which callbacks have.
+A hook that is not overridden is an empty tuple and costs nothing. Only callbacks and the datamodule have on_exception, and
+only callbacks have on_checkpoint_saved. Names without on_ are the module's or the datamodule's, except setup, teardown,
+state_dict, configure_lr_scheduler, has_requested_stop and the hooks of the sharded state, which callbacks have.
 """
 
 from __future__ import annotations

@@ -94,7 +94,6 @@ class MetricCollector:
         self.silent = silent
 
     def end_uneven_round(self) -> None:
-        """End the round."""
         self.is_uneven = False
         self.silent = False
 

@@ -52,11 +52,6 @@ def read_loss(outputs: Any, world_size: int, by_tokens: bool = False) -> Tensor 
     )
 
 
-def num_tokens_of(outputs: Any) -> Any:
-    """Return the number of tokens that training_step's outputs name, or None."""
-    return outputs.get("num_tokens") if isinstance(outputs, dict) else None
-
-
 def clear_with_hooks(run: TrainingRun, batch: Batch) -> None:
     """Clear the gradients at a window's start by the hooks and the module's optimizer_zero_grad."""
     optimizer = run.optimizer
@@ -93,7 +88,8 @@ def send_backward(run: TrainingRun, batch: Batch, outputs: Any) -> Tensor | None
             )
         scaled = loss
         if batch.is_uneven or run.scales_losses:
-            scaled = run.window.scale(loss, batch.weight, num_tokens_of(outputs))
+            num_tokens = outputs.get("num_tokens") if isinstance(outputs, dict) else None
+            scaled = run.window.scale(loss, batch.weight, num_tokens)
         if run.accumulate > 1:
             run.window.hold_gradients()
         if plan.before_backward:

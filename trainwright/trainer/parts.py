@@ -97,19 +97,19 @@ def arranged_callbacks(callbacks: Any, settings: Settings, loggers: Sequence[Log
             wanted = writes_files or kind is not RunReport
         if wanted and not any(isinstance(callback, kind) for callback in passed):
             (after if kind is RunReport else before).append(default())
-    return _in_order([*before, *_asked_by(settings), *passed, *after, *_asked_by_ray(passed)])
+    return _in_order([*before, *_asked_for(settings, passed), *passed, *after])
 
 
-def _asked_by_ray(passed: Sequence[Callback]) -> list[Callback]:
-    """Return the callback of a worker of Ray Train, unless it was passed."""
-    is_missing = ray_train() is not None and not any(isinstance(callback, RayReport) for callback in passed)
-    return [RayReport()] if is_missing else []
-
-
-def _asked_by(settings: Settings) -> list[Callback]:
-    """Return the callbacks behind other settings."""
-    timers = [] if settings.max_time is None else [Timer(settings.max_time)]
-    return [*timers, *([] if settings.memory_snapshot is None else [MemorySnapshot(settings.memory_snapshot)])]
+def _asked_for(settings: Settings, passed: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks of other settings, and of a worker of Ray Train unless it was passed."""
+    asked = list[Callback]()
+    if settings.max_time is not None:
+        asked.append(Timer(settings.max_time))
+    if settings.memory_snapshot is not None:
+        asked.append(MemorySnapshot(settings.memory_snapshot))
+    if ray_train() is not None and not any(isinstance(callback, RayReport) for callback in passed):
+        asked.append(RayReport())
+    return asked
 
 
 def with_the_modules(callbacks: Sequence[Callback], returned: Any) -> list[Callback]:

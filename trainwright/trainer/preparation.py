@@ -65,7 +65,6 @@ def read_call(
 
 
 def read_fit(model: Any, loaders: Any, datamodule: Any, ckpt_path: Any, verify: Verify, fresh: Any) -> Request:
-    """Return the request of a fit."""
     fresh = checked_fresh(fresh, ckpt_path)
     if ckpt_path == "auto":
         ckpt_path = overridden("fit", "ckpt_path", ckpt_path)

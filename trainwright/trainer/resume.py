@@ -10,6 +10,8 @@ from torch import Tensor
 
 from trainwright.callbacks.base import Callback
 from trainwright.callbacks.checkpoint_policy import are_similar, monitor_of
+from trainwright.callbacks.early_stopping import EarlyStopping
+from trainwright.callbacks.timer import Timer
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.data.seeding import isolate_rng, set_rng_state
 from trainwright.engine.engine_checkpoints import OpenCheckpoint
@@ -17,10 +19,10 @@ from trainwright.engine.named_state import hold_gradients
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.evaluate import sanity_check
 from trainwright.trainer.metrics import merged
-from trainwright.trainer.oversights import warn_of_open_end
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import AFTER_EPOCH_START, CHECKPOINT, EPOCH_START, VALIDATION_LOADERS
 from trainwright.trainer.saving import check_state, edit_with_hooks
+from trainwright.trainer.settings import DEFAULT_MAX_EPOCHS, Settings
 from trainwright.trainer.training_run import TrainingRun
 
 
@@ -199,3 +201,14 @@ def restore_datamodule(run: Run, state: dict[str, Any]) -> None:
     """Load the datamodule's state, if there is any."""
     if run.datamodule is not None and "datamodule" in state:
         run.datamodule.load_state_dict(state["datamodule"])
+
+
+def warn_of_open_end(settings: Settings, callbacks: list[Callback]) -> None:
+    """Warn of a fit that ends after a number of epochs that its user has not chosen."""
+    is_open = settings.max_epochs is None and settings.max_steps == -1 and settings.max_time is None
+    if is_open and not any(isinstance(each, (EarlyStopping, Timer)) for each in callbacks):
+        rank_zero_warn(
+            f"max_epochs was not given, so fit trains {DEFAULT_MAX_EPOCHS} epochs. Pass max_epochs= (-1 for no limit), "
+            "max_steps= or max_time=.",
+            stacklevel=2,
+        )

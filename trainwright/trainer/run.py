@@ -37,10 +37,9 @@ from trainwright.strategies.base import Clipping
 from trainwright.trainer.checkpoint_choice import Choice, lock_folders
 from trainwright.trainer.hooks import HookTable, check_hooks
 from trainwright.trainer.logbook import Logbook
-from trainwright.trainer.oversights import parts_of
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
-from trainwright.trainer.stage import Stages
+from trainwright.trainer.sources import Stages, parts_of
 from trainwright.trainer.stop import Stop
 from trainwright.trainer.training_data import TrainData
 from trainwright.trainer.vendor import gather_by_data

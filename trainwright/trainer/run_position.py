@@ -66,7 +66,6 @@ class RunningStage(StrEnum):
 
     @property
     def evaluating(self) -> bool:
-        """Return whether this is an evaluation."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
 
@@ -128,7 +127,6 @@ class Progress:
         self._window, self.has_failed = window, False
 
     def end(self, has_failed: bool) -> None:
-        """End the call."""
         self.phase, self._window = Phase.OUTSIDE, None
         self.status = TrainerStatus.INTERRUPTED if has_failed else TrainerStatus.FINISHED
 
@@ -182,7 +180,6 @@ class Progress:
 
     @property
     def is_in_batch(self) -> bool:
-        """Return whether a training batch runs."""
         return self.phase is Phase.BATCH
 
     @property
@@ -192,7 +189,6 @@ class Progress:
 
     @property
     def is_sanity_check(self) -> bool:
-        """Return whether the sanity check runs."""
         return self.phase is Phase.SANITY_CHECK
 
     @property
@@ -202,7 +198,6 @@ class Progress:
 
     @property
     def is_mid_epoch_validation(self) -> bool:
-        """Return whether a validation within a training epoch runs."""
         return self.phase is Phase.VALIDATION_WITHIN
 
 
@@ -228,17 +223,17 @@ class OpenEpoch:
 class Position:
     """The counters, the phase and the RNG states of a run.
 
-    `epoch` counts finished epochs, so during an epoch it is that epoch's number from 0. `batch` counts the batches that
-    this rank has finished in the epoch, and `total_batches` those of the run. Optimizer steps of the run are counted by `step`
-    (each optimizer's under manual optimization), and the batches after which a step was made by `batches_that_stepped`. From
-    these the loggers' x axis follows (`logged_step`). `validations` counts the validations of the run, and `validated_at` is
+    `epoch` counts finished epochs. During an epoch it is that epoch's number from 0. `batch` counts the batches that this rank
+    has finished in the epoch, and `total_batches` the batches of the run. `step` counts the optimizer steps of the run, and
+    each optimizer's under manual optimization. `batches_that_stepped` counts the batches after which a step was made. From
+    it the loggers' x axis follows (`logged_step`). `validations` counts the validations of the run. `validated_at` is
     `total_batches` as it was at the latest.
-    `unchecked_batches` counts the batches, the current one included, since the latest check whether a validation is due
-    within the epoch. `schedulers_stepped` is True once an epoch's schedulers have stepped, except those that follow a metric:
-    its validation may not have run yet. `epoch_ended` is True when the epoch has no batch or validation left, but its number
-    has not changed yet. `holds_gradients` is True while gradients of manual optimization wait over an epoch's end for a step.
-    `schedulers_wait` is True while step-wise schedulers that follow a metric wait for the validation after their step.
-    `saves` counts the checkpoints, which orders those of one step.
+    `unchecked_batches` counts the batches, the current one included, since the latest check for a validation within the
+    epoch. `schedulers_stepped` is True once an epoch's schedulers have stepped. A scheduler that follows a metric may not
+    have: its validation may not have run yet. `epoch_ended` is True when the epoch has no batch or validation left. Its
+    number has not changed yet. `holds_gradients` is True while gradients of manual optimization wait over an epoch's end for
+    a step. `schedulers_wait` is True while step-wise schedulers that follow a metric wait for the validation after their
+    step. `saves` counts the checkpoints, which orders those of one step.
 
     All of them are valid at a different world size. An epoch resumed there continues from each rank's `batch`, with the rest of
     the data sharded again, so its number of batches differs from a whole epoch's.
@@ -319,7 +314,6 @@ class Position:
 
     @property
     def finished(self) -> bool:
-        """Return whether the call has ended without an exception."""
         return self.progress.status is TrainerStatus.FINISHED
 
     @property
@@ -379,7 +373,6 @@ class Position:
         return self.saves
 
     def count_validation(self) -> None:
-        """Count a validation after the latest batch."""
         self.validations += 1
         self.validated_at = self.total_batches
 
@@ -429,7 +422,6 @@ class Position:
         return not progress.is_within_window and (weights_only or not (is_within_batch or progress.phase in ENDING))
 
     def next_epoch(self) -> None:
-        """Advance to the next epoch."""
         self.epoch, self.batch, self.epoch_ended, self.schedulers_stepped = self.epoch + 1, 0, False, False
         self.unchecked_batches = 0
         self.rng.pop(EPOCH_START, None)

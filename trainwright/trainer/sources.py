@@ -1,19 +1,28 @@
-"""Sources: a stage's loaders, given to the call or made by a hook, and how their batches get to a step."""
+"""Sources: a stage's loaders, given to the call or made by a hook, and how users see them and how batches get to a step."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainwright.arguments import foreign_hint
+from trainwright.data.combined import ShardedCombination
+from trainwright.data.combined_loader import CombinedLoader, is_collection
 from trainwright.data.datamodule import DataModule
+from trainwright.data.loaders import ShardedLoader
 from trainwright.data.transfer import to_device
 from trainwright.devices.abilities import copies_aside
 from trainwright.errors import a_type_of
 from trainwright.module import Module, is_overridden
 from trainwright.profilers import Profiler
+
+Shard = ShardedLoader | ShardedCombination
+"""This rank's part of one of the user's loaders."""
+Batches = int | float
+"""A number of batches. math.inf if only the loader's end shows it."""
 
 HOOKS = {"validation": "val_dataloader", **{stage: f"{stage}_dataloader" for stage in ("train", "test", "predict")}}
 
@@ -165,3 +174,63 @@ def _takes(signature: inspect.Signature, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+@dataclass
+class Stage:
+    """The data of one stage of evaluation."""
+
+    dataloaders: Any = None
+    """The loaders as the user passed them, or as the hook returned them."""
+    num_batches: list[Batches] = field(default_factory=list)
+    """Batches to run of every loader."""
+    batch_indices: list[Any] | None = None
+    """The dataset's indices of the samples of the current batch. None if its loader has none."""
+
+    def note(self, dataloaders: Any, num_batches: list[int | None]) -> None:
+        """Record the loaders and their numbers of batches, None if unknown."""
+        self.dataloaders = dataloaders
+        self.num_batches = [float("inf") if count is None else count for count in num_batches]
+
+    def note_indices(self, indices: list[Any] | None) -> None:
+        self.batch_indices = indices
+
+
+@dataclass
+class Stages:
+    train_dataloader: Any = None
+    num_training_batches: Batches = float("inf")
+    validation: Stage = field(default_factory=Stage)
+    sanity_check: Stage = field(default_factory=Stage)
+    test: Stage = field(default_factory=Stage)
+    predict: Stage = field(default_factory=Stage)
+
+    def note_training(self, dataloader: Any, num_batches: Batches) -> None:
+        """Record the training loaders, and the batches of an epoch on this rank."""
+        self.train_dataloader = dataloader
+        self.num_training_batches = num_batches
+
+
+def limited(length: int | None, limit: int | float | None) -> int | None:
+    """Return how many batches a limit leaves: a number of them, a fraction of a known length, or all (None)."""
+    if limit is None:
+        return length
+    if isinstance(limit, float):
+        if limit == 1.0:
+            return length
+        if length is None:
+            raise ValueError(
+                f"a limit of {limit} is a fraction of the batches, but this loader has no length. Pass a number of batches."
+            )
+        if limit > 0 and length > 0 and int(length * limit) == 0:
+            raise ValueError(
+                f"a limit of {limit} of {length} batches is less than one. Pass a number of batches, or at least "
+                f"{math.ceil(1000 / length) / 1000}."
+            )
+        return int(length * limit)
+    return limit if length is None else min(limit, length)
+
+
+def parts_of(loaders: Any) -> list[Any]:
+    """Return a stage's loaders in a flat list."""
+    return CombinedLoader(loaders).flattened if is_collection(loaders) else getattr(loaders, "flattened", [loaders])

@@ -32,7 +32,7 @@ from trainwright.trainer.parts import arranged_loggers, settings_of
 from trainwright.trainer.run import Run
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
-from trainwright.trainer.stage import Batches
+from trainwright.trainer.sources import Batches
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Callback)

@@ -67,8 +67,8 @@ class Trainer(Status):
         accelerator: "auto" (whichever accelerator torch has here, else the CPU), "gpu", "cpu", or a torch device type such as
             "cuda" (ROCm too), "mps", "xpu" or a registered backend's.
         strategy: how processes share the work: "auto" (single_device, or ddp on several processes), a name, or a Strategy.
-        devices: number of processes on this node, one per device, or a list of device numbers, or -1 for all devices (CPU: all
-            cores). "auto": the launcher's number if launched, otherwise all GPUs, otherwise 1.
+        devices: number of processes on this node, one per device, a list of device numbers, or -1 for all. On the CPU a device
+            is a core. "auto": the launcher's number if launched, otherwise all GPUs, otherwise 1.
         num_nodes: nodes of the job. torchrun, srun or `trainwright launch` starts more than one, or the script on every node
             with NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment.
         precision: "32-true", "16-mixed", "bf16-mixed", "fp8-mixed", "16-true", "bf16-true" or "64-true", the short forms 32,
@@ -117,7 +117,7 @@ class Trainer(Status):
         accumulate_by: "batches" gives every batch of an optimizer step the same weight, "tokens" every token:
             training_step returns {"loss": the sum over its tokens, "num_tokens": their number}.
         activation_checkpointing: recompute activations in the backward to save memory: True for the repeated blocks of the
-            module, "selective" to recompute only cheap operations, a set of classes of blocks, or a dict with "blocks",
+            module, "selective" to recompute only cheap operations, or a set of classes of blocks. A dict has "blocks",
             "selective" and "offload" (keep the blocks' inputs in host memory).
         compile: True, or a dict of torch.compile's options: compile in place the submodules that the steps call.
         fused_optimizers: run optimizers fused if torch can and their `fused` and `foreach` were not set.
@@ -236,8 +236,8 @@ class Trainer(Status):
             val_dataloaders: the same for validation. A dict's keys name the loaders.
             datamodule: a DataModule, instead of the loaders.
             ckpt_path: the checkpoint to resume from: a path; "best"; "last", the newest of ModelCheckpoint's folder, which
-                must be complete; or "auto", the newest complete one if any, so that the same command can be repeated until the
-                run is finished. From the newest checkpoint the loggers continue in its run folder.
+                must be complete; or "auto", the newest complete one if any. With "auto" the same command can be repeated until
+                the run is finished. From the newest checkpoint the loggers continue in its run folder.
             weights_only: accepted and not needed: a checkpoint holds nothing but plain data and tensors.
             verify: how the checkpoint is checked before anything changes: "full" (every file's digest), "size" or "off".
             fresh: what a resume takes from the script instead of from the checkpoint, one name or both. "schedulers": they
@@ -539,12 +539,6 @@ class Trainer(Status):
         self.run = run
         return result
 
-    def _take_parts(self, others: tuple[Any, ...], *parts: Any) -> None:
-        """Continue the work of a Trainer of another process, with copies of its parts, its module and its counters."""
-        self.callbacks, self._loggers, self.profiler = parts
-        module, state = others
-        self.run = Run(self._parts(self.run.root), "fit", module, None, Choice(), None, Position.of_plain(state))
-
 
 def call_in_worker(
     folder: Path,
@@ -562,6 +556,8 @@ def call_in_worker(
 
     call, path, is_known, state = others
     trainer = home.Trainer(**Trainer)
-    trainer._take_parts((model if is_known else None, state), callbacks, loggers, profiler)
+    trainer.callbacks, trainer._loggers, trainer.profiler = callbacks, loggers, profiler
+    known, counters = model if is_known else None, Position.of_plain(state)
+    trainer.run = Run(trainer._parts(trainer.run.root), "fit", known, None, Choice(), None, counters)
     result = getattr(trainer, call)(model, datamodule=datamodule, ckpt_path=path, **options)
     return changes(trainer, result, folder)

@@ -14,8 +14,7 @@ from trainwright.data.stateful_iterable import ONCE
 from trainwright.engine.engine import Engine
 from trainwright.trainer.run_position import Position
 from trainwright.trainer.settings import Settings
-from trainwright.trainer.sources import LoaderSource
-from trainwright.trainer.stage import limited
+from trainwright.trainer.sources import LoaderSource, limited
 
 if TYPE_CHECKING:
     from trainwright.callbacks.model_checkpoint import ModelCheckpoint

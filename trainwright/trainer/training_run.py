@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from traceback import walk_tb
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.callbacks.throughput_monitor import ThroughputMonitor, flops_of
@@ -18,9 +19,9 @@ from trainwright.engine.optimizers import use_fused
 from trainwright.profilers.base import is_measuring
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.trainer.epoch_batches import Batch, EpochBatches, Pairs
-from trainwright.trainer.oversights import parts_of, warn_of_evaluation_mode
 from trainwright.trainer.prepared_run import PreparedRun
 from trainwright.trainer.run_position import AFTER_EPOCH_START, Phase
+from trainwright.trainer.sources import parts_of
 from trainwright.trainer.uneven_round import UnevenRound
 
 TOO_MANY_EMPTY = 10
@@ -248,3 +249,28 @@ def _read_outputs(outputs: Any) -> dict[str, Any]:
     if isinstance(outputs, Tensor):
         return {"loss": outputs.detach()}
     return dict(map_tensors(Tensor.detach, outputs)) if isinstance(outputs, Mapping) else {"outputs": outputs}
+
+
+def warn_of_evaluation_mode(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Warn of parts with dropout or batch norm that are in evaluation mode although an optimizer steps them."""
+    stepped = {each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    for name, part in module.named_modules():
+        # A layer without children was chosen separately, such as a batch norm that keeps its statistics.
+        if part.training or not list(part.children()) or not any(map(_is_quiet, part.modules())):
+            continue
+        if not any(p.requires_grad and p in stepped for p in part.parameters()):
+            continue
+        shown = repr(name) if name else type(module).__name__
+        rank_zero_warn(
+            f"{shown} is in evaluation mode as training begins, as from_pretrained returns models: dropout and batch norm act "
+            "as in evaluation. Call .train() in the module's __init__ or on_train_start, or freeze the parameters.",
+            stacklevel=2,
+        )
+        return
+
+
+def _is_quiet(layer: nn.Module) -> bool:
+    """Return whether a layer would act in another way in training mode."""
+    rate = getattr(layer, "p" if "Dropout" in type(layer).__name__ else "dropout", None)
+    has_statistics = getattr(layer, "track_running_stats", False)
+    return not layer.training and (has_statistics or (isinstance(rate, float) and rate > 0))
