@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from trainwright.distributed.clusters import (
@@ -146,11 +147,16 @@ def keep_freed_memory(most: int) -> None:
     is_glibc = "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", ())
     is_wanted = os.environ.get("TRAINWRIGHT_KEEP_FREED_MEMORY") != "0"
     if is_glibc and is_wanted and os.environ.keys().isdisjoint(ALLOCATOR_VARIABLES):
-        libc = ctypes.CDLL(None)
+        libc = _libc()
         # M_MMAP_THRESHOLD: larger tensors have pages of their own. Before 2.35 glibc accepts at most 32 MiB.
         if not libc.mallopt(-3, most):
             libc.mallopt(-3, 32 << 20)
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def requeue_job() -> str:
