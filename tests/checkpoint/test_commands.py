@@ -321,6 +321,8 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
     """In separate processes, because scripts depend on the exit code."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("text")
+    (tmp_path / "bad" / "cut").mkdir(parents=True)
+    (tmp_path / "bad" / "cut" / "model-00000.safetensors").touch()
     torch.save({}, tmp_path / "empty.pt")
     calls = [
         (2, [], "the following arguments are required: COMMAND"),
@@ -333,7 +335,8 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
             "absent is not a checkpoint: it does not exist. Give the directory of a checkpoint.",
         ),
         (77, ["show", "file"], "it is a file, and a checkpoint is a directory."),
-        (77, ["verify", "."], ". is damaged: a file differs from what was written."),
+        (2, ["verify", "."], "there is no checkpoint in .. Pass a checkpoint, or the folder of several."),
+        (77, ["verify", "bad/cut"], "bad/cut is damaged: a file differs from what was written."),
         (77, ["import", "pipe", "out.ckpt"], "pipe is a pipe or a device, not a file; expected a directory"),
         (77, ["import", "file", "out.ckpt"], "file is not a checkpoint: it begins with b'text'; expected"),
         (77, ["import", "empty.pt", "out.ckpt"], "empty.pt has no tensor. Pass a file with the weights of a model."),

@@ -128,8 +128,7 @@ def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> li
         listed = files.listing(inside)
     except OSError:
         listed = {}
-    is_ours = path.endswith(".ckpt") or any(OUR_FILE.fullmatch(name) for name in listed)
-    if not is_ours or (MANIFEST_NAME not in listed and not files.has_rename):
+    if not looks_ours(path, listed) or (MANIFEST_NAME not in listed and not files.has_rename):
         return []
     named = _STEP_IN_NAME.search(os.path.basename(path))
     step = int(named[1]) if named else math.inf
@@ -143,6 +142,11 @@ def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> li
                 step = int(json.loads(stream.read(MAX_JSON_BYTES))["position"]["step"])
     text = str(error).removeprefix(f"{inside}: ")
     return [CheckpointEntry(path, step, 0, damage=text, is_refused=isinstance(error.__cause__, FormatRefused))]
+
+
+def looks_ours(path: str, names: Iterable[str]) -> bool:
+    """Return whether the name of a directory or of its files is one of a checkpoint."""
+    return path.endswith(".ckpt") or any(OUR_FILE.fullmatch(name) for name in names)
 
 
 def latest_checkpoint(directory: str) -> CheckpointEntry | None:

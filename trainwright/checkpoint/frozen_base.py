@@ -33,13 +33,16 @@ def check_base(path: str, base: Base, pieces: Sequence[Piece], ranks: Ranks) -> 
     unlike = [piece for piece in pieces if found[piece.name] != base[piece.name][2]]
     if not unlike:
         return
-    first, there, here = unlike[0].name, base[unlike[0].name][0], DTYPE_NAMES.get(unlike[0].tensor.dtype)
-    dtypes = f", {there} there and {here} here (use the precision of the saved run)" if there != here else ""
+    first, here = unlike[0].name, unlike[0].tensor.dtype
+    there = DTYPES[base[first][0]]
+    dtypes = f", {DTYPE_NAMES[there]} there and {DTYPE_NAMES.get(here, here)} here" if there != here else ""
+    cause = "Construct the module with the same pretrained weights"
+    if torch.promote_types(there, here) != here:  # the digest is of digits that the tensor no longer has
+        cause = f"A model in {here} cannot be compared with one in {there}: use the precision of the saved run"
     raise CheckpointError(
         f"{path} stores only the trained parameters, and the base model ({len(base)} frozen tensors) differs from the one of "
-        f"the saved run in {len(unlike)} of them, first in {first!r}{dtypes}. Construct the module with the same pretrained "
-        "weights, or save without trained_only. To load onto another base, call "
-        "module.load_state_dict(tw.load_weights(path), strict=False)."
+        f"the saved run in {len(unlike)} of them, first in {first!r}{dtypes}. {cause}, or save without trained_only. To load "
+        "onto another base, call module.load_state_dict(tw.load_weights(path), strict=False)."
     )
 
 
