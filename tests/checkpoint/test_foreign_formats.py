@@ -246,7 +246,7 @@ def configuration(**values: Any) -> omegaconf.DictConfig:
 
 
 def test_omegaconf_containers_of_a_lightning_file_are_restored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, request: pytest.FixtureRequest
 ) -> None:
     omegaconf.OmegaConf.register_new_resolver("two", lambda: 2, use_cache=True)
     request.addfinalizer(lambda: omegaconf.OmegaConf.clear_resolver("two"))
@@ -271,6 +271,9 @@ def test_omegaconf_containers_of_a_lightning_file_are_restored(
     assert read_weights(path).hyper_parameters == {"width": 2, "act": None, **values}
     loaded = ConfiguredByOne.load_from_checkpoint(path)
     assert (loaded.config, type(loaded.config)) == (configuration(), omegaconf.DictConfig)
+    assert checkpoint_command(["import", path, f"{tmp_path}/c.ckpt"]) == 0
+    assert "skipped" not in capsys.readouterr().out
+    assert ConfiguredByOne.load_from_checkpoint(f"{tmp_path}/c.ckpt").config == configuration()
 
 
 class ConfiguredByOne(Configured):

@@ -30,7 +30,7 @@ from trainwright.loggers.base import RunResult
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.files import HPARAMS_NAME, write_file
 from trainwright.loggers.folder import FolderLogger
-from trainwright.loggers.run_record import RESULTS
+from trainwright.loggers.run_record import RESULTS, find_record
 from trainwright.plots import names_of_runs, panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
 from trainwright.plots.report import Report, Section
@@ -61,8 +61,9 @@ class RunReport(Callback):
 
     The Trainer adds it if a CSVLogger or a TensorBoardLogger writes a folder, unless `enable_report=False`.
     One rank writes, once everything else is closed: rank 0, or the rank that has failed, which ends the others. A resumed
-    run writes the page again, with the curves of the whole run. Nothing is written with fast_dev_run, by an evaluation, or by a
-    fit that has not begun to train. If the page cannot be made, that is one warning, since no run depends on it.
+    run writes the page again, with the curves of the whole run. Nothing is written with fast_dev_run, by an evaluation, by a
+    fit that has not begun to train, or by a finished fit that is started again. If the page cannot be made, that is one
+    warning, since no run depends on it.
 
     >>> report = tw.RunReport()
     >>> trainer = tw.Trainer(callbacks=report, max_epochs=1, enable_model_summary=False)
@@ -94,6 +95,13 @@ class RunReport(Callback):
         logger = next((logger for logger in loggers if isinstance(logger, CSVLogger)), loggers[0])
         path = f"{logger.log_dir}/{REPORT_NAME}"
         try:
+            record = find_record(str(logger.log_dir)).record
+            if (
+                record
+                and record.ended
+                and datetime.fromisoformat(record.ended) < self._times.began.replace(microsecond=0)
+            ):
+                return  # nothing was left to train, so the page of the finished fit stays
             if error is None or _is_first(trainer):
                 report = Facts(trainer, module, logger, self._times).report(result, error)
                 write_file(path, report.to_html().encode("utf-8", "replace"))

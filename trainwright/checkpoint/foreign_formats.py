@@ -387,13 +387,12 @@ def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config_form(value: object) -> Form | None:
     """Return the form of an OmegaConf container of plain data, or None for another value."""
-    content = value.content if isinstance(value, _Placeholder) else None
-    if not isinstance(content, dict | list):
+    if not isinstance(value, _Placeholder) or not isinstance(value.content, dict | list):
         return None
     try:
-        check_sharing(content)
+        check_sharing(value.content)
     except (ValueError, RecursionError):
         return None
-    if _kind_in(content) or (value.is_part and "${" in str(content)):
+    if _kind_in(value.content) or (value.is_part and "${" in str(value.content)):
         return None
-    return {"form": "omegaconf", "content": {"form": "plain", "value": content}}
+    return {"form": "omegaconf", "content": {"form": "plain", "value": value.content}}
