@@ -211,6 +211,7 @@ LARGE = """
 import sys
 from pathlib import Path
 import torch
+from trainwright.checkpoint.contents import collect
 from trainwright.checkpoint.conversion import export_safetensors
 from trainwright.checkpoint.tensors import Piece
 from trainwright.checkpoint.store import write_checkpoint
@@ -219,8 +220,7 @@ from trainwright.distributed.ranks import Ranks
 
 big = torch.arange(12 << 20, dtype=torch.float32)
 pieces = [Piece(name, (12 << 20,), 0, tensor) for name, tensor in (("a", big), ("b", big + 1))]
-write_checkpoint("large.ckpt", sections={"model": pieces}, state={}, rank_state=None, header={"step": 0, "epoch": 0},
-                 ranks=Ranks())
+write_checkpoint("large.ckpt", lambda: collect({"model": pieces}, {}, None, 0, 1), {"step": 0, "epoch": 0}, Ranks())
 del big, pieces
 torch.zeros(1).bfloat16()
 Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
+from trainwright.checkpoint.contents import collect
 from trainwright.checkpoint.foreign_formats import is_plain, read_weights
 from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import Piece
@@ -71,19 +72,15 @@ def test_our_own_checkpoint_whoever_wrote_which_part(folder: str, seats: Any) ->
 
     def write(rank: int) -> None:
         half = matrix.flatten()[6 * rank : 6 * rank + 6]
-        write_checkpoint(
-            f"{folder}/a.ckpt",
-            sections={"model": [Piece("_orig_mod.layer.w", (4, 3), 6 * rank, half, rank)], "optimizer": []},
-            state={
-                "extra": {"0": {"layer._extra_state": {"seen": 3}}},
-                "hyper_parameters": {"lr": 0.1},
-                "hparams_name": "kwargs",
-                "datamodule_hyper_parameters": {"n": (1,)},
-            },
-            rank_state={},
-            header={"step": 7, "epoch": 2, "strategy": "ddp"},
-            ranks=ends[rank],
-        )
+        sections = {"model": [Piece("_orig_mod.layer.w", (4, 3), 6 * rank, half, rank)], "optimizer": []}
+        state = {
+            "extra": {"0": {"layer._extra_state": {"seen": 3}}},
+            "hyper_parameters": {"lr": 0.1},
+            "hparams_name": "kwargs",
+            "datamodule_hyper_parameters": {"n": (1,)},
+        }
+        header = {"step": 7, "epoch": 2, "strategy": "ddp"}
+        write_checkpoint(f"{folder}/a.ckpt", lambda: collect(sections, state, {}, rank, 2), header, ends[rank])
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, range(2)))

@@ -286,20 +286,8 @@ def copy_into(
     if buffer is target:
         return
     try:
-        copy_whole(target, buffer)
+        target.copy_(buffer)
     except RuntimeError as error:
         raise CheckpointError(
             f"tensor {piece.name!r} is {dtype} and cannot be read as {target.dtype}: {error}"
         ) from error
-
-
-def copy_whole(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a tensor of their shape. RuntimeError if elements with the same memory would differ."""
-    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-        # torch does not write into expanded memory, in which several elements share an address.
-        if stride == 0 and size > 1:
-            first = values.narrow(dim, 0, 1)
-            if not torch.equal(first.expand_as(values), values):
-                raise RuntimeError(f"it is expanded along dimension {dim}, where the stored elements differ")
-            target, values = target.narrow(dim, 0, 1), first
-    target.copy_(values)
