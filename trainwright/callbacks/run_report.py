@@ -95,14 +95,9 @@ class RunReport(Callback):
         logger = next((logger for logger in loggers if isinstance(logger, CSVLogger)), loggers[0])
         path = f"{logger.log_dir}/{REPORT_NAME}"
         try:
-            record = find_record(str(logger.log_dir)).record
-            if (
-                record
-                and record.ended
-                and datetime.fromisoformat(record.ended) < self._times.began.replace(microsecond=0)
-            ):
+            if self._times.begin_after_the_end_of(logger):
                 return  # nothing was left to train, so the page of the finished fit stays
-            if error is None or _is_first(trainer):
+            if _is_first(trainer, error):
                 report = Facts(trainer, module, logger, self._times).report(result, error)
                 write_file(path, report.to_html().encode("utf-8", "replace"))
                 self.path = path
@@ -115,8 +110,10 @@ class RunReport(Callback):
             )
 
 
-def _is_first(trainer: TrainerProtocol) -> bool:
-    """Return whether this rank is the first failed rank. Without the store, which may be gone, rank 0 is."""
+def _is_first(trainer: TrainerProtocol, error: BaseException | None) -> bool:
+    """Return whether no rank or this rank has failed first. Without the store, which may be gone, rank 0 has."""
+    if error is None:
+        return True
     try:
         return trainer.engine.connection.sync_point("report").claim()
     except RuntimeError:
@@ -129,6 +126,12 @@ class Times:
     def __init__(self) -> None:
         self.began = datetime.now(UTC)
         self._moments = {"start": time.monotonic()}
+
+    def begin_after_the_end_of(self, logger: FolderLogger) -> bool:
+        """Return whether the logger's run had ended before this fit, which has not changed its record."""
+        record = find_record(str(logger.log_dir)).record
+        ended = record.ended if record is not None else None
+        return ended is not None and datetime.fromisoformat(ended) < self.began.replace(microsecond=0)
 
     def mark(self, event: str) -> None:
         """Record that "training" or "end" begins now."""

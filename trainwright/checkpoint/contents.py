@@ -1,22 +1,22 @@
 """Contents: the files and the state that a run stores in its checkpoint.
 
-    manifest.json                 step, epoch, world size, strategy; every tensor's shape, dtype and pieces; every digest
-    state.json                    plain data of the run:
-        optimizers                parameter groups, and the values in their state that are not tensors
-        settings                  of the optimizers and schedulers, as text
-        precision, seed           the loss scale, and the seed of the data's order
-        strategy                  its state for a bitwise resume
-        extra                     values in the modules' state_dicts that are not tensors, such as extra states
-        frozen_base               dtypes, shapes and digests of the parameters that "model" omits
-        position                  epoch, batch, step
-        lr_schedulers, callbacks, metrics (the latest values), loggers (their run folders, and the sizes of their files)
-    model-RRRRR.safetensors       parameters and buffers by their state_dict names. Names of a second model begin with ".1."
-    training-RRRRR.safetensors    if "model" contains averages: the weights and buffers from which a resumed run continues
-    average-RRRRR.safetensors     averages, if "model" does not contain them, or only in a lower precision
-    optimizer-RRRRR.safetensors   per-parameter tensors as "optimizer number/parameter/key"
-    parameters-RRRRR.safetensors  parameters that are in no model, as "parameter optimizer number.index"
+    manifest.json                 step, epoch, world size, strategy; every tensor's shape, dtype and pieces; every digest.
+    state.json                    plain data of the run.
+        optimizers                parameter groups, and the values in their state that are not tensors.
+        settings                  of the optimizers and schedulers, as text.
+        precision, seed           the loss scale, and the seed of the data's order.
+        strategy                  its state for a bitwise resume.
+        extra                     values in the modules' state_dicts that are not tensors, such as extra states.
+        frozen_base               dtypes, shapes and digests of the parameters that "model" omits.
+        position                  epoch, batch, step.
+        lr_schedulers, callbacks, metrics (the latest values), loggers (their run folders, and the sizes of their files).
+    model-RRRRR.safetensors       parameters and buffers by their state_dict names. Names of a second model begin with ".1.".
+    training-RRRRR.safetensors    if "model" contains averages: the weights and buffers from which a resumed run continues.
+    average-RRRRR.safetensors     averages, if "model" does not contain them, or only in a lower precision.
+    optimizer-RRRRR.safetensors   per-parameter tensors as "optimizer number/parameter/key".
+    parameters-RRRRR.safetensors  parameters that are in no model, as "parameter optimizer number.index".
     rank-RRRRR.json               the RNG state of that rank and, within an epoch, its sums of logged values and its
-                                  torchmetrics states (their tensors are in rank-RRRRR.safetensors)
+                                  torchmetrics states (their tensors are in rank-RRRRR.safetensors).
 
 RRRRR is the number of the rank that wrote the file.
 """

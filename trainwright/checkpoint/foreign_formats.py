@@ -98,13 +98,14 @@ class _Placeholder:
 
     def __setstate__(self, state: object) -> None:
         if type(self).__name__.startswith("omegaconf.") and isinstance(state, dict):
+            fields = {str(key).strip("_"): value for key, value in state.items()}
             # The nodes of a container get their states before the container.
-            content = state.get("_content", state.get("_val"))
+            content = fields.get("content", fields.get("val"))
             if isinstance(content, dict):
                 content = {key: _node_value(node) for key, node in content.items()}
             elif isinstance(content, list):
                 content = [_node_value(node) for node in content]
-            self.content, self.is_part = content, state.get("_parent") is not None
+            self.content, self.is_part = content, fields.get("parent") is not None
 
 
 def _node_value(node: object) -> object:
@@ -369,11 +370,8 @@ def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
         values, name = content.get(f"{prefix}hyper_parameters") or {}, content.get(f"{prefix}hparams_name")
         stored = content.get(f"{prefix}hyper_parameter_forms")
         forms: dict[str, Form] = dict(stored) if isinstance(stored, Mapping) else {}
-        if isinstance(values, _Placeholder):  # the content of one object
-            if isinstance(values.content, dict) and _config_form(values):
-                values, forms = values.content, {CONTENT: {"form": "omegaconf"}}
-            else:
-                values = {CONTENT: values}
+        if isinstance(values, _Placeholder):  # an object whose content the hyper-parameters are
+            values, forms = _content_of(values)
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
             raise CheckpointError(f"{path}: its {prefix}hyper_parameters are not a dict of names and values.")
         for key, value in values.items():
@@ -383,6 +381,12 @@ def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
         result[f"{prefix}hyper_parameter_forms"] = forms
         result[f"{prefix}hparams_name"] = name if isinstance(name, str) else None
     return result
+
+
+def _content_of(value: _Placeholder) -> tuple[dict[str, Any], dict[str, Form]]:
+    if isinstance(value.content, dict) and _config_form(value):
+        return value.content, {CONTENT: {"form": "omegaconf"}}
+    return {CONTENT: value}, {}
 
 
 def _config_form(value: object) -> Form | None:

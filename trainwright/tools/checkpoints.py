@@ -22,7 +22,6 @@ from trainwright.checkpoint.weight_files import EXPORT_DTYPES, FORMATS, export_s
 from trainwright.distributed.masking import shown
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import printable
-from trainwright.plain_forms import LEFT_OUT
 
 FAILED, BAD_USAGE, INVALID, INTERRUPTED = 1, 2, 77, 130
 """Exit codes. 77 means that a checkpoint is damaged or is not a checkpoint."""
@@ -210,8 +209,8 @@ def _import(options: argparse.Namespace) -> int:
     )
     skipped = {**weights.hyper_parameter_forms, **weights.datamodule_hyper_parameter_forms}
     for name, form in skipped.items() if weights.kind == "lightning" else ():
-        if form["form"] == LEFT_OUT:
-            print(f"  hyper-parameter {printable(name)} skipped: a {printable(form['kind'])}")
+        if kind := form.get("kind"):
+            print(f"  hyper-parameter {printable(name)} skipped: a {printable(kind)}")
     return 0
 
 

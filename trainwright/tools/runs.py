@@ -40,10 +40,7 @@ _KNOWN = re.compile(r"(?:loss|acc|accuracy)(?:_epoch)?$", re.IGNORECASE)
 
 
 class Best(NamedTuple):
-    """The best value of a metric, and the step of its row, or None if only a checkpoint has the value.
-
-    A fit logs its steps by their numbers from 0, and a checkpoint counts the finished steps.
-    """
+    """The best value of a metric. The step of its row, from 0 in a fit, is None if only a checkpoint has the value."""
 
     value: float
     mode: str
