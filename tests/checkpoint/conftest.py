@@ -74,7 +74,7 @@ def check_step(checkpoint: StoredCheckpoint, step: int) -> None:
     assert (checkpoint.step, checkpoint.epoch, checkpoint.header["strategy"]) == (step, step // 10, "ddp")
     for index in range(2):
         assert torch.equal(checkpoint.read_tensor("model", f"w{index}"), torch.full((3, 2), float(step + index)))
-    state = checkpoint.state()
+    state = checkpoint.run_state()
     assert state["step"] == step
     assert torch.equal(state["ema"], torch.full((2,), float(step)))
     for rank in range(checkpoint.world_size):

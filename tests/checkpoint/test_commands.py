@@ -274,7 +274,7 @@ def test_a_lightning_checkpoint_comes_in_with_its_hyper_parameters(tmp_path: Pat
     assert "of a lightning file, 4 hyper-parameters" in said
     checkpoint = open_checkpoint(str(tmp_path / "in.ckpt"))
     assert (checkpoint.step, checkpoint.epoch) == (2, 0)
-    state = checkpoint.state()
+    state = checkpoint.run_state()
     assert state["hyper_parameters"] == {"width": 3, "lr": 0.1, "layers": (3, 4), "config": {"a": 1}}
     assert state["datamodule_hyper_parameters"] == {"batch_size": 4}
 

@@ -235,6 +235,11 @@ def test_a_module_needs_the_arguments_that_an_import_skipped(tmp_path: Path) -> 
     assert (weights.kind, len(weights.hyper_parameter_forms)) == ("lightning", 1)
 
 
+def nested_lists(levels: int) -> list[Any]:
+    """Lists that contain each other twice, so that they have 2 ** levels items."""
+    return [] if not levels else [nested_lists(levels - 1)] * 2
+
+
 def configuration(**values: Any) -> omegaconf.DictConfig:
     """A configuration whose resolver has cached a result, so that its defaultdict has an item."""
     config = omegaconf.OmegaConf.create({"width": 2, "act": None, "twice": "${two:}", "more": [{"lr": 0.1}], **values})
@@ -257,11 +262,20 @@ def test_omegaconf_containers_of_a_lightning_file_are_restored(
         "list": config.more,
         "path": configuration(path=Path("a")),
     }
-    path = saved(f"{tmp_path}/a.ckpt", {**content, "hparams_name": "kwargs", "hyper_parameters": parts})
+    vars(bomb := configuration())["_content"] = {"lists": nested_lists(40)}
+    path = saved(
+        f"{tmp_path}/a.ckpt", {**content, "hparams_name": "kwargs", "hyper_parameters": {**parts, "bomb": bomb}}
+    )
     monkeypatch.setattr(omegaconf.DictConfig, "__setstate__", lambda *_: pytest.fail("the file's objects are made"))
     weights = read_weights(path)
     kinds = {name: form["form"] for name, form in weights.hyper_parameter_forms.items()}
-    assert kinds == {"act": "omegaconf", "part": "left_out", "list": "omegaconf", "path": "left_out"}
+    assert kinds == {
+        "act": "omegaconf",
+        "part": "left_out",
+        "list": "omegaconf",
+        "path": "left_out",
+        "bomb": "left_out",
+    }
     assert Configured.load_from_checkpoint(path).act == config
     # The hyper-parameters are the content of the configuration.
     path = saved(f"{tmp_path}/b.ckpt", {**content, "hparams_name": "config", "hyper_parameters": configuration()})

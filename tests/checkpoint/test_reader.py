@@ -62,7 +62,7 @@ def test_damage_that_comes_after_the_verification_is_an_error_too(tmp_path: Path
     with pytest.raises(CheckpointError, match=r"model-00000\.safetensors ends \d+ bytes early"):
         checkpoint.read_tensor("model", "w1")
     with pytest.raises(CheckpointError, match=r"state\.json does not match its digest"):
-        checkpoint.state()
+        checkpoint.run_state()
 
 
 def test_verification_shared_over_ranks_hashes_each_file_once(

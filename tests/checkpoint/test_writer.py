@@ -59,7 +59,7 @@ class Run:
         checkpoint = open_checkpoint(path)
         assert checkpoint.step == step
         assert torch.equal(checkpoint.read_tensor("model", "weight"), torch.full((40, 30), float(step)))
-        state = checkpoint.state()
+        state = checkpoint.run_state()
         assert state["losses"] == [float(each) for each in range(1, step + 1)]
         assert torch.equal(state["average"], torch.full((3,), 0.5 * step))
         assert checkpoint.rank_state(0)["step"] == step

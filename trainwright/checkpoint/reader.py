@@ -107,13 +107,9 @@ class StoredCheckpoint:
         """Return one whole tensor in host memory."""
         return self.read_tensors(section, [name])[name]
 
-    def state(self) -> Any:
-        """Return the plain state that the run stored."""
-        return self._read_plain("state")
-
     def run_state(self) -> dict[str, Any]:
         """Return the plain state of a run. If it is not a dict, no run wrote it (CheckpointError)."""
-        state = self.state()
+        state = self._read_plain("state")
         if not isinstance(state, dict):
             raise CheckpointError(
                 f"{self.path}: state.json contains {a_type_of(state)}, not the dict of a run. {REMEDY}"
