@@ -236,7 +236,7 @@ def test_a_module_needs_the_arguments_that_an_import_skipped(tmp_path: Path) -> 
 
 
 def nested_lists(levels: int) -> list[Any]:
-    """Lists that contain each other twice, so that they have 2 ** levels items."""
+    """Return lists of two equal lists, with 2 ** levels items in all."""
     return [] if not levels else [nested_lists(levels - 1)] * 2
 
 

@@ -178,7 +178,7 @@ def test_hostile_plain_data_is_refused(text: bytes, tmp_path: Path, save: Any) -
     record = [len(text), hashlib.sha256(text).hexdigest()]
     rewrite(tmp_path / "a.ckpt", lambda body: body["files"].__setitem__("state.json", record))
     with pytest.raises(CheckpointError, match=r"state\.json"):
-        open_checkpoint(str(tmp_path / "a.ckpt")).state()
+        open_checkpoint(str(tmp_path / "a.ckpt")).run_state()
 
 
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
