@@ -25,7 +25,7 @@ from scale_job import Cost, Job, Rank, Work
 from scale_picture import draw
 from torch.utils.data import BatchSampler, RandomSampler
 
-from trainwright.checkpoint.discovery import latest_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import Piece
@@ -107,7 +107,7 @@ def reads(folder: Path, tensors: int, checkpoints: int) -> list[tuple[str, Calla
         shutil.copytree(many / "step=0.ckpt", many / f"step={step}.ckpt")
     return [
         (f"open a checkpoint of {tensors:,} tensors", lambda: open_checkpoint(str(large), "size")),
-        (f"find the newest of {checkpoints:,} checkpoints", lambda: latest_checkpoint(str(many))),
+        (f"find the newest of {checkpoints:,} checkpoints", lambda: find_checkpoints(str(many))[-1]),
     ]
 
 

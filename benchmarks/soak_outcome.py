@@ -130,7 +130,7 @@ def _stored(checkpoint: StoredCheckpoint, num_ranks: int) -> Iterator[tuple[str,
     for section in checkpoint.sections:
         for name in checkpoint.tensors(section):
             yield f"{section}/{name}", _digest(checkpoint.read_tensor(section, name))
-    yield from _flat("state", checkpoint.state())
+    yield from _flat("state", checkpoint.run_state())
     for rank in range(num_ranks):
         yield from _flat(f"rank/{rank}", checkpoint.rank_state(rank))
 

@@ -138,7 +138,7 @@ def divided(values: Mapping[str, Any], is_plain: Callable[[Any], bool]) -> tuple
     """Return the hyper-parameters that are plain data, and the forms of the others."""
     plain: dict[str, Any] = {}
     forms: dict[str, Form] = {}
-    for key, value in _without_attributes(AttributeDict(values)).items():
+    for key, value in _nested(AttributeDict(values), dict).items():
         if is_plain(value) and not isinstance(value, enum.Enum):
             plain[key] = value
         else:
@@ -239,7 +239,7 @@ def _content(cls: type[Any], name: str, stored: Mapping[str, Any], forms: Mappin
     """Return the argument whose content the hyper-parameters are: an AttributeDict, or the container that it was."""
     if CONTENT in forms:
         return _rebuilt(cls, name, {**forms[CONTENT], "content": {"form": "plain", "value": dict(stored)}})
-    return _with_attributes({**stored, **{key: _rebuilt(cls, key, form) for key, form in forms.items()}})
+    return _nested({**stored, **{key: _rebuilt(cls, key, form) for key, form in forms.items()}}, AttributeDict)
 
 
 def read_hyper_parameters(path: str) -> dict[str, Any]:
@@ -312,13 +312,10 @@ def _opened(value: Any) -> Any:
     return value
 
 
-def _with_attributes(value: Any) -> Any:
-    return AttributeDict({key: _with_attributes(item) for key, item in value.items()}) if type(value) is dict else value
-
-
-def _without_attributes(value: Any) -> Any:
+def _nested(value: Any, kind: type[dict[str, Any]]) -> Any:
+    """Return nested dicts and AttributeDicts as dicts of this kind."""
     if type(value) in (dict, AttributeDict):  # a user's subclass has a form of its kind
-        return {key: _without_attributes(item) for key, item in value.items()}
+        return kind({key: _nested(item, kind) for key, item in value.items()})
     return value
 
 

@@ -339,7 +339,7 @@ def test_a_save_of_the_users_own_in_the_background_is_whole(tmp_path: Path) -> N
     assert found(tmp_path) == {"1.ckpt": 1, "3.ckpt": 1}
     for name in found(tmp_path):
         checkpoint = open_checkpoint(f"{tmp_path}/{name}")
-        assert checkpoint.state()["note"] == [1]
+        assert checkpoint.run_state()["note"] == [1]
         weight = checkpoint.read_tensor("model", "net.0.weight")
         assert torch.equal(checkpoint.read_tensor("model", "more"), 2 * weight)
         assert not torch.equal(weight, module.net[0].weight)

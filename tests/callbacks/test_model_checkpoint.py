@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 import trainwright as tw
-from trainwright.checkpoint.discovery import latest_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints
 
 Scored = partial(small.Scored, name="val/score")
 
@@ -551,8 +551,7 @@ def test_of_two_runs_in_one_folder_the_newer_is_the_last(tmp_path: Path) -> None
     run(tmp_path, [1.0])
     newer = run(tmp_path, [1.0])
     assert newer.last_model_path.endswith("epoch=0-step=11-v1.ckpt")
-    entry = latest_checkpoint(str(tmp_path))
-    assert entry.path == newer.last_model_path
+    assert find_checkpoints(str(tmp_path))[-1].path == newer.last_model_path
 
 
 def test_checkpoint_counts_the_steps_of_two_optimizers(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import trainwright as tw
 from trainwright.callbacks import run_report
 from trainwright.callbacks.run_report import describe_work_tree
 from trainwright.errors import RunStopped
+from trainwright.loggers.run_record import RECORD_NAME, find_record
 
 FOLDER = "version_0"
 ODD = "<img src=x onerror=alert(1)>"
@@ -186,6 +188,17 @@ def test_stopped_and_resumed_run_has_a_report(tmp_path: Path, error: BaseExcepti
     assert "loss_step = " in page.text
     assert "at step 0\n" in f"{page.text}\n"
     assert trainer.callbacks[-2].path == again.callbacks[-2].path == f"{tmp_path}/{FOLDER}/report.html"
+
+
+def test_a_finished_run_that_is_started_again_keeps_its_report(tmp_path: Path) -> None:
+    trainer_in(tmp_path, max_epochs=1).fit(Scored(), make_loader())
+    page, record = Path(tmp_path, FOLDER, "report.html").read_bytes(), find_record(f"{tmp_path}/{FOLDER}").record
+    assert record is not None
+    record = replace(record, began="2026-01-01T00:00:00+00:00", ended="2026-01-01T00:00:09+00:00")
+    Path(tmp_path, FOLDER, RECORD_NAME).write_bytes(record.to_bytes())
+    trainer_in(tmp_path, max_epochs=1).fit(Scored(), make_loader(), ckpt_path="auto")
+    assert Path(tmp_path, FOLDER, "report.html").read_bytes() == page
+    assert find_record(f"{tmp_path}/{FOLDER}").record == record
 
 
 def test_some_runs_write_no_report(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from deadlines import deadline
 
+from trainwright.checkpoint.contents import collect
 from trainwright.checkpoint.reader import StoredCheckpoint
 from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import Piece
@@ -48,12 +49,13 @@ def write_step(path: Path | str, step: int = 1, world_size: int = 1, overwrite: 
     """Write a checkpoint with its step in every part, and return the ranks' errors."""
     meeting = Meeting(world_size)
 
+    sections = {"model": [Piece(f"w{i}", (3, 2), 0, torch.full((3, 2), float(step + i))) for i in range(2)]}
+    state = {"step": step, "ema": torch.full((2,), float(step))}
+
     def write(rank: int) -> None:
         write_checkpoint(
             str(path),
-            sections={"model": [Piece(f"w{i}", (3, 2), 0, torch.full((3, 2), float(step + i))) for i in range(2)]},
-            state={"step": step, "ema": torch.full((2,), float(step))},
-            rank_state={"rank": rank, "step": step},
+            lambda: collect(sections, state, {"rank": rank, "step": step}, rank, world_size),
             header={"step": step, "epoch": step // 10, "strategy": "ddp"},
             ranks=Ranks(Seat(meeting, rank)),
             overwrite=overwrite,
@@ -72,7 +74,7 @@ def check_step(checkpoint: StoredCheckpoint, step: int) -> None:
     assert (checkpoint.step, checkpoint.epoch, checkpoint.header["strategy"]) == (step, step // 10, "ddp")
     for index in range(2):
         assert torch.equal(checkpoint.read_tensor("model", f"w{index}"), torch.full((3, 2), float(step + index)))
-    state = checkpoint.state()
+    state = checkpoint.run_state()
     assert state["step"] == step
     assert torch.equal(state["ema"], torch.full((2,), float(step)))
     for rank in range(checkpoint.world_size):

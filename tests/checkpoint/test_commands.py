@@ -211,6 +211,7 @@ LARGE = """
 import sys
 from pathlib import Path
 import torch
+from trainwright.checkpoint.contents import collect
 from trainwright.checkpoint.conversion import export_safetensors
 from trainwright.checkpoint.tensors import Piece
 from trainwright.checkpoint.store import write_checkpoint
@@ -219,8 +220,7 @@ from trainwright.distributed.ranks import Ranks
 
 big = torch.arange(12 << 20, dtype=torch.float32)
 pieces = [Piece(name, (12 << 20,), 0, tensor) for name, tensor in (("a", big), ("b", big + 1))]
-write_checkpoint("large.ckpt", sections={"model": pieces}, state={}, rank_state=None, header={"step": 0, "epoch": 0},
-                 ranks=Ranks())
+write_checkpoint("large.ckpt", lambda: collect({"model": pieces}, {}, None, 0, 1), {"step": 0, "epoch": 0}, Ranks())
 del big, pieces
 torch.zeros(1).bfloat16()
 Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
@@ -274,7 +274,7 @@ def test_a_lightning_checkpoint_comes_in_with_its_hyper_parameters(tmp_path: Pat
     assert "of a lightning file, 4 hyper-parameters" in said
     checkpoint = open_checkpoint(str(tmp_path / "in.ckpt"))
     assert (checkpoint.step, checkpoint.epoch) == (2, 0)
-    state = checkpoint.state()
+    state = checkpoint.run_state()
     assert state["hyper_parameters"] == {"width": 3, "lr": 0.1, "layers": (3, 4), "config": {"a": 1}}
     assert state["datamodule_hyper_parameters"] == {"batch_size": 4}
 
@@ -321,6 +321,8 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
     """In separate processes, because scripts depend on the exit code."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("text")
+    (tmp_path / "bad" / "cut").mkdir(parents=True)
+    (tmp_path / "bad" / "cut" / "model-00000.safetensors").touch()
     torch.save({}, tmp_path / "empty.pt")
     calls = [
         (2, [], "the following arguments are required: COMMAND"),
@@ -333,7 +335,8 @@ def test_bad_input_is_one_line_and_an_exit_code(saved: Path, tmp_path: Path) -> 
             "absent is not a checkpoint: it does not exist. Give the directory of a checkpoint.",
         ),
         (77, ["show", "file"], "it is a file, and a checkpoint is a directory."),
-        (77, ["verify", "."], ". is damaged: a file differs from what was written."),
+        (2, ["verify", "."], "there is no checkpoint in .. Pass a checkpoint, or the folder of several."),
+        (77, ["verify", "bad/cut"], "bad/cut is damaged: a file differs from what was written."),
         (77, ["import", "pipe", "out.ckpt"], "pipe is a pipe or a device, not a file; expected a directory"),
         (77, ["import", "file", "out.ckpt"], "file is not a checkpoint: it begins with b'text'; expected"),
         (77, ["import", "empty.pt", "out.ckpt"], "empty.pt has no tensor. Pass a file with the weights of a model."),

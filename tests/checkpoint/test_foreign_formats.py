@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import omegaconf
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
 
 import trainwright as tw
+from trainwright.checkpoint.contents import collect
 from trainwright.checkpoint.foreign_formats import is_plain, read_weights
 from trainwright.checkpoint.store import write_checkpoint
 from trainwright.checkpoint.tensors import Piece
@@ -70,19 +72,15 @@ def test_our_own_checkpoint_whoever_wrote_which_part(folder: str, seats: Any) ->
 
     def write(rank: int) -> None:
         half = matrix.flatten()[6 * rank : 6 * rank + 6]
-        write_checkpoint(
-            f"{folder}/a.ckpt",
-            sections={"model": [Piece("_orig_mod.layer.w", (4, 3), 6 * rank, half, rank)], "optimizer": []},
-            state={
-                "extra": {"0": {"layer._extra_state": {"seen": 3}}},
-                "hyper_parameters": {"lr": 0.1},
-                "hparams_name": "kwargs",
-                "datamodule_hyper_parameters": {"n": (1,)},
-            },
-            rank_state={},
-            header={"step": 7, "epoch": 2, "strategy": "ddp"},
-            ranks=ends[rank],
-        )
+        sections = {"model": [Piece("_orig_mod.layer.w", (4, 3), 6 * rank, half, rank)], "optimizer": []}
+        state = {
+            "extra": {"0": {"layer._extra_state": {"seen": 3}}},
+            "hyper_parameters": {"lr": 0.1},
+            "hparams_name": "kwargs",
+            "datamodule_hyper_parameters": {"n": (1,)},
+        }
+        header = {"step": 7, "epoch": 2, "strategy": "ddp"}
+        write_checkpoint(f"{folder}/a.ckpt", lambda: collect(sections, state, {}, rank, 2), header, ends[rank])
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, range(2)))
@@ -127,8 +125,6 @@ class Planted:
      r"contains argparse\.Namespace as 'x' of its state_dict, which can only be a tensor"),
     (lambda path: saved(path, {"state_dict": {"a._extra_state": {"x": nn.Linear}}}),
      r"contains torch\.nn\.modules\.linear\.Linear as 'a\._extra_state' of its state_dict"),
-    (lambda path: saved(path, {"state_dict": {}, "hyper_parameters": {"x": defaultdict(list, a=1)}}),
-     r"contains collections\.defaultdict, but only"),
     (lambda path: saved(path, {"model": {"w": torch.ones(1)}, "epoch": 1}),
      "a dict with 'model', 'epoch', and 'model'"),
     (lambda path: saved(path, torch.ones(1)), "contains a Tensor, not a dict"),
@@ -185,7 +181,7 @@ OBJECTS: dict[str, Any] = {
     f"{__name__}.Marking": Marking(),
     f"{__name__}.leave_a_mark": Reduced(),
 }
-PLAIN = {"lr": 0.1, "layers": (3, 4), "config": {"a": [1, None]}}
+PLAIN = {"lr": 0.1, "layers": (3, 4), "config": {"a": [1, None]}, "counts": defaultdict(list, a=[1])}
 
 
 def test_hyper_parameters_that_are_objects_are_skipped(
@@ -221,6 +217,7 @@ class Configured(tw.Module):
     def __init__(self, width: int, act: Any = None) -> None:
         super().__init__()
         self.net = nn.Linear(width, 1)
+        self.act = act
 
 
 def test_a_module_needs_the_arguments_that_an_import_skipped(tmp_path: Path) -> None:
@@ -236,6 +233,64 @@ def test_a_module_needs_the_arguments_that_an_import_skipped(tmp_path: Path) -> 
     assert Configured.load_from_checkpoint(path, width=2, act=None).net.in_features == 2
     weights = read_weights(FIXTURES / "lightning_namespace.ckpt")
     assert (weights.kind, len(weights.hyper_parameter_forms)) == ("lightning", 1)
+
+
+def nested_lists(levels: int) -> list[Any]:
+    """Return lists of two equal lists, with 2 ** levels items in all."""
+    return [] if not levels else [nested_lists(levels - 1)] * 2
+
+
+def configuration(**values: Any) -> omegaconf.DictConfig:
+    """A configuration whose resolver has cached a result, so that its defaultdict has an item."""
+    config = omegaconf.OmegaConf.create({"width": 2, "act": None, "twice": "${two:}", "more": [{"lr": 0.1}], **values})
+    assert config.twice == 2
+    return config
+
+
+def test_omegaconf_containers_of_a_lightning_file_are_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, request: pytest.FixtureRequest
+) -> None:
+    omegaconf.OmegaConf.register_new_resolver("two", lambda: 2, use_cache=True)
+    request.addfinalizer(lambda: omegaconf.OmegaConf.clear_resolver("two"))
+    content = {"state_dict": {"net.weight": torch.ones(1, 2), "net.bias": torch.ones(1)}}
+    config, values = configuration(model={"width": "${width}"}), {"twice": "${two:}", "more": [{"lr": 0.1}]}
+    # One argument is the configuration, and another a part of it, whose interpolation needs the rest.
+    parts = {
+        "width": 2,
+        "act": config,
+        "part": config.model,
+        "list": config.more,
+        "path": configuration(path=Path("a")),
+    }
+    vars(bomb := configuration())["_content"] = {"lists": nested_lists(40)}
+    path = saved(
+        f"{tmp_path}/a.ckpt", {**content, "hparams_name": "kwargs", "hyper_parameters": {**parts, "bomb": bomb}}
+    )
+    monkeypatch.setattr(omegaconf.DictConfig, "__setstate__", lambda *_: pytest.fail("the file's objects are made"))
+    weights = read_weights(path)
+    kinds = {name: form["form"] for name, form in weights.hyper_parameter_forms.items()}
+    assert kinds == {
+        "act": "omegaconf",
+        "part": "left_out",
+        "list": "omegaconf",
+        "path": "left_out",
+        "bomb": "left_out",
+    }
+    assert Configured.load_from_checkpoint(path).act == config
+    # The hyper-parameters are the content of the configuration.
+    path = saved(f"{tmp_path}/b.ckpt", {**content, "hparams_name": "config", "hyper_parameters": configuration()})
+    assert read_weights(path).hyper_parameters == {"width": 2, "act": None, **values}
+    loaded = ConfiguredByOne.load_from_checkpoint(path)
+    assert (loaded.config, type(loaded.config)) == (configuration(), omegaconf.DictConfig)
+    assert checkpoint_command(["import", path, f"{tmp_path}/c.ckpt"]) == 0
+    assert "skipped" not in capsys.readouterr().out
+    assert ConfiguredByOne.load_from_checkpoint(f"{tmp_path}/c.ckpt").config == configuration()
+
+
+class ConfiguredByOne(Configured):
+    def __init__(self, config: omegaconf.DictConfig) -> None:
+        super().__init__(config.width)
+        self.config = config
 
 
 def test_load_weights_returns_the_tensors_of_every_format(folder: str) -> None:

@@ -62,7 +62,7 @@ def test_damage_that_comes_after_the_verification_is_an_error_too(tmp_path: Path
     with pytest.raises(CheckpointError, match=r"model-00000\.safetensors ends \d+ bytes early"):
         checkpoint.read_tensor("model", "w1")
     with pytest.raises(CheckpointError, match=r"state\.json does not match its digest"):
-        checkpoint.state()
+        checkpoint.run_state()
 
 
 def test_verification_shared_over_ranks_hashes_each_file_once(
@@ -178,7 +178,7 @@ def test_hostile_plain_data_is_refused(text: bytes, tmp_path: Path, save: Any) -
     record = [len(text), hashlib.sha256(text).hexdigest()]
     rewrite(tmp_path / "a.ckpt", lambda body: body["files"].__setitem__("state.json", record))
     with pytest.raises(CheckpointError, match=r"state\.json"):
-        open_checkpoint(str(tmp_path / "a.ckpt")).state()
+        open_checkpoint(str(tmp_path / "a.ckpt")).run_state()
 
 
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:

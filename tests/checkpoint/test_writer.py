@@ -21,7 +21,7 @@ from deadlines import deadline
 from held import held
 
 from trainwright.checkpoint import store
-from trainwright.checkpoint.discovery import find_checkpoints, latest_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.store import CheckpointWriter
@@ -59,7 +59,7 @@ class Run:
         checkpoint = open_checkpoint(path)
         assert checkpoint.step == step
         assert torch.equal(checkpoint.read_tensor("model", "weight"), torch.full((40, 30), float(step)))
-        state = checkpoint.state()
+        state = checkpoint.run_state()
         assert state["losses"] == [float(each) for each in range(1, step + 1)]
         assert torch.equal(state["average"], torch.full((3,), 0.5 * step))
         assert checkpoint.rank_state(0)["step"] == step
@@ -276,8 +276,7 @@ def test_an_exiting_process_waits_for_its_save_unless_killed(tmp_path: Path) -> 
             process.send_signal(signal.SIGKILL)
         _, said = process.communicate(timeout=deadline(60))
         assert process.returncode == {"error": 1, "killed": -9}.get(ending, 0), said
-        latest = latest_checkpoint(str(folder))
-        assert latest is not None
+        latest = find_checkpoints(str(folder))[-1]
         # The interpreter has waited for the second one, where that could be written.
         assert latest.path == f"{folder}/{'second' if ending in ('plain', 'error') else 'first'}.ckpt"
         Run().check(latest.path, 2 if ending in ("plain", "error") else 1)

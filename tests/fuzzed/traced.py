@@ -122,7 +122,7 @@ class Trace:
             stored = open_checkpoint(str(path))
         except Exception as error:
             return {"raised": type(error).__name__}
-        states = {"state": stored.state(), **{f"rank {n}": stored.rank_state(n) for n in range(stored.world_size)}}
+        states = {"state": stored.run_state(), **{f"rank {n}": stored.rank_state(n) for n in range(stored.world_size)}}
         return {
             "position": [stored.epoch, stored.step, stored.world_size],
             "tensors": {name: stored.read_tensors(name) for name in stored.sections},

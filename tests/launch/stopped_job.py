@@ -17,7 +17,7 @@ from small import QUIET, Classifier, make_data
 from torch.utils.data import DataLoader, Dataset
 
 import trainwright as tw
-from trainwright.checkpoint.discovery import latest_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints
 
 
 class Augmented(Dataset[Any]):
@@ -87,9 +87,9 @@ def main(folder: Path, devices: int, pause: float, strategy: str) -> None:
     )
     module = Net(dropout=0.3)
     shuffled = DataLoader(Augmented(88), batch_size=4, shuffle=True, num_workers=2)
-    found = latest_checkpoint(str(folder / "checkpoints"))
+    found = find_checkpoints(str(folder / "checkpoints"))
     loaders = shuffled, DataLoader(Augmented(24), batch_size=4)
-    trainer.fit(module, *loaders, ckpt_path=None if found is None else found.path)
+    trainer.fit(module, *loaders, ckpt_path=found[-1].path if found else None)
     trainer.save_checkpoint(folder / "final.ckpt")
     print("done", flush=True)
 

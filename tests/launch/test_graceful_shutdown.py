@@ -106,7 +106,7 @@ def check_equal(left: Path, right: Path) -> None:
         for end in ends
     ]
     assert_equal(*tensors)
-    counters = [{**end.state()["position"], "saves": 0} for end in ends]  # the save of the stop is one more
+    counters = [{**end.run_state()["position"], "saves": 0} for end in ends]  # the save of the stop is one more
     assert counters[0] == counters[1]
     for rank in range(2):
         assert (left / f"seen-{rank}").read_text() == (right / f"seen-{rank}").read_text()

@@ -129,8 +129,11 @@ def test_no_run_depends_on_its_record(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(seen) == 1
 
 
-def test_a_resume_with_nothing_left_to_train_keeps_the_step(tmp_path: Path) -> None:
-    recorder = RunRecorder()
+def test_a_resume_with_nothing_left_to_train_keeps_the_step_and_the_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, times = RunRecorder(), iter(f"2026-01-01T00:00:0{number}" for number in range(9))
+    monkeypatch.setattr(run_record, "_now", lambda: next(times))
     for step, epoch in ((5, 1), (None, None)):
         begun = recorder.begin(str(tmp_path), "fit", continues=True)
         noted = [recorder.note_checkpoints(each) for each in (f"{tmp_path}/board/saved", "/elsewhere", str(tmp_path))]
@@ -139,7 +142,8 @@ def test_a_resume_with_nothing_left_to_train_keeps_the_step(tmp_path: Path) -> N
             if work is not None:
                 work()
     record = record_in(tmp_path, "")
-    assert (record.step, record.epoch, record.resumed is None) == (5, 1, False)
+    assert (record.step, record.epoch) == (5, 1)
+    assert (record.began, record.resumed, record.ended) == ("2026-01-01T00:00:00", None, "2026-01-01T00:00:01")
     assert record.checkpoints == ("board/saved", "/elsewhere", ".")
     assert record.checkpoint_folders("/moved") == ("/moved/board/saved", "/elsewhere", "/moved")
 

@@ -102,7 +102,7 @@ def test_runs_and_their_curves(tmp_path: Path, capsys: Any, monkeypatch: pytest.
     assert runs_command([str(logs)], check_names) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "state", "epoch", "step", "best", "newest", "checkpoint", "written"]
-    assert lines[2].split()[:8] == ["mine/version_0", "finished", "2", "33", "val_acc", "1", "at", "step"]
+    assert lines[2].split()[:8] == ["mine/version_0", "finished", "2", "33", "val_acc", "1", "at", "logged"]
     assert "mine/version_0/checkpoints/epoch=2-step=33.ckpt" in lines[2]
     assert lines[-1].startswith("broken: ")
 

@@ -13,7 +13,7 @@ import torch
 from small import QUIET, SAVING, Classifier, assert_equal, make_loader, weights
 
 import trainwright as tw
-from trainwright.checkpoint.discovery import find_checkpoints, latest_checkpoint
+from trainwright.checkpoint.discovery import find_checkpoints
 from trainwright.errors import RunStopped
 
 
@@ -135,8 +135,8 @@ def test_a_stop_is_saved_once_and_resumes_bitwise(place: str, tmp_path: Path, wh
     assert trainer.received_sigterm
     assert trainer.interrupted
     assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-    stops = [each.path for each in find_checkpoints(str(tmp_path)) if "/stop-" in each.path]
-    found = latest_checkpoint(str(tmp_path))
+    *_, found = entries = find_checkpoints(str(tmp_path))
+    stops = [each.path for each in entries if "/stop-" in each.path]
     assert len(stops) == name.startswith("stop")
     assert found.path == f"{tmp_path}/{name}.ckpt"
     said = capfd.readouterr().err

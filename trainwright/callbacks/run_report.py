@@ -30,7 +30,7 @@ from trainwright.loggers.base import RunResult
 from trainwright.loggers.csv import CSVLogger
 from trainwright.loggers.files import HPARAMS_NAME, write_file
 from trainwright.loggers.folder import FolderLogger
-from trainwright.loggers.run_record import RESULTS
+from trainwright.loggers.run_record import RESULTS, find_record
 from trainwright.plots import names_of_runs, panels_of
 from trainwright.plots.curves import NOT_DRAWN, Panel
 from trainwright.plots.page import Report, Section
@@ -61,8 +61,9 @@ class RunReport(Callback):
 
     The Trainer adds it if a CSVLogger or a TensorBoardLogger writes a folder, unless `enable_report=False`.
     One rank writes, once everything else is closed: rank 0, or the rank that has failed, which ends the others. A resumed
-    run writes the page again, with the curves of the whole run. Nothing is written with fast_dev_run, by an evaluation, or by a
-    fit that has not begun to train. If the page cannot be made, that is one warning, since no run depends on it.
+    run writes the page again, with the curves of the whole run. Nothing is written with fast_dev_run, by an evaluation, by a
+    fit that has not begun to train, or by a finished fit that is started again. If the page cannot be made, that is one
+    warning, since no run depends on it.
 
     >>> report = tw.RunReport()
     >>> trainer = tw.Trainer(callbacks=report, max_epochs=1, enable_model_summary=False)
@@ -94,7 +95,9 @@ class RunReport(Callback):
         logger = next((logger for logger in loggers if isinstance(logger, CSVLogger)), loggers[0])
         path = f"{logger.log_dir}/{REPORT_NAME}"
         try:
-            if error is None or _is_first(trainer):
+            if self._times.begin_after_the_end_of(logger):
+                return  # nothing was left to train, so the page of the finished fit stays
+            if _is_first(trainer, error):
                 report = Facts(trainer, module, logger, self._times).report(result, error)
                 write_file(path, report.to_html().encode("utf-8", "replace"))
                 self.path = path
@@ -107,8 +110,10 @@ class RunReport(Callback):
             )
 
 
-def _is_first(trainer: TrainerProtocol) -> bool:
-    """Return whether this rank is the first failed rank. Without the store, which may be gone, rank 0 is."""
+def _is_first(trainer: TrainerProtocol, error: BaseException | None) -> bool:
+    """Return whether no rank or this rank has failed first. Without the store, which may be gone, rank 0 has."""
+    if error is None:
+        return True
     try:
         return trainer.engine.connection.sync_point("report").claim()
     except RuntimeError:
@@ -121,6 +126,12 @@ class Times:
     def __init__(self) -> None:
         self.began = datetime.now(UTC)
         self._moments = {"start": time.monotonic()}
+
+    def begin_after_the_end_of(self, logger: FolderLogger) -> bool:
+        """Return whether the logger's run had ended before this fit, which has not changed its record."""
+        record = find_record(str(logger.log_dir)).record
+        ended = record.ended if record is not None else None
+        return ended is not None and datetime.fromisoformat(ended) < self.began.replace(microsecond=0)
 
     def mark(self, event: str) -> None:
         """Record that "training" or "end" begins now."""

@@ -1,24 +1,22 @@
 """Contents: the files and the state that a run stores in its checkpoint.
 
-    manifest.json               step, epoch, world size, strategy; every tensor's shape, dtype and pieces; every digest.
-    state.json                                                  "optimizers": parameter groups, and the values in their state
-    that are not tensors.
-                                "precision": the loss scale        "seed": the seed of the data's order.
-                                "strategy": its state for a bitwise resume.
-                                "settings": of the optimizers and schedulers, as text.
-                                "extra": values in the modules' state_dicts that are not tensors, such as extra states.
-                                "frozen_base": dtypes, shapes and digests of the parameters that "model" omits.
-                                "position": epoch, batch, step        "lr_schedulers", "callbacks".
-                                "metrics": the latest values.
-                                "loggers": their run folders, and the sizes of their files.
-    model-RRRRR.safetensors     parameters and buffers by their state_dict names. Names of a second model begin with ".1."
-    training-RRRRR.safetensors  if "model" contains averages: the weights and buffers from which a resumed run continues.
-    average-RRRRR.safetensors   averages, if "model" does not contain them, or only in a lower precision.
-    optimizer-RRRRR.safetensors per-parameter tensors as "optimizer number/parameter/key".
+    manifest.json                 step, epoch, world size, strategy; every tensor's shape, dtype and pieces; every digest.
+    state.json                    plain data of the run.
+        optimizers                parameter groups, and the values in their state that are not tensors.
+        settings                  of the optimizers and schedulers, as text.
+        precision, seed           the loss scale, and the seed of the data's order.
+        strategy                  its state for a bitwise resume.
+        extra                     values in the modules' state_dicts that are not tensors, such as extra states.
+        frozen_base               dtypes, shapes and digests of the parameters that "model" omits.
+        position                  epoch, batch, step.
+        lr_schedulers, callbacks, metrics (the latest values), loggers (their run folders, and the sizes of their files).
+    model-RRRRR.safetensors       parameters and buffers by their state_dict names. Names of a second model begin with ".1.".
+    training-RRRRR.safetensors    if "model" contains averages: the weights and buffers from which a resumed run continues.
+    average-RRRRR.safetensors     averages, if "model" does not contain them, or only in a lower precision.
+    optimizer-RRRRR.safetensors   per-parameter tensors as "optimizer number/parameter/key".
     parameters-RRRRR.safetensors  parameters that are in no model, as "parameter optimizer number.index".
-    rank-RRRRR.json             "rng": the RNG state of that rank.
-                                "metrics": within an epoch, the rank's sums of logged values and its torchmetrics states
-                                (their tensors are in rank-RRRRR.safetensors).
+    rank-RRRRR.json               the RNG state of that rank and, within an epoch, its sums of logged values and its
+                                  torchmetrics states (their tensors are in rank-RRRRR.safetensors).
 
 RRRRR is the number of the rank that wrote the file.
 """
@@ -27,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -62,7 +60,13 @@ class Contents(NamedTuple):
 def collect(
     sections: Mapping[str, Sequence[Piece]], state: Any, rank_state: Any, rank: int, world_size: int
 ) -> Contents:
-    """Return this rank's part of a checkpoint, without copies of tensors. See `write_checkpoint` for the arguments."""
+    """Return this rank's part of a checkpoint, without copies of tensors.
+
+    Args:
+        sections: this rank's pieces by section (model, optimizer, ...).
+        state: plain data of the run, stored from rank 0.
+        rank_state: plain data of this rank. None stores nothing.
+    """
     for name in sections:
         if not _SECTION.fullmatch(name):
             raise CheckpointError(f"the section name {name!r} is not accepted: small letters, digits and _ are.")
@@ -111,7 +115,11 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 
 def fitting_extra_states(module: nn.Module, states: Mapping[str, Any], path: str, strict: bool) -> dict[str, Any]:
     """Return the extra states of a checkpoint that `set_extra_state` accepts. CheckpointError if strict and not all match."""
-    takers = {clean_name(name) for name in _extra_state_takers(module)}
+    takers = {
+        clean_name(f"{name}.{EXTRA_STATE}".lstrip("."))
+        for name, child in module.named_modules()
+        if type(child).set_extra_state is not nn.Module.set_extra_state
+    }
     problems = [
         f"extra state {title}: {', '.join(sorted(names)[:5])}"
         for title, names in (("not in it", takers - states.keys()), ("only in it", states.keys() - takers))
@@ -123,12 +131,6 @@ def fitting_extra_states(module: nn.Module, states: Mapping[str, Any], path: str
             "strict_loading = False on the module to load the matching part."
         )
     return {name: value for name, value in states.items() if name in takers}
-
-
-def _extra_state_takers(module: nn.Module) -> Iterator[str]:
-    for name, child in module.named_modules():
-        if type(child).set_extra_state is not nn.Module.set_extra_state:
-            yield f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
 
 
 def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
@@ -204,8 +206,13 @@ def restore_optimizer(
                 optimizer.state[parameter].update(placed(plain, parameter, was.dtype if was is not None else None))
     if shared := described.get("shared", {}):
         device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-        # This state belongs to no parameter. Counts and RNG states in it stay on the host.
-        optimizer.state.update(tree_map(lambda leaf: leaf.to(device) if _is_computed_with(leaf) else leaf, shared))
+
+        def moved(leaf: Any) -> Any:
+            # This state belongs to no parameter. Counts and RNG states in it stay on the host.
+            is_computed_with = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 0
+            return leaf.to(device) if is_computed_with else leaf
+
+        optimizer.state.update(tree_map(moved, shared))
 
 
 def placed(value: Any, parameter: Tensor, was: torch.dtype | None) -> Any:
@@ -227,10 +234,6 @@ def _placed_as(value: Any, present: Any) -> Any:
     if isinstance(value, (list, tuple)) and isinstance(present, (list, tuple)) and len(value) == len(present):
         return type(value)(_placed_as(one, other) for one, other in zip(value, present, strict=True))
     return value
-
-
-def _is_computed_with(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
 
 
 def with_dtypes_of(

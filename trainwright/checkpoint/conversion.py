@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from trainwright.checkpoint.contents import collect
 from trainwright.checkpoint.foreign_formats import Weights, read_weights
 from trainwright.checkpoint.frozen_base import FROZEN_BASE
 from trainwright.checkpoint.library_models import LIBRARY_MODELS, choose, recipe_from, write_tensors
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.store import write_checkpoint
-from trainwright.checkpoint.tensors import DTYPES, Piece, StoredPiece, TensorEntry, tied_groups
+from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry, tied_groups
 from trainwright.checkpoint.weight_files import CHUNK_ELEMENTS, ExportSettings, Recipe, free_target, write_weights
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
@@ -86,7 +88,7 @@ def export_safetensors(
         stored, entry = recipe.names[name], whole[name]
         for start in range(0, entry.numel, CHUNK_ELEMENTS):
             chunk = torch.empty(min(CHUNK_ELEMENTS, entry.numel - start), dtype=entry.dtype)
-            checkpoint.read_part(section, Piece(stored, entry.shape, start, chunk))
+            checkpoint.read_into(section, [Piece(stored, entry.shape, start, chunk)])
             yield chunk
 
     def finish(folder: str) -> None:
@@ -149,9 +151,6 @@ def import_checkpoint(source: str, path: str) -> Weights:
 
     weights = read_weights(source)
     tensors = {name: value for name, value in weights.state_dict.items() if isinstance(value, torch.Tensor)}
-    odd = next((name for name, value in tensors.items() if value.dtype not in DTYPES.values()), None)
-    if odd is not None:
-        raise CheckpointError(f"{source}: {odd!r} is {tensors[odd].dtype}, which a checkpoint does not store.")
     if not tensors:
         raise CheckpointError(f"{source} has no tensor. Pass a file with the weights of a model.")
     extra = {name: value for name, value in weights.state_dict.items() if name not in tensors and is_extra_state(name)}
@@ -159,12 +158,7 @@ def import_checkpoint(source: str, path: str) -> Weights:
     names = ("hyper_parameters", "hparams_name", "hyper_parameter_forms")
     for name in (FROZEN_BASE, *names, *(f"datamodule_{name}" for name in names)):
         state[name] = getattr(weights, name)
-    write_checkpoint(
-        path,
-        sections={"model": [Piece(name, tuple(value.shape), 0, value) for name, value in tensors.items()]},
-        state=state,
-        rank_state=None,
-        header={"step": weights.global_step or 0, "epoch": weights.epoch or 0, "imported_from": weights.kind},
-        ranks=Ranks(),
-    )
+    pieces = [Piece(name, tuple(value.shape), 0, value) for name, value in tensors.items()]
+    header = {"step": weights.global_step or 0, "epoch": weights.epoch or 0, "imported_from": weights.kind}
+    write_checkpoint(path, partial(collect, {"model": pieces}, state, None, 0, 1), header, Ranks())
     return weights

@@ -7,7 +7,6 @@ While one checkpoint replaces another, and after a crash at any moment, one of t
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -24,14 +23,13 @@ from trainwright.errors import CheckpointError, MissingCheckpoint
 __all__ = ["CheckpointEntry", "find_candidates", "same_path"]
 
 _STEP_IN_NAME = re.compile(r"step=(\d+)", re.ASCII)
-_STEP_IN_MANIFEST = re.compile(rb'"step": ?(\d{1,18})\b')
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
     """A checkpoint in a directory.
 
-    If it is damaged, its `step` comes from its files or its name, or is infinity. `number` orders the saves of one step.
+    If it is damaged, its `step` comes from its name, or is infinity. `number` orders the saves of one step.
     `damage` describes a fault of the manifest. If it `is_refused`, the checkpoint is complete, but has an unknown format
     version.
     """
@@ -128,26 +126,17 @@ def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> li
         listed = files.listing(inside)
     except OSError:
         listed = {}
-    is_ours = path.endswith(".ckpt") or any(OUR_FILE.fullmatch(name) for name in listed)
-    if not is_ours or (MANIFEST_NAME not in listed and not files.has_rename):
+    if not looks_ours(path, listed) or (MANIFEST_NAME not in listed and not files.has_rename):
         return []
     named = _STEP_IN_NAME.search(os.path.basename(path))
     step = int(named[1]) if named else math.inf
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        if listed.get(MANIFEST_NAME) is not None:  # a plain file, since a pipe would block
-            with files.open(f"{inside}/{MANIFEST_NAME}") as stream:
-                written = _STEP_IN_MANIFEST.search(stream.read(4096))
-            step = int(written[1]) if written else step
-        elif listed.get("state.json") is not None and not named:
-            with files.open(f"{inside}/state.json") as stream:
-                step = int(json.loads(stream.read(MAX_JSON_BYTES))["position"]["step"])
     text = str(error).removeprefix(f"{inside}: ")
     return [CheckpointEntry(path, step, 0, damage=text, is_refused=isinstance(error.__cause__, FormatRefused))]
 
 
-def latest_checkpoint(directory: str) -> CheckpointEntry | None:
-    """Return the checkpoint with the highest step in a directory, or None."""
-    return next(reversed(find_checkpoints(directory)), None)
+def looks_ours(path: str, names: Iterable[str]) -> bool:
+    """Return whether the name of a directory or of its files is one of a checkpoint."""
+    return path.endswith(".ckpt") or any(OUR_FILE.fullmatch(name) for name in names)
 
 
 def same_path(left: str, right: str) -> bool:
@@ -226,7 +215,7 @@ def remove_older(paths: Iterable[str], committed: str) -> None:
     if not is_checkpoint(committed):
         return
     for path in paths:
-        if not same_path(path, committed) and not is_link(path) and is_checkpoint(path):
+        if not same_path(path, committed) and not _is_link(*resolve(path)) and is_checkpoint(path):
             try:
                 remove_checkpoint(path)
             except (OSError, CheckpointError) as error:  # a warning suffices, because the newest checkpoint is complete
@@ -236,11 +225,6 @@ def remove_older(paths: Iterable[str], committed: str) -> None:
 
 def _is_link(files: Files, path: str) -> bool:
     return files.has_rename and os.path.islink(path)
-
-
-def is_link(path: str) -> bool:
-    """Return whether a path is a symbolic link."""
-    return _is_link(*resolve(path))
 
 
 def is_replaceable(path: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -42,18 +43,13 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 # .<name>.tmp-<machine>-<pid>-<start of the process>-<unique>, so that one mkdir also records the writer.
 _TEMPORARY = re.compile(r"\..+\.tmp-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{12}", re.ASCII | re.DOTALL)
 FOREIGN_SECONDS = 86400.0
-"""How long another machine's temporary directory stays after the last write, since its writer may still be alive."""
+"""How long another machine's temporary directory stays after its last new file, since its writer may still be alive."""
 
 
-def _find_drain() -> Any:
-    """Return the system call that starts to write a file's dirty pages to disk without waiting, or None."""
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-    if call is not None:
-        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return call
-
-
-_drain = _find_drain()
+# It starts to write a file's dirty pages to disk without waiting.
+_drain = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+if _drain is not None:
+    _drain.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _CURRENT_DIRECTORY, _RENAME_EXCHANGE = -100, 2  # of linux/fs.h
 _exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
 
@@ -300,6 +296,12 @@ def resolve(path: str) -> tuple[Files, str]:
     return (LocalFiles() if protocols & {"file", "local"} else RemoteFiles(filesystem)), inside
 
 
+def digest_of(files: Files, path: str) -> str:
+    """Return the SHA-256 of a file."""
+    with files.open(path) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
 def describe(error: BaseException, path: str) -> str:
     """Return a description of a failed write and, if the cause is known, a remedy."""
     if isinstance(error, CheckpointError):
@@ -360,19 +362,12 @@ def sweep_temporaries(directory: str) -> list[str]:
         path = f"{inside}/{name}"
         if match is None or size is not None or os.path.islink(path):
             continue
-        is_here = match[1] == machine()
-        if not is_process_alive(int(match[2]), match[3]) if is_here else _age(path) > FOREIGN_SECONDS:
-            with contextlib.suppress(OSError):  # no reason to end a run
+        with contextlib.suppress(OSError):  # no reason to end a run
+            if match[1] == machine():
+                is_dead = not is_process_alive(int(match[2]), match[3])
+            else:
+                is_dead = time.time() - os.stat(path).st_mtime > FOREIGN_SECONDS
+            if is_dead:
                 files.remove_tree(path)
                 swept.append(name)
     return swept
-
-
-def _age(directory: str) -> float:
-    """Return the seconds since the latest change in a directory, or 0 if unknown."""
-    try:
-        with os.scandir(directory) as entries:
-            times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
-        return time.time() - max(times, default=os.stat(directory).st_mtime)
-    except OSError:
-        return 0.0

@@ -1,7 +1,8 @@
 """Reads weights and hyper-parameters from our checkpoints, Lightning's, a state_dict, or safetensors.
 
 One process reads them onto the CPU. A foreign file may be a pickle. torch's restricted reader accepts only tensors and plain
-data, and runs nothing else. In a Lightning file an inert `_Placeholder` replaces every object of another class.
+data, and runs nothing else. In a Lightning file an inert `_Placeholder` replaces every object of another class, except that
+a defaultdict becomes a dict.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from trainwright.tensor_names import clean_name, is_extra_state
 LARGEST_PLAIN_TENSOR = 1000
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 64 << 20
-MAX_CLASSES = 256
+MAX_CLASSES = 1024
+DEFAULTDICT = "collections.defaultdict"
 ACCEPTED = (
     "a directory that trainwright wrote, a Lightning .ckpt file, a file that torch.save wrote of a state_dict, a "
     ".safetensors file, the .index.json of several, or a folder with model.safetensors"
@@ -84,12 +86,35 @@ class Weights:
 
 
 class _Placeholder:
-    """An object in a pickle that is not loaded. It ignores its arguments and its state."""
+    """An object in a pickle that is not loaded. It ignores its arguments, and its state except for OmegaConf's content."""
+
+    content: Any = None
+    """The plain content of an OmegaConf container or node, and None for other objects."""
+    is_part: bool = False
+    """Whether the OmegaConf container is in another one, which its interpolations may need."""
 
     def __new__(cls, *_: object) -> _Placeholder:
         return super().__new__(cls)
 
-    def __setstate__(self, _: object) -> None: ...
+    def __setstate__(self, state: object) -> None:
+        if type(self).__name__.startswith("omegaconf.") and isinstance(state, dict):
+            fields = {str(key).strip("_"): value for key, value in state.items()}
+            # The nodes of a container get their states before the container.
+            content = fields.get("content", fields.get("val"))
+            if isinstance(content, dict):
+                content = {key: _node_value(node) for key, node in content.items()}
+            elif isinstance(content, list):
+                content = [_node_value(node) for node in content]
+            self.content, self.is_part = content, fields.get("parent") is not None
+
+
+def _node_value(node: object) -> object:
+    return node.content if isinstance(node, _Placeholder) else node
+
+
+def _unpickled_dict(*_: object) -> dict[Any, Any]:
+    """Return the dict that replaces a defaultdict. The pickle fills it afterwards."""
+    return {}
 
 
 def load_weights(path: str | os.PathLike[str], verify: Verify = "full") -> dict[str, Tensor]:
@@ -264,10 +289,9 @@ def _with_placeholders(source: Source) -> object:
     names in quadratic time.
     """
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(_rewound(source))
-        with torch.serialization.safe_globals(
-            [(type(name, (_Placeholder,), {}), name) for name in names[:MAX_CLASSES]]
-        ):
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(_rewound(source))[:MAX_CLASSES]
+        safe: list[Any] = [(type(name, (_Placeholder,), {}), name) for name in names if name != DEFAULTDICT]
+        with torch.serialization.safe_globals([*safe, (_unpickled_dict, DEFAULTDICT)]):
             return _unpickled(source)
     except Exception:  # the caller raises an error for the first read
         return None
@@ -340,18 +364,39 @@ def _clean(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters, and the form LEFT_OUT of those that are objects of other classes."""
+    """Return the hyper-parameters, and the forms of values of other classes: their content in OmegaConf, or LEFT_OUT."""
     result: dict[str, Any] = {}
     for prefix in ("", "datamodule_"):
         values, name = content.get(f"{prefix}hyper_parameters") or {}, content.get(f"{prefix}hparams_name")
         stored = content.get(f"{prefix}hyper_parameter_forms")
         forms: dict[str, Form] = dict(stored) if isinstance(stored, Mapping) else {}
-        if isinstance(values, _Placeholder):  # an OmegaConf container
-            values = {CONTENT: values}
+        if isinstance(values, _Placeholder):  # an object whose content the hyper-parameters are
+            values, forms = _content_of(values)
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
             raise CheckpointError(f"{path}: its {prefix}hyper_parameters are not a dict of names and values.")
-        forms |= {key: {"form": LEFT_OUT, "kind": kind} for key, value in values.items() if (kind := _kind_in(value))}
+        for key, value in values.items():
+            if kind := _kind_in(value):
+                forms[key] = _config_form(value) or {"form": LEFT_OUT, "kind": kind}
         result[f"{prefix}hyper_parameters"] = {key: value for key, value in values.items() if key not in forms}
         result[f"{prefix}hyper_parameter_forms"] = forms
         result[f"{prefix}hparams_name"] = name if isinstance(name, str) else None
     return result
+
+
+def _content_of(value: _Placeholder) -> tuple[dict[str, Any], dict[str, Form]]:
+    if isinstance(value.content, dict) and _config_form(value):
+        return value.content, {CONTENT: {"form": "omegaconf"}}
+    return {CONTENT: value}, {}
+
+
+def _config_form(value: object) -> Form | None:
+    """Return the form of an OmegaConf container of plain data, or None for another value."""
+    if not isinstance(value, _Placeholder) or not isinstance(value.content, dict | list):
+        return None
+    try:
+        check_sharing(value.content)
+    except (ValueError, RecursionError):
+        return None
+    if _kind_in(value.content) or (value.is_part and "${" in str(value.content)):
+        return None
+    return {"form": "omegaconf", "content": {"form": "plain", "value": value.content}}

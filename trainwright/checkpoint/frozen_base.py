@@ -33,13 +33,16 @@ def check_base(path: str, base: Base, pieces: Sequence[Piece], ranks: Ranks) -> 
     unlike = [piece for piece in pieces if found[piece.name] != base[piece.name][2]]
     if not unlike:
         return
-    first, there, here = unlike[0].name, base[unlike[0].name][0], DTYPE_NAMES.get(unlike[0].tensor.dtype)
-    dtypes = f", {there} there and {here} here (use the precision of the saved run)" if there != here else ""
+    first, here = unlike[0].name, unlike[0].tensor.dtype
+    there = DTYPES[base[first][0]]
+    dtypes = f", {DTYPE_NAMES[there]} there and {DTYPE_NAMES.get(here, here)} here" if there != here else ""
+    cause = "Construct the module with the same pretrained weights"
+    if torch.promote_types(there, here) != here:  # the digest is of digits that the tensor no longer has
+        cause = f"A model in {here} cannot be compared with one in {there}: use the precision of the saved run"
     raise CheckpointError(
         f"{path} stores only the trained parameters, and the base model ({len(base)} frozen tensors) differs from the one of "
-        f"the saved run in {len(unlike)} of them, first in {first!r}{dtypes}. Construct the module with the same pretrained "
-        "weights, or save without trained_only. To load onto another base, call "
-        "module.load_state_dict(tw.load_weights(path), strict=False)."
+        f"the saved run in {len(unlike)} of them, first in {first!r}{dtypes}. {cause}, or save without trained_only. To load "
+        "onto another base, call module.load_state_dict(tw.load_weights(path), strict=False)."
     )
 
 
@@ -56,19 +59,19 @@ def digests(pieces: Iterable[Piece], base: Base | None = None) -> dict[str, int]
 
     It detects mistakes, such as other pretrained weights, not attacks. Pieces of a `base` are converted to its dtypes first.
     """
-    return {piece.name: _digest(piece, DTYPES[base[piece.name][0]] if base else None) for piece in pieces}
-
-
-def _digest(piece: Piece, dtype: torch.dtype | None) -> int:
-    check_storable(piece.name, piece.tensor)
-    flat = piece.tensor.detach().reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), CHUNK_ELEMENTS):
-        chunk = flat[start : start + CHUNK_ELEMENTS]
-        bits = chunk.to(dtype or chunk.dtype).view(_INTEGERS[(dtype or chunk.dtype).itemsize]).to(torch.int64)
-        first = piece.start + start
-        # A position enters every bit of its term, so that elements that are exchanged change the sum.
-        term = torch.arange(first + 1, first + 1 + len(chunk), device=chunk.device).mul_(_STEP).bitwise_xor_(bits)
-        term.bitwise_xor_(term >> 31).mul_(_FACTOR).bitwise_xor_(term >> 29).mul_(_STEP)
-        total += term.sum()
-    return int(total)
+    found = {}
+    for piece in pieces:
+        check_storable(piece.name, piece.tensor)
+        flat = piece.tensor.detach().reshape(-1)
+        dtype = DTYPES[base[piece.name][0]] if base else flat.dtype
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for start in range(0, flat.numel(), CHUNK_ELEMENTS):
+            chunk = flat[start : start + CHUNK_ELEMENTS]
+            bits = chunk.to(dtype).view(_INTEGERS[dtype.itemsize]).to(torch.int64)
+            first = piece.start + start + 1
+            # A position enters every bit of its term, so that elements that are exchanged change the sum.
+            term = torch.arange(first, first + len(chunk), device=chunk.device).mul_(_STEP).bitwise_xor_(bits)
+            term.bitwise_xor_(term >> 31).mul_(_FACTOR).bitwise_xor_(term >> 29).mul_(_STEP)
+            total += term.sum()
+        found[piece.name] = int(total)
+    return found

@@ -24,9 +24,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint.filesystem import Files, RemoteFiles, describe, resolve, sweep_temporaries
+from trainwright.checkpoint.filesystem import LocalFiles, RemoteFiles, describe, resolve, sweep_temporaries
 from trainwright.errors import CheckpointError
 from trainwright.paths import is_process_alive, machine, process_start_time
 from trainwright.rank_zero import warn
@@ -42,10 +43,9 @@ _IS_HELD = (errno.EACCES, errno.EAGAIN)
 
 @dataclass
 class _Holding:
-    """A lock of this process."""
+    """A lock of this process, and the function that removes its files."""
 
     remove: Callable[[], None]
-    """Removes the files of the lock."""
     pid: int = field(default_factory=os.getpid)
     count: int = 1
 
@@ -66,7 +66,7 @@ class FolderLock:
         key, self._key = self._key, None
         with _guard:
             holding = _held.get(key) if key is not None else None
-            if key is None or holding is None or holding.pid != os.getpid():  # a forked child has no lock
+            if holding is None or holding.pid != os.getpid():  # a forked child has no lock
                 return
             holding.count -= 1
             if not holding.count:
@@ -82,7 +82,7 @@ def lock_folder(folder: str) -> FolderLock:
     CheckpointError if another process has locked it, or if it cannot be written.
     """
     files, inside = resolve(folder)
-    path, missing = f"{inside}/{LOCK_NAME}", [] if isinstance(files, RemoteFiles) else _missing(inside)
+    path, is_alone = f"{inside}/{LOCK_NAME}", True
     with _guard:
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -91,9 +91,12 @@ def lock_folder(folder: str) -> FolderLock:
                     _held[key].count += 1
                     return FolderLock(key)
             if isinstance(files, RemoteFiles):
-                is_alone, remove = _acquire_remote(files, path, folder), partial(_remove_remote, files, path)
+                is_alone, remove = _name_holder(files, path, folder), partial(_remove_remote, files, path)
             else:
-                descriptor, is_alone = _acquire_in(files, inside, path, folder), True
+                missing = [
+                    str(directory) for directory in (Path(inside), *Path(inside).parents) if not directory.is_dir()
+                ]
+                descriptor = _acquire(files, inside, path, folder)
                 key, remove = _key(os.fstat(descriptor)), partial(_remove, path, descriptor, missing)
         except OSError as error:
             raise CheckpointError(
@@ -104,6 +107,31 @@ def lock_folder(folder: str) -> FolderLock:
     if is_alone:
         sweep_temporaries(folder)
     return FolderLock(key)
+
+
+def _key(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _acquire(files: LocalFiles, inside: str, path: str, folder: str) -> int:
+    """Return the descriptor of the locked file. Never wait, but try again if the holder has just removed it or the folder."""
+    for _ in range(ATTEMPTS):
+        files.make_directories(inside)
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as closing:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
+            closing.callback(os.close, descriptor)
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in _IS_HELD:
+                    raise _in_use(folder, path, _read_soon(descriptor)) from None
+                if error.errno not in _NO_LOCKS:
+                    raise
+            if _key(os.stat(path)) == _key(os.fstat(descriptor)):
+                _write(descriptor)
+                closing.pop_all()
+                return descriptor
+    raise FileNotFoundError(errno.ENOENT, "other processes remove it again and again", path)
 
 
 def _remove(path: str, descriptor: int, created: list[str]) -> None:
@@ -118,7 +146,7 @@ def _remove(path: str, descriptor: int, created: list[str]) -> None:
             os.rmdir(directory)
 
 
-def _acquire_remote(files: RemoteFiles, path: str, folder: str) -> bool:
+def _name_holder(files: RemoteFiles, path: str, folder: str) -> bool:
     """Name this process in a remote folder, and return whether no run on another machine may be alive."""
     holder: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError), files.open(path) as stream:
@@ -131,8 +159,8 @@ def _acquire_remote(files: RemoteFiles, path: str, folder: str) -> bool:
             stacklevel=2,
         )
     elif holder and is_process_alive(holder["pid"], str(holder["start"])):
-        raise _refusal(folder, files.address(path), holder)
-    files.put(path, json.dumps(_this_holder()).encode())
+        raise _in_use(folder, files.address(path), holder)
+    files.put(path, _this_holder())
     return not is_foreign
 
 
@@ -141,38 +169,7 @@ def _remove_remote(files: RemoteFiles, path: str) -> None:
         files.remove_file(path)
 
 
-def _acquire_in(files: Files, inside: str, path: str, folder: str) -> int:
-    """Lock a folder. If another process releases and removes the empty folder at the same moment, create it again."""
-    for _ in range(ATTEMPTS - 1):
-        files.make_directories(inside)
-        with contextlib.suppress(FileNotFoundError):
-            return _acquire(path, folder)
-    return _acquire(path, folder)
-
-
-def _acquire(path: str, folder: str) -> int:
-    """Return the descriptor of the locked file. Never wait."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
-        try:
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in _IS_HELD:
-                    raise _refusal(folder, path, _read_soon(descriptor)) from None
-                if error.errno not in _NO_LOCKS:
-                    raise
-            with contextlib.suppress(FileNotFoundError):
-                if _key(os.stat(path)) == _key(os.fstat(descriptor)):  # otherwise the holder has just removed the file
-                    _write(descriptor)
-                    return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _refusal(folder: str, path: str, holder: dict[str, Any]) -> CheckpointError:
+def _in_use(folder: str, path: str, holder: dict[str, Any]) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint folder {folder} is in use by another run: {_describe(holder)}. Wait until it ends, stop it, or pass "
         f"ModelCheckpoint another dirpath. (If you are sure that this process no longer runs, remove {path}.)"
@@ -185,52 +182,30 @@ def _describe(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
 
 
-def _this_holder() -> dict[str, Any]:
-    pid = os.getpid()
-    return {
-        "host": socket.gethostname(),
-        "pid": pid,
-        "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
-        "machine": machine(),
-        "start": process_start_time(pid),
-    }
+def _this_holder() -> bytes:
+    pid, since = os.getpid(), f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    holder = {"host": socket.gethostname(), "pid": pid, "since": since, "machine": machine()}
+    return json.dumps({**holder, "start": process_start_time(pid)}).encode()
 
 
-def _read(descriptor: int) -> dict[str, Any]:
-    """Return the holder that the file names, or an empty dict."""
-    return _parsed(os.pread(descriptor, 4096, 0))
-
-
-def _parsed(data: bytes) -> dict[str, Any]:
-    try:
-        holder = json.loads(data)
-    except ValueError:
-        return {}
-    return holder if isinstance(holder, dict) and type(holder.get("pid")) is int and "start" in holder else {}
+def _write(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, _this_holder(), 0)
 
 
 def _read_soon(descriptor: int) -> dict[str, Any]:
     """Return the holder of a locked file. It writes its name right after locking the file."""
     for _ in range(ATTEMPTS):
-        if holder := _read(descriptor):
+        if holder := _parsed(os.pread(descriptor, 4096, 0)):
             return holder
         time.sleep(NAMED_SECONDS / ATTEMPTS)
     return {}
 
 
-def _write(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(_this_holder()).encode(), 0)
-
-
-def _missing(directory: str) -> list[str]:
-    """Return the missing directories of a path, the innermost first."""
-    missing = []
-    while directory and not os.path.isdir(directory):
-        missing.append(directory)
-        directory = os.path.dirname(directory)
-    return missing
-
-
-def _key(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
+def _parsed(data: bytes) -> dict[str, Any]:
+    """Return the holder that the file names, or an empty dict."""
+    try:
+        holder = json.loads(data)
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) and type(holder.get("pid")) is int and "start" in holder else {}

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, BinaryIO, Literal, NamedTuple, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 import torch
 
 from trainwright.checkpoint.codec import decode, without_collection
-from trainwright.checkpoint.discovery import listing_of, read_manifest
-from trainwright.checkpoint.filesystem import Files, describe, resolve
-from trainwright.checkpoint.last_link import is_last_link, pointed
+from trainwright.checkpoint.discovery import find_candidates, listing_of, looks_ours, read_manifest
+from trainwright.checkpoint.filesystem import Files, describe, digest_of, resolve
+from trainwright.checkpoint.last_link import pointed
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json, rank_section
-from trainwright.checkpoint.shards import CHUNK_BYTES, FileRecord, StoredArray, copy_into, plan_copies, read_header
+from trainwright.checkpoint.shards import FileRecord, StoredArray, copy_into, plan_copies, read_header
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError, a_type_of
@@ -28,13 +26,6 @@ Verify = Literal["full", "size", "off"]
 # Linux lets a process open 1,024 files by default, and a checkpoint of many ranks may have more.
 MAX_OPEN_FILES = 128
 REMEDY = "Use another checkpoint, or a good copy of this one."
-
-
-class ReadReport(NamedTuple):
-    """The tensors that a read skipped: not stored (`missing`), or not requested (`unexpected`)."""
-
-    missing: list[str]
-    unexpected: list[str]
 
 
 class StoredCheckpoint:
@@ -51,7 +42,7 @@ class StoredCheckpoint:
         self.num_data_ranks: int = manifest.header.get("num_data_ranks") or self.world_size
         """The number of parts of the data, fewer than the ranks if some shared a part."""
         self.extra_files = list(extra_files)
-        self.sections = [name for name in manifest.sections if not _is_internal(name)]
+        self.sections = [name for name in manifest.sections if name != "state" and not name.startswith("rank-")]
         self.file_sizes = {name: record.size for name, record in sorted(manifest.all_files.items())}
         self._files = files
         self._inside = inside
@@ -59,44 +50,27 @@ class StoredCheckpoint:
         self._verify = verify
         self._headers: dict[str, dict[str, StoredArray]] = {}
 
-    def tensors(self, section: str) -> dict[str, TensorEntry]:
+    def tensors(self, section: str) -> Mapping[str, TensorEntry]:
         """Return the tensors of a section by name."""
         if section not in self._manifest.sections:
             raise CheckpointError(
                 f"{self.path} has no section {section!r}; it has {', '.join(self.sections) or 'none'}."
             )
-        return dict(self._manifest.sections[section])
+        return self._manifest.sections[section]
 
-    def read_into(self, section: str, pieces: Sequence[Piece], strict: bool = True) -> ReadReport:
+    def read_into(self, section: str, pieces: Sequence[Piece]) -> None:
         """Fill the tensors of the pieces in place, and convert to their dtypes. Only overlapping bytes are read.
 
         Every rank reads its pieces without communication, whatever the writer's world size and strategy. Everything is
-        checked before the first write. With strict=False a destination that is not stored stays unchanged and is reported.
+        checked before the first write.
         """
         entries = self.tensors(section)
-        wanted = {piece.name for piece in pieces}
-        missing = sorted(wanted - entries.keys())
-        if missing and strict:
+        if missing := sorted({piece.name for piece in pieces if piece.name not in entries}):
             raise CheckpointError(
                 f"{self.path} has no {section} tensor {', '.join(map(repr, missing[:5]))} ({len(missing)} in all). "
-                "Build the model as it was when the checkpoint was written, or read with strict=False."
+                "Build the model as it was when the checkpoint was written."
             )
-        self._fill(entries, [piece for piece in pieces if piece.name in entries])
-        # A second name of a tied tensor that was read is not unexpected.
-        read = {(piece.file, piece.key) for name in wanted & entries.keys() for piece in entries[name].pieces}
-
-        def is_tied(entry: TensorEntry) -> bool:
-            return bool(entry.pieces) and all((piece.file, piece.key) in read for piece in entry.pieces)
-
-        return ReadReport(missing, sorted(n for n, entry in entries.items() if n not in wanted and not is_tied(entry)))
-
-    def read_part(self, section: str, piece: Piece) -> None:
-        """Fill one piece of a stored tensor in place. The cost does not depend on the section's size."""
-        self._fill(self._manifest.sections[section], [piece])
-
-    def _fill(self, entries: Mapping[str, TensorEntry], pieces: Sequence[Piece]) -> None:
-        """Check that all pieces are stored, then fill them in place."""
-        with self._open_shards() as shards:
+        with _OpenShards(self._files, self.path, self._inside, self._manifest, self._headers) as shards:
             plans = [(piece, plan_copies(entries, piece)) for piece in pieces]
             for piece, copies in plans:
                 for copy in copies:
@@ -107,19 +81,11 @@ class StoredCheckpoint:
 
     def check_layout(self) -> None:
         """Compare the tables in the files with the manifest, without reading tensors (CheckpointError)."""
-        with self._open_shards() as shards:
+        with _OpenShards(self._files, self.path, self._inside, self._manifest, self._headers) as shards:
             for table in self._manifest.sections.values():
                 for entry in table.values():
                     for source in entry.pieces:
                         shards.check(source, entry)
-
-    @contextlib.contextmanager
-    def _open_shards(self) -> Iterator[_OpenShards]:
-        try:
-            with _OpenShards(self._files, self._inside, self._manifest, self._headers) as shards:
-                yield shards
-        except (CheckpointError, OSError) as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
 
     def read_tensors(self, section: str, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Return whole tensors in host memory by name, by default all tensors of the section."""
@@ -141,13 +107,9 @@ class StoredCheckpoint:
         """Return one whole tensor in host memory."""
         return self.read_tensors(section, [name])[name]
 
-    def state(self) -> Any:
-        """Return the plain state that the run stored."""
-        return self._read_plain("state")
-
     def run_state(self) -> dict[str, Any]:
         """Return the plain state of a run. If it is not a dict, no run wrote it (CheckpointError)."""
-        state = self.state()
+        state = self._read_plain("state")
         if not isinstance(state, dict):
             raise CheckpointError(
                 f"{self.path}: state.json contains {a_type_of(state)}, not the dict of a run. {REMEDY}"
@@ -184,18 +146,14 @@ class StoredCheckpoint:
             raise CheckpointError(f"{self.path}: {name}: {error}") from error
 
 
-def _is_internal(section: str) -> bool:
-    return section == "state" or section.startswith("rank-")
-
-
 class _OpenShards:
     """The open safetensors files of one read, at most MAX_OPEN_FILES."""
 
     def __init__(
-        self, files: Files, inside: str, manifest: Manifest, headers: dict[str, dict[str, StoredArray]]
+        self, files: Files, path: str, inside: str, manifest: Manifest, headers: dict[str, dict[str, StoredArray]]
     ) -> None:
         self._files = files
-        self._inside = inside
+        self._path, self._inside = path, inside
         self._manifest = manifest
         self._headers = headers
         self._opened: dict[str, BinaryIO] = {}
@@ -203,9 +161,11 @@ class _OpenShards:
     def __enter__(self) -> _OpenShards:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         while self._opened:
             self._opened.popitem()[1].close()
+        if isinstance(error, CheckpointError | OSError):
+            raise CheckpointError(f"{self._path}: {error}") from error
 
     def header(self, file: str) -> dict[str, StoredArray]:
         """Return a file's table. Its header is read and checked once."""
@@ -327,25 +287,15 @@ def examine(path: str) -> Verdict:
 
 
 def candidates(path: str) -> list[str]:
-    """Return the path itself, or the directories in it that look like checkpoints by their manifest or name."""
+    """Return the path itself or the directories in it, if they look like checkpoints."""
     files, inside = resolve(path)
     try:
         listed = files.listing(inside)
     except OSError:
         return [path]
-    if MANIFEST_NAME in listed:
+    if MANIFEST_NAME in listed or looks_ours(path, listed):
         return [path]
-    directories = sorted(name for name, size in listed.items() if size is None and not name.startswith("."))
-    looking = [name for name in directories if name.endswith(".ckpt") or _has_manifest(files, f"{inside}/{name}")]
-    paths = [f"{os.fspath(path).rstrip('/')}/{name}" for name in looking]
-    return [checkpoint for checkpoint in paths if not is_last_link(checkpoint)] or [path]
-
-
-def _has_manifest(files: Files, path: str) -> bool:
-    try:
-        return MANIFEST_NAME in files.listing(path)
-    except OSError:
-        return False
+    return sorted(entry.path for entry in find_candidates(path))
 
 
 def faults(
@@ -370,7 +320,7 @@ def faults(
             whole[name] = record
     for name in sorted(_assigned(whole, rank, world_size)) if verify == "full" else ():
         try:
-            if _digest(files, f"{inside}/{name}", whole[name].size) != whole[name].sha256:
+            if digest_of(files, f"{inside}/{name}") != whole[name].sha256:
                 yield f"{name} does not match its digest: it is damaged"
         except OSError as error:
             yield f"{name} cannot be read: {error}"
@@ -385,12 +335,3 @@ def _assigned(records: Mapping[str, FileRecord], rank: int, world_size: int) -> 
         if chosen == rank:
             mine.append(name)
     return mine
-
-
-def _digest(files: Files, inside: str, size: int) -> str:
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, size + 1)))
-    with files.open(inside) as stream:
-        while count := stream.readinto(buffer):  # type: ignore[attr-defined]
-            digest.update(buffer[:count])
-    return digest.hexdigest()

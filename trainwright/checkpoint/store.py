@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import os
 import sys
 import threading
@@ -25,7 +24,7 @@ from typing import Any, BinaryIO
 from trainwright.checkpoint.codec import without_collection
 from trainwright.checkpoint.contents import Contents, HostMemory, collect
 from trainwright.checkpoint.discovery import refuse_irreplaceable, replace_checkpoint
-from trainwright.checkpoint.filesystem import Files, describe, note_new, resolve, temporary_path
+from trainwright.checkpoint.filesystem import Files, describe, digest_of, note_new, resolve, temporary_path
 from trainwright.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -36,7 +35,7 @@ from trainwright.checkpoint.manifest import (
     table_from_json,
     table_to_json,
 )
-from trainwright.checkpoint.shards import CHUNK_BYTES, FileRecord, HashingStream, write_shard
+from trainwright.checkpoint.shards import FileRecord, HashingStream, write_shard
 from trainwright.checkpoint.tensors import Piece, merge
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
@@ -81,7 +80,7 @@ class CheckpointWriter:
         self.finish()
         files, inside = resolve(path)
         path = inside if files.has_rename else path  # the working directory may change before the thread runs
-        write = partial(write_contents, path, header=header, overwrite=overwrite, staged=directory)
+        write = partial(write_checkpoint, path, header=header, overwrite=overwrite, staged=directory)
         gather = partial(collect, sections, state, rank_state, self._ranks.rank, self._ranks.world_size)
         if blocking:
             write(gather=gather, ranks=self._ranks)
@@ -197,7 +196,10 @@ class BackgroundSave(threading.Thread):
         return os.getpid() != self._process or self._has_ended.wait(seconds)  # a child does not have the thread
 
     def run(self) -> None:
-        _lower_priority()
+        # On Linux threads have priorities. The threads of a training step wait for each other, so one slow thread delays all.
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._write()
         except CheckpointError as error:
@@ -209,52 +211,30 @@ class BackgroundSave(threading.Thread):
             self._has_ended.set()
 
 
-def _lower_priority() -> None:
-    # On Linux threads have priorities. The threads of a training step wait for each other, so one slow thread delays all.
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
 def _raise(error: Exception) -> Contents:
     raise error
 
 
 def write_checkpoint(
     path: str,
-    *,
-    sections: Mapping[str, Sequence[Piece]],
-    state: Any,
-    rank_state: Any,
+    gather: Callable[[], Contents],
     header: Mapping[str, Any],
     ranks: Ranks,
     overwrite: bool = False,
+    staged: str | None = None,
 ) -> None:
     """Write a checkpoint, which is durable when this returns on any rank. Collective: call on every rank.
 
     Args:
-        path: the directory or URL to write, which must not exist unless `overwrite` is set. sections: this rank's pieces by
-        section (model, optimizer, ...). state, header: plain data of the run, and plain JSON with `step` and `epoch` for the
-        manifest, both stored from rank 0. rank_state: plain data of this rank. None stores nothing. overwrite: replace a
-        checkpoint at the path when the new checkpoint is complete.
+        path: the directory or URL to write, which must not exist unless `overwrite` is set.
+        gather: returns this rank's part.
+        header: plain JSON with `step` and `epoch` for the manifest, stored from rank 0.
+        overwrite: replace a checkpoint at the path when the new checkpoint is complete.
+        staged: the directory of `CheckpointWriter.staged`.
 
     Raises:
         CheckpointError: on every rank with the same text. Earlier checkpoints are unchanged.
     """
-    gather = partial(collect, sections, state, rank_state, ranks.rank, ranks.world_size)
-    write_contents(path, gather=gather, header=header, ranks=ranks, overwrite=overwrite)
-
-
-def write_contents(
-    path: str,
-    *,
-    gather: Callable[[], Contents],
-    header: Mapping[str, Any],
-    ranks: Ranks,
-    overwrite: bool,
-    staged: str | None = None,
-) -> None:
-    """Write a checkpoint with the contents that `gather` returns. Otherwise like `write_checkpoint`. Collective."""
     files, target = resolve(path)
     is_first = ranks.rank == 0
     run_on_all = partial(
@@ -266,7 +246,7 @@ def write_contents(
     header = {"world_size": ranks.world_size, **header}
     if header.get("num_data_ranks", 0) >= header["world_size"]:  # no ranks share a part of the data
         del header["num_data_ranks"]
-    directory = run_on_all(partial(_begin, files, target, header, overwrite, staged) if is_first else None)[0]
+    directory = staged or run_on_all(partial(_stage, files, target, overwrite) if is_first else None)[0]
     rank_files = _RankFiles(files, directory)
     try:
         # NOTE: every rank makes both exchanges even if it fails, or the other ranks would wait.
@@ -332,16 +312,6 @@ class _RankFiles:
         except OSError as error:
             raise CheckpointError(f"{path}: {describe(error, path)}. Earlier checkpoints are unchanged.") from error
         return result
-
-
-def _begin(files: Files, target: str, header: Mapping[str, Any], overwrite: bool, staged: str | None) -> str:
-    """Check the header and the target, and return the directory to write into, the staged directory or a new one."""
-    for field in ("step", "epoch", "world_size"):
-        if type(header.get(field)) is not int or header[field] < 0:
-            raise CheckpointError(f"the header's {field} is {header.get(field)!r}; expected an integer of at least 0.")
-    # A header that is not JSON is rejected now, not after all ranks have written.
-    dump_json(dict(header), "the header")
-    return _stage(files, target, overwrite) if staged is None else staged
 
 
 def _stage(files: Files, target: str, overwrite: bool) -> str:
@@ -415,21 +385,15 @@ def _commit(
 
 def _attached(files: Files, directory: str, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
     """Return the files that hooks have written into the directory, after making them durable."""
-    attached = {name: size for name, size in files.tree(directory).items() if name not in records}
-    for name, size in attached.items():
+    attached = {}
+    for name, size in files.tree(directory).items():
+        if name in records:
+            continue
         if size is None or not is_attachable(name):
             raise CheckpointError(
                 f"a hook of save_state wrote {name!r}, which cannot be part of a checkpoint: expected plain files (no "
                 "links) whose names do not begin with a dot."
             )
+        attached[name] = FileRecord(size, digest_of(files, f"{directory}/{name}"))
     files.sync_tree(directory, attached)
-    return {name: _record(files, f"{directory}/{name}") for name in attached}
-
-
-def _record(files: Files, path: str) -> FileRecord:
-    digest, size = hashlib.sha256(), 0
-    with files.open(path) as stream:
-        while data := stream.read(CHUNK_BYTES):
-            digest.update(data)
-            size += len(data)
-    return FileRecord(size, digest.hexdigest())
+    return attached

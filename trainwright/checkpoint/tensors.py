@@ -130,19 +130,17 @@ def assign_writers(pieces: Sequence[Piece], rank: int, world_size: int) -> list[
         return list(pieces)
     # Greedy by size onto the least loaded rank. Names break ties, so that the order of a rank's pieces does not matter.
     groups = tied_groups([piece for piece in pieces if piece.writer is None])
-    ordered = sorted(groups, key=lambda group: (-_bytes(group[0]), min((piece.name, piece.start) for piece in group)))
+    ordered = sorted(
+        groups, key=lambda group: (-group[0].tensor.nbytes, min((piece.name, piece.start) for piece in group))
+    )
     loads = [(0, other) for other in range(world_size)]
     mine = {id(piece) for piece in pieces if piece.writer == rank}
     for group in ordered:
         load, chosen = heapq.heappop(loads)
-        heapq.heappush(loads, (load + _bytes(group[0]), chosen))
+        heapq.heappush(loads, (load + group[0].tensor.nbytes, chosen))
         if chosen == rank:
             mine.update(id(piece) for piece in group)
     return [piece for piece in pieces if id(piece) in mine]
-
-
-def _bytes(piece: Piece) -> int:
-    return piece.tensor.numel() * piece.tensor.element_size()
 
 
 def merge(tables: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:

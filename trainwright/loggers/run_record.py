@@ -137,6 +137,8 @@ class RunRecorder:
     def __init__(self) -> None:
         self._folder = ""
         self._record: RunRecord | None = None
+        self._finished: RunRecord | None = None
+        """The record of the finished fit that this call continues."""
         self._before: bytes | None = None
         """The file before the latest call that has changed it."""
         self._may_withdraw = False
@@ -147,7 +149,7 @@ class RunRecorder:
 
         If the run `continues` the run in the folder, the record keeps its start and its checkpoints.
         """
-        self._folder, self._record = folder, None
+        self._folder, self._record, self._finished = folder, None, None
         earlier, data, problem = find_record(folder)
         if problem and (data is None or data.strip()):
             self._warn(f"{problem}, and stays as it is. Move it away")
@@ -165,6 +167,7 @@ class RunRecorder:
         if earlier is not None and continues and (was_training or not is_training):
             kept = {name: getattr(earlier, name) for name in ("began", "step", "epoch", "checkpoints")}
             record = replace(record, resumed=now, **kept)
+            self._finished = earlier if (earlier.call, earlier.status) == (FIT, "success") else None
         self._record = record
         return self._writing()
 
@@ -182,7 +185,11 @@ class RunRecorder:
         if self._record is None:
             return None
         step, epoch = self._record.step if step is None else step, self._record.epoch if epoch is None else epoch
-        self._record = replace(self._record, status=status, ended=_now(), step=step, epoch=epoch)
+        record, before = replace(self._record, status=status, ended=_now(), step=step, epoch=epoch), self._finished
+        if before is not None and (status, step, epoch) == ("success", before.step, before.epoch):
+            # Nothing was left to train.
+            record = replace(record, ended=before.ended, resumed=before.resumed)
+        self._record = record
         work, self._record = self._writing(), None
         return work
 

@@ -140,7 +140,10 @@ def _verify(options: argparse.Namespace) -> int:
     files, inside = resolve(options.path)
     if not files.exists(inside):
         open_checkpoint(options.path, "size")  # raises an error with the reason
-    for path in candidates(options.path):
+    if not (paths := candidates(options.path)):
+        _complain("verify", f"there is no checkpoint in {options.path}. Pass a checkpoint, or the folder of several.")
+        return BAD_USAGE
+    for path in paths:
         verdicts.append(examine(path))
         print(_verdict_text(verdicts[-1]), flush=True)
     bad = [verdict.path for verdict in verdicts if verdict.problems]
@@ -206,7 +209,8 @@ def _import(options: argparse.Namespace) -> int:
     )
     skipped = {**weights.hyper_parameter_forms, **weights.datamodule_hyper_parameter_forms}
     for name, form in skipped.items() if weights.kind == "lightning" else ():
-        print(f"  hyper-parameter {printable(name)} skipped: a {printable(form['kind'])}")
+        if kind := form.get("kind"):
+            print(f"  hyper-parameter {printable(name)} skipped: a {printable(kind)}")
     return 0
 
 

@@ -40,7 +40,7 @@ _KNOWN = re.compile(r"(?:loss|acc|accuracy)(?:_epoch)?$", re.IGNORECASE)
 
 
 class Best(NamedTuple):
-    """The best value of a metric. The step is None if only a checkpoint has the value."""
+    """The best value of a metric. The step of its row, from 0 in a fit, is None if only a checkpoint has the value."""
 
     value: float
     mode: str
@@ -325,7 +325,7 @@ def _cells(run: ListedRun, directory: str, sort: str | None, detail: int) -> lis
     remark = f" ({run.state.remark})" if run.state.remark and detail else ""
     best = []
     for name, value in _shown_best(run, sort).items():
-        at = f" at step {value.step}" if value.step is not None and detail == MOST_DETAIL else ""
+        at = f" at logged step {value.step}" if value.step is not None and detail == MOST_DETAIL else ""
         best.append(f"{name} {value.value:.5g}{at}")
     best = best if detail > 1 or len(best) < 2 else [best[0], "..."]
     path = run.checkpoint.path if run.checkpoint is not None else NO_VALUE
