@@ -130,4 +130,4 @@ def test_what_cannot_be_alike_is_refused_by_name(ranks: Any, what: str) -> None:
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *ZERO])
 def test_nothing_outlives_a_run_that_nobody_holds(ranks: Any, strategy: str) -> None:
     for rank in ranks:
-        assert rank["outlived"][strategy] == [False] * 4
+        assert rank["outlived"][strategy] == [False] * 6
