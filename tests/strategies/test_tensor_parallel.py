@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import trainwright as tw
-from trainwright.memory.rank_mesh import RankMesh
+from trainwright.memory.vendor import RankMesh
 from trainwright.strategies.fsdp2.tensor_plan import check_plan, match_plan
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,7 @@ from trainwright import estimate_memory
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser
 from trainwright.memory.memory_estimate import MOST_USED, available_memory, size_text
-from trainwright.memory.rank_mesh import RankMesh
-from trainwright.memory.vendor import saved_bytes
+from trainwright.memory.vendor import RankMesh, saved_bytes
 from trainwright.precision import NAMES, Precision, canonical_name, resolve_precision
 from trainwright.strategies import why_rejected
 from trainwright.strategies.memory_plan import FULLY_SHARDED, DeviceBytes
@@ -79,10 +78,7 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
     try:
         precisions = _precisions(options.precision)
         strategies = choose(options.strategies, LISTED_STRATEGIES, LISTED_STRATEGIES, "--strategies")
-        plan = _plan(options.tensor_plan)
-        meshes = [RankMesh.parse(text, plan) for text in options.mesh or ()]
-        if plan is not None and not any(mesh.plan for mesh in meshes):
-            raise ValueError("--tensor-plan is for a mesh with tensor ranks. Pass --mesh data=2,tensor=2 too.")
+        meshes = _meshes(options.mesh or (), options.tensor_plan)
         devices = _devices(options.devices, meshes)
         memory = _amount(options.memory, UNITS, "--memory", "80GiB") if options.memory else available_memory()
         if memory < 2**20:
@@ -196,11 +192,15 @@ def _devices(text: str | None, meshes: Sequence[RankMesh]) -> list[int]:
     return devices
 
 
-def _plan(text: str | None) -> Any:
+def _meshes(texts: Sequence[str], plan_text: str | None) -> list[RankMesh]:
     try:
-        return None if text is None else json.loads(text)
+        plan = None if plan_text is None else json.loads(plan_text)
     except ValueError as error:
-        raise ValueError(f"--tensor-plan {text} is not JSON ({error}). Pass {PLAN}.") from error
+        raise ValueError(f"--tensor-plan {plan_text} is not JSON ({error}). Pass {PLAN}.") from error
+    meshes = [RankMesh.parse(text, plan) for text in texts]
+    if plan is not None and not any(mesh.plan for mesh in meshes):
+        raise ValueError("--tensor-plan is for a mesh with tensor ranks. Pass --mesh data=2,tensor=2 too.")
+    return meshes
 
 
 def parse_batch(text: str) -> Tensor | list[Tensor] | dict[str, Tensor]:

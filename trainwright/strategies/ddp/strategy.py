@@ -389,10 +389,6 @@ class ReadyOrder:
         if len(self.indices) == len(self._parameters):
             self.close()
 
-    @property
-    def missing(self) -> list[int]:
-        return [index for index in range(len(self._parameters)) if index not in self._seen]
-
     def close(self) -> None:
         """Stop recording."""
         for handle in self._handles:
@@ -401,7 +397,7 @@ class ReadyOrder:
 
     def restart(self) -> None:
         """Drop the records of an incomplete backward."""
-        if self.missing:
+        if len(self._seen) < len(self._parameters):
             self.indices.clear()
             self._seen.clear()
 
