@@ -34,6 +34,8 @@ import trainwright as tw
 
 BUCKET = 2**18
 """The elements of a small bucket."""
+TENSOR_PLAN = {"words": "rowwise", "blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
+"""The divided layers of a transformer, after the name of the Measured module's network."""
 SMALL_BUFFERS: dict[str, dict[str, Any]] = {
     "deepspeed_stage_2 small": {"reduce_bucket_size": BUCKET},
     "deepspeed_stage_3 small": {
@@ -113,8 +115,8 @@ class Measured(tw.Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         def note(tensor: Tensor) -> Tensor:
-            if tensor not in self.parameters_seen:
-                self.activations_seen.note([tensor])
+            if local(tensor) not in self.parameters_seen:
+                self.activations_seen.note([local(tensor)])
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -188,8 +190,10 @@ class Count(tw.Callback):
 
     def _before_call(self, module: nn.Module, inputs: Any) -> None:
         for each in module.parameters():
-            if not isinstance(each, DTensor) and each.numel() > 0:
-                self.module.parameters_seen.note([each.data])
+            # fsdp has gathered a parameter that is divided over a tensor group only.
+            is_gathered = not isinstance(each, DTensor) or each.device_mesh.mesh_dim_names == ("tensor",)
+            if is_gathered and each.numel() > 0:
+                self.module.parameters_seen.note([local(each.data)])
                 if id(each) not in self.whole and each.is_leaf:
                     self._handles.append(each.register_post_accumulate_grad_hook(self._look))
                     self.whole[id(each)] = each
@@ -277,8 +281,11 @@ def local(tensor: Tensor) -> Tensor:
 
 def make_strategy(name: str, family: Family) -> Any:
     if name.startswith("fsdp"):
-        replicas = 2 if name.endswith(" hybrid") else 1
-        return tw.FSDPStrategy(auto_wrap_policy={family.block}, num_replicas=replicas)  # a small network's too
+        options: dict[str, Any] = {"num_replicas": 2} if name.endswith(" hybrid") else {}
+        if name.endswith(" tensor"):
+            plan = {f"network.{layer}": style for layer, style in TENSOR_PLAN.items()}
+            options = {"mesh": {"data": 2, "tensor": int(os.environ["WORLD_SIZE"]) // 2}, "tensor_plan": plan}
+        return tw.FSDPStrategy(auto_wrap_policy={family.block}, **options)  # a small network's too
     if name in SMALL_BUFFERS:
         return tw.DeepSpeedStrategy(stage=int(name[len("deepspeed_stage_")]), **SMALL_BUFFERS[name])
     return name
@@ -342,7 +349,7 @@ def report(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         width = options.width or family.width
         measure(family, family.step, strategy)  # what is imported and allocated once
         network = family.make(width)
-        shards = options.ranks // 2 if strategy.endswith(" hybrid") else options.ranks
+        shards = options.ranks // 2 if strategy.endswith((" hybrid", " tensor")) else options.ranks
         estimates = tw.estimate_memory(network, torch.optim.Adam, shards, auto_wrap_policy={family.block})
         estimate = estimates.per_device[strategy.split()[0]]
         held = measure(family, width, strategy)

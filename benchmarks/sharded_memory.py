@@ -26,8 +26,8 @@ from pathlib import Path
 from memory_models import FAMILIES
 from memory_picture import PARTS, Record, draw, of_ddp, total
 
-HYBRID = "fsdp hybrid"
-"""Two replicas of groups of shards, which is for four ranks or more."""
+ON_MESHES = ("fsdp hybrid", "fsdp tensor")
+"""Two replicas of groups of shards, and two data ranks of the text transformer in tensor groups, for four ranks or more."""
 STRATEGIES = (
     "ddp",
     "ddp_sharded",
@@ -141,14 +141,15 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     options.families = choose(options.families, FAMILIES, "--families", parser)
     options.strategies = choose(
-        options.strategies or ",".join(STRATEGIES), [*STRATEGIES, HYBRID], "--strategies", parser
+        options.strategies or ",".join(STRATEGIES), [*STRATEGIES, *ON_MESHES], "--strategies", parser
     )
     if not all(each.isdigit() and int(each) > 1 for each in options.ranks.split(",")):
         parser.error(f"--ranks {options.ranks}: numbers of processes from 2 on, such as 2,4")
     options.ranks = [int(each) for each in options.ranks.split(",")]
     options.width = options.width or (SMALL_WIDTH if options.small else 0)
-    if HYBRID in options.strategies and any(each < 4 or each % 2 for each in options.ranks):
-        parser.error(f"{HYBRID} makes two replicas of several ranks: pass --ranks 4, or omit it from --strategies")
+    on_meshes = [name for name in ON_MESHES if name in options.strategies]
+    if on_meshes and any(each < 4 or each % 2 for each in options.ranks):
+        parser.error(f"{on_meshes[0]} has a mesh of two rows of ranks: pass --ranks 4, or omit it from --strategies")
     if options.budget is None:
         options.budget = SMALL_BUDGET if options.small else BUDGET
     if options.budget < 0:

@@ -59,13 +59,20 @@ def check_plan(out: Path, records: dict[str, Any], *arguments: str) -> None:
     batch = ("--batch", "2x64:int64,2:int64", "--precision", "32-true", "--device-memory", "80GiB")
     done = run_command([*command, *batch], folder=out, seconds=100)
     assert done.returncode == 0, done.stderr
-    rows = {row["strategy"] + (" hybrid" if row["mesh"] else ""): row for row in json.loads(done.stdout)["rows"]}
+    names = {"": "", "replicate=2,shard=2": " hybrid", "data=2,tensor=2": " tensor"}
+    rows = {row["strategy"] + names[row["mesh"]]: row for row in json.loads(done.stdout)["rows"]}
     assert rows.keys() == records.keys()
     for name, record in records.items():
         row = rows[name]
         parts = ("parameters", "gathered", "ahead", "gradients", "optimizer", "activations")
         assert row["total"] == pytest.approx(sum(record[part] for part in parts), rel=0.15), name
         assert row["activations"] == pytest.approx(record["activations"], rel=0.01), name
+        if name == "fsdp tensor":  # whose ranks also send activations
+            for part in ("parameters", "optimizer"):
+                assert row[part] == pytest.approx(record[part], rel=0.15), part
+            both = row["gradients"] + row["gathered"]  # the gathered part has whole gradients too
+            assert both == pytest.approx(record["gradients"] + record["gathered"] + record["ahead"], rel=0.15)
+            continue
         # gloo reduces to shards by an all-reduce, which sends twice as much as a ring, and to one rank by a ring that divides
         # the tensor, whose parts it sends on to that rank.
         shards = row["devices"] // (2 if row["mesh"] else 1)
@@ -99,6 +106,9 @@ def test_two_ranks_hold_what_the_strategies_promise(tmp_path: Path) -> None:
 
 
 def test_the_plan_of_a_mesh_is_what_four_ranks_hold_and_send(tmp_path: Path) -> None:
-    rows, _ = measured(tmp_path, 4, f"{NAMES},fsdp hybrid")
+    rows, _ = measured(tmp_path, 4, f"{NAMES},fsdp hybrid,fsdp tensor")
     assert rows["fsdp hybrid"]["optimizer"] == pytest.approx(2 * rows["fsdp"]["optimizer"], rel=0.01)
-    check_plan(tmp_path, rows, "--mesh", "replicate=2,shard=2")
+    assert rows["fsdp tensor"]["activations"] < 0.8 * rows["fsdp"]["activations"]
+    plan = {"network.words": "rowwise", "network.blocks.*.mlp.0": "colwise", "network.blocks.*.mlp.2": "rowwise"}
+    meshes = ("--mesh", "replicate=2,shard=2", "--mesh", "data=2,tensor=2", "--tensor-plan", json.dumps(plan))
+    check_plan(tmp_path, rows, *meshes)

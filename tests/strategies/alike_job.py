@@ -244,7 +244,7 @@ def outlived(strategy: str) -> list[bool]:
             getattr(trainer, call)(module, data())
         return [weakref.ref(module), weakref.ref(trainer)]
 
-    left = run("fit", "validate") + run("validate")
+    left = run("fit", "validate") + run("validate") + run("fit")
     gc.collect()
     return [each() is not None for each in left]
 

@@ -39,7 +39,7 @@ class Signs(torch.optim.Optimizer):
                 parameter -= group["lr"] * state["mean"].tanh() / state["count"]
 
 
-NO_NEW_GROUPS = r"ddp_sharded assigns parameters to ranks.*groups cannot be added later"
+NO_NEW_GROUPS = r"divides parameters among the ranks.*groups cannot be added later"
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
     "adam": partial(torch.optim.Adam, lr=0.02, eps=1e-3, amsgrad=True),

@@ -207,10 +207,21 @@ def test_state_that_no_checkpoint_would_find(setting: dict[str, Any], name: str)
     ({"config": {"zero_optimization": {"reduce_bucket_size": "auto"}}}, 12),
 ])  # fmt: skip
 def test_the_bucket_fits_the_model_unless_a_size_is_given(options: dict[str, Any], size: int) -> None:
+    from trainwright.strategies.zero.deepspeed_config import build_config
+
     net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 5))
     net[1].requires_grad_(False)
     strategy = DeepSpeedStrategy(stage=1, **options)
-    assert strategy._config(net.parameters())["zero_optimization"]["reduce_bucket_size"] == size
+    config = build_config(
+        strategy.own_config,
+        1,
+        precision=strategy.precision,
+        offload_optimizer=False,
+        offload_parameters=False,
+        parameters=net.parameters(),
+        **strategy.zero,
+    )
+    assert config["zero_optimization"]["reduce_bucket_size"] == size
 
 
 class Numbered:

@@ -10,7 +10,7 @@ from small import make_net
 from zero_job import Layers
 
 import trainwright as tw
-from trainwright.strategies.divided_optimizers import is_elementwise, refuse_unknown_optimizer
+from trainwright.strategies.divided_optimizers import is_elementwise, refuse_undivided
 
 
 def test_torch_optimizers_and_inherited_steps_are_known() -> None:
@@ -34,7 +34,7 @@ def test_unknown_optimizer_is_rejected_with_the_argument_that_accepts_it() -> No
         ValueError,
         match=r"Layers is not known to step every element .*strategy='fsdp'.*elementwise=True.*'ddp' or 'ddp_sharded'",
     ):
-        refuse_unknown_optimizer(Layers(make_net().parameters(), lr=0.1), "fsdp")
+        refuse_undivided(Layers(make_net().parameters(), lr=0.1), "fsdp", False)
 
 
 @pytest.mark.parametrize("kind", [tw.FSDPStrategy, tw.DeepSpeedStrategy])

@@ -38,7 +38,12 @@ REJECTED_NAMES = [
     *((name, r"strategy='{}' is an option of fsdp: pass FSDPStrategy\(mesh=\{{\"data\": 2, \"tensor\": 2\}}, tensor_plan=")
       for name in ("tensor_parallel", "tensor", "tp", "model_parallel")),
     *((name, r"strategy='{}' is an option of fsdp: pass FSDPStrategy\(num_replicas=2\)")
-      for name in ("hsdp", "hybrid_shard")),
+      for name in ("hsdp", "hybrid_shard", "HYBRID_SHARD")),
+    ("SHARD_GRAD_OP", r"strategy='{}' is an option of fsdp: pass FSDPStrategy\(reshard_after_forward=False\)"),
+    *((name, rf"strategy='{{}}' is unknown; choose from auto, .*\. Use '{new}'\.$") for name, new in (
+        ("fsdp2", "fsdp"), ("fsdp_native", "fsdp"), ("FULL_SHARD", "fsdp"), ("dp", "ddp"), ("zero3", "deepspeed_stage_3"),
+        ("deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_offload"),
+    )),
 ]  # fmt: skip
 
 

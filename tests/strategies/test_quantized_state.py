@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
-from trainwright.strategies.divided_optimizers import refuse_unknown_optimizer
+from trainwright.strategies.divided_optimizers import refuse_undivided
 
 pytestmark = pytest.mark.host
 
@@ -115,4 +115,4 @@ def test_4_bit_state_is_rejected_at_a_save(tmp_path: Path) -> None:
 def test_8_bit_optimizers_are_rejected_where_a_rank_has_a_shard() -> None:
     optimizer = Quantizes().configure_optimizers()["optimizer"]
     with pytest.raises(ValueError, match=NOT_SHARDED):
-        refuse_unknown_optimizer(optimizer, "fsdp")
+        refuse_undivided(optimizer, "fsdp", False)

@@ -59,7 +59,10 @@ def test_options_of_the_same_meaning_are_translated() -> None:
     assert tw.FSDPStrategy(sharding_strategy=ShardingStrategy.FULL_SHARD).options.reshard_after_forward
     assert not tw.FSDPStrategy(cpu_offload=CPUOffload()).cpu_offload
     assert tw.FSDPStrategy(cpu_offload=CPUOffload(offload_params=True)).cpu_offload
-    with pytest.raises(ValueError, match="Choose 'FULL_SHARD' or 'SHARD_GRAD_OP'"):
+    assert not tw.FSDPStrategy(sharding_strategy="shard_grad_op").options.reshard_after_forward
+    with pytest.raises(
+        ValueError, match=r"Choose 'FULL_SHARD' or 'SHARD_GRAD_OP'\. In place of HYBRID_SHARD pass num_replicas="
+    ):
         tw.FSDPStrategy(sharding_strategy="HYBRID_SHARD")
     with pytest.raises(ValueError, match="Omit one of the two"):
         tw.FSDPStrategy(sharding_strategy="FULL_SHARD", reshard_after_forward=False)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import trainwright as tw
-from trainwright.memory.memory_estimate import RankMesh
+from trainwright.memory.vendor import RankMesh
 from trainwright.strategies.fsdp2.tensor_plan import check_plan, match_plan
 
 pytestmark = pytest.mark.slow
@@ -212,6 +212,11 @@ def trained(folder: Path) -> dict[str, Any]:
     assert "Let view infer the number of heads" in str(caught.value.__notes__)
     trainer = tw.Trainer(strategy=divided(), **QUIET)
     (found["validated"],) = trainer.validate(Speaks(), sentences(10, 2), verbose=False)
+    module = Speaks()
+    module.unused = nn.BatchNorm1d(WIDTH)
+    synced = tw.Trainer(strategy=divided(), sync_batchnorm=True, **QUIET)
+    synced.validate(module, sentences(10, 2), verbose=False)
+    assert module.unused.process_group is synced.strategy.data_group
     found["predicted"] = torch.cat(trainer.predict(Speaks(), sentences(10, 2)) or [])
     found["accelerator"] = accelerated(divided())
     return found
@@ -275,8 +280,8 @@ def test_divided_layers_train_save_and_resume_as_whole_ones(tmp_path: Path) -> N
     # A rank has a quarter of the divided layers and half of the norms.
     held = max(rank["elements"] for rank in ranks)
     assert held < 0.3 * sum(value.numel() for value in whole.values())
-    planned = RankMesh.parse("data=2,tensor=2").on_rank(Speaks(), torch.optim.AdamW)
-    assert planned.parameters == pytest.approx(4 * held, rel=0.15)
+    planned = RankMesh.parse("data=2,tensor=2", PLAN).on_rank(Speaks(), torch.optim.AdamW)
+    assert planned.parameters == pytest.approx(4 * held, rel=0.02)  # uneven shards of a tiny model
 
 
 def _match(module: nn.Module, plan: dict[str, str], num_ranks: int) -> None:

@@ -196,7 +196,8 @@ class HangWatch:
 
     def end_after(self, terms: Callable[[], Sequence[float]]) -> None:
         """End this process if it has no other ranks and makes no progress after SIGTERM, whose times `terms` returns."""
-        self._terms = terms
+        if self._is_alone:  # otherwise the connection would keep the run in memory
+            self._terms = terms
 
     @contextmanager
     def watching(self, locate: Locate, place: Place) -> Iterator[None]:

@@ -123,18 +123,24 @@ def _switch_caches_off(module: nn.Module) -> list[Any]:
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules with children that share their class with another item of their container."""
-    blocks: dict[nn.Module, None] = {}
-    inner: set[nn.Module] = set()
+    blocks: list[nn.Module] = []
     for container in module.modules():
-        if container in inner or not isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            continue
-        items = [item for item in container.children() if has_forward(item) and any(True for _ in item.children())]
-        counts = Counter(map(type, items))
-        for item in items:
-            if counts[type(item)] > 1:
-                blocks[item] = None
-                inner.update(item.modules())
-    return list(blocks)
+        if isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            items = [item for item in container.children() if has_forward(item) and any(True for _ in item.children())]
+            counts = Counter(map(type, items))
+            blocks += [item for item in items if counts[type(item)] > 1]
+    return _outermost(blocks)
+
+
+def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are not within an earlier one."""
+    found: list[nn.Module] = []
+    inner: set[nn.Module] = set()
+    for module in modules:
+        if module not in inner:
+            found.append(module)
+            inner.update(module.modules())
+    return found
 
 
 def _of_classes(module: nn.Module, classes: Iterable[type[nn.Module]]) -> list[nn.Module]:
@@ -147,13 +153,7 @@ def _of_classes(module: nn.Module, classes: Iterable[type[nn.Module]]) -> list[n
                 f"activation_checkpointing names {kind.__name__}, of which {type(module).__name__} has no submodule."
                 f"{did_you_mean(kind.__name__, known)} Its classes are {', '.join(known)}."
             )
-    blocks: dict[nn.Module, None] = {}
-    inner: set[nn.Module] = set()
-    for submodule in submodules:
-        if submodule not in inner and isinstance(submodule, tuple(classes)):
-            blocks[submodule] = None
-            inner.update(submodule.modules())
-    return list(blocks)
+    return _outermost(submodule for submodule in submodules if isinstance(submodule, tuple(classes)))
 
 
 def _recomputed(

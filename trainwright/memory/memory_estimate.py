@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 from trainwright.devices import hardware
-from trainwright.strategies.fsdp2.wrap_policy import WHOLE, WrapPolicy, check_policy, choose_groups
+from trainwright.strategies.fsdp2.wrap_policy import WrapPolicy, check_policy, choose_groups
 from trainwright.strategies.memory_plan import ALONE, FULLY_SHARDED, MEMORY_PLANS, DeviceBytes, MemoryPlan
-from trainwright.strategies.mesh_axes import reject_unsupported_axes
 
-__all__ = ["MOST_USED", "RankMesh", "available_memory", "size_text"]
+__all__ = ["MOST_USED", "available_memory", "size_text"]
 
 MOST_USED = 0.8
 """The part of a device's memory that an estimate may take. Activations need the rest."""
@@ -141,62 +138,6 @@ def estimate_memory(
     )
 
 
-class RankMesh(NamedTuple):
-    """The numbers of ranks along the axes of a mesh."""
-
-    replicas: int
-    shards: int
-    """The ranks that divide the parameters, gradients and optimizer state of a replica."""
-    tensor: int
-    """The ranks that divide the matrices of layers."""
-    text: str
-
-    @classmethod
-    def parse(cls, text: str) -> RankMesh:
-        """Return the mesh of a text such as "replicate=32,shard=8" (ValueError for another form or other axes)."""
-        parts = [re.fullmatch(r"\s*(\w+)\s*=\s*0*([1-9]\d*)\s*", part) for part in text.split(",")]
-        sizes = {part[1]: int(part[2]) for part in parts if part is not None}
-        if None in parts or len(sizes) != len(parts):
-            raise ValueError(
-                f"--mesh {text} is not a mesh; pass replicate=R,shard=S (replicas of groups of shards), or data=D,tensor=T "
-                "(layers that T ranks divide), with integers of at least 1."
-            )
-        reject_unsupported_axes(sizes)
-        shards = sizes.get("shard") or sizes["data"]
-        return cls(sizes.get("replicate", 1), shards, sizes.get("tensor", 1), text.replace(" ", ""))
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the product of the axes."""
-        return self.replicas * self.shards * self.tensor
-
-    def on_rank(self, module: nn.Module, optimizer: type[Optimizer]) -> DeviceBytes:
-        """Return the bytes on one rank under fsdp.
-
-        With tensor ranks the matrices of Linear and Embedding layers count as divided, and sent activations are not counted.
-        """
-        module = copy.deepcopy(module)
-        groups = set(choose_groups(module, None))  # fsdp chooses them by whole sizes
-        _divide(module, self.tensor)
-        policy = (lambda part: part in groups) if groups else None
-        parts = estimate_memory(module, optimizer, self.shards, 1, policy).parts
-        held = parts[ALONE if self.shards == 1 else FULLY_SHARDED]
-        return held._replace(sent=held.sent + 2 * held.gradients * (self.replicas - 1) // self.replicas)
-
-
-def _divide(module: nn.Module, count: int) -> None:
-    """Keep one of `count` ranks' rows in the matrices of Linear and Embedding layers, in place."""
-    uncalled = {layer for owner in module.modules() if isinstance(owner, WHOLE) for layer in owner.modules()}
-    divided: set[Tensor] = set()  # tied ones once
-    for layer in module.modules():
-        if layer in uncalled or not isinstance(layer, (nn.Linear, nn.Embedding)):
-            continue
-        if layer.weight not in divided:
-            divided.add(layer.weight)
-            shape = (-(-layer.weight.shape[0] // count), *layer.weight.shape[1:])
-            layer.weight.data = torch.empty(shape, dtype=layer.weight.dtype, device=layer.weight.device)
-
-
 def available_memory() -> int:
     """Return the bytes that this process may use on its GPU, or else of the machine's memory."""
     device = torch.device(hardware.accelerator_type() or "cpu")
@@ -221,9 +162,17 @@ def _gathered_bytes(module: nn.Module, groups: Sequence[nn.Module]) -> tuple[int
     for group in (*groups, module):
         parts.append([parameter for parameter in group.parameters() if parameter not in taken])
         taken.update(parts[-1])
-    largest = sorted(map(_bytes, parts[:-1]))[-2:]
+    sizes = dict(zip((*groups, module), map(_bytes, parts), strict=True))
+    around = dict.fromkeys(groups, 0)  # the bytes that stay gathered while a group within them is called
+    outer: set[nn.Module] = set()
+    for group in groups:
+        for inner in around.keys() & set(group.modules()) - {group}:
+            around[inner] += sizes[group]
+            outer.add(group)
+    largest = sorted(sizes[group] for group in groups if group not in outer)[-2:]
     gradients = max(_bytes(parameter for parameter in part if parameter.requires_grad) for part in parts)
-    return _bytes(parts[-1]) + sum(largest) + gradients, sum(map(_bytes, parts[:-1]))
+    most = sizes[module] + max(around.values(), default=0) + sum(largest) + gradients
+    return most, sum(sizes.values()) - sizes[module]
 
 
 def _state_bytes(optimizer: Any, trained: Sequence[Tensor]) -> tuple[int, int, bool]:

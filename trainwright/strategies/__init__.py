@@ -45,6 +45,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Other names: a strategy with options, or another way to start its processes."""
 
+RENAMED = {
+    **dict.fromkeys(("fsdp2", "fsdp_native", "fsdp_full_shard", "full_shard"), "fsdp"),
+    **dict.fromkeys(("dp", "ddp2", "no_shard"), "ddp"),
+    **{f"zero{mark}{stage}": f"deepspeed_stage_{stage}" for mark in ("", "_") for stage in (1, 2, 3)},
+    "fsdp_native_full_shard_offload": "fsdp_cpu_offload",
+    "deepspeed_stage_3_offload_nvme": "deepspeed_stage_3_offload",
+}
+"""Names in other frameworks and versions, with the names to use."""
 CHOICES = ("auto", *STRATEGIES)
 """The names that `trainwright config` offers. The names in `VARIANTS` are accepted too."""
 SPAWNING = frozenset(name for name in VARIANTS if name.startswith(("ddp_spawn", "ddp_notebook")))
@@ -86,9 +94,10 @@ def named_strategy(strategy: str, num_processes: int, or_else: str = "") -> tupl
     name, options = VARIANTS.get(name, (name, {}))
     if name not in STRATEGIES:
         reject_unsupported_parallelism(name)
+        new = RENAMED.get(name.lower())
         raise ValueError(
             f"strategy={strategy!r} is unknown; choose from {', '.join([*CHOICES, *VARIANTS])}{or_else}."
-            f"{did_you_mean(name, [*STRATEGIES, *VARIANTS])}"
+            f"{f' Use {new!r}.' if new else did_you_mean(name, [*STRATEGIES, *VARIANTS])}"
         )
     return name, options
 

@@ -400,7 +400,6 @@ class SingleDeviceStrategy(Strategy):
 
 
 def scale_and_clip_value(parameters: list[nn.Parameter], clipping: Clipping) -> None:
-    """Multiply gradients and clip them by value, in place."""
     if clipping.scale != 1.0:
         for parameter in parameters:
             if parameter.grad is not None:

@@ -19,7 +19,7 @@ from trainwright.optim import SplitOptimizer
 ELEMENTWISE = (SGD, Adam, Adagrad, NAdam, RAdam, Adamax, ASGD, Rprop, RMSprop, Adadelta)  # AdamW is an Adam
 """torch's optimizers that step every element independently."""
 UNSHARDED = (Adafactor, Rprop)
-"""torch's optimizers that cannot step DTensors."""
+"""torch's optimizers that cannot step DTensors. Others fail in their first step."""
 ELEMENTWISE_OF_DEEPSPEED = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad")
 REPLACED = (
     "the parameters of an optimizer's group were replaced after this strategy had divided them among the ranks. Copy the new "
@@ -36,23 +36,19 @@ def with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
 
 
-def refuse_unknown_optimizer(optimizer: Optimizer, strategy: str) -> None:
-    """Raise ValueError for an optimizer that may step an element by other elements."""
-    if not is_elementwise(optimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} is not known to step every element independently, and strategy={strategy!r} gives "
-            "a rank only a shard of the elements. If it does, pass elementwise=True to the strategy. Otherwise choose "
-            "strategy='ddp' or 'ddp_sharded', which step whole tensors, or another optimizer, such as AdamW."
-        )
-
-
-def refuse_whole_matrices(optimizer: Optimizer, strategy: str) -> None:
-    """Raise ValueError for an optimizer that steps a matrix as a whole. Its rounding in bfloat16 depends on the shards."""
-    if isinstance(optimizer, (SplitOptimizer, torch.optim.Muon)):
+def refuse_undivided(optimizer: Optimizer, strategy: str, accepts_unknown: bool) -> None:
+    """Raise ValueError for an optimizer that may step an element by other elements, such as of its matrix."""
+    if isinstance(optimizer, (SplitOptimizer, torch.optim.Muon)):  # whose rounding in bfloat16 depends on the shards
         raise ValueError(
             f"{type(optimizer).__name__} steps whole matrices, and strategy={strategy!r} gives a rank only a shard of their "
             "elements. Choose strategy='ddp', or 'ddp_sharded', which divides the optimizer's state by whole tensors. To use "
             f"{strategy!r}, choose another optimizer, such as AdamW."
+        )
+    if not (accepts_unknown or is_elementwise(optimizer)):
+        raise ValueError(
+            f"{type(optimizer).__name__} is not known to step every element independently, and strategy={strategy!r} gives "
+            "a rank only a shard of the elements. If it does, pass elementwise=True to the strategy. Otherwise choose "
+            "strategy='ddp' or 'ddp_sharded', which step whole tensors, or another optimizer, such as AdamW."
         )
 
 
@@ -70,18 +66,6 @@ def is_elementwise(optimizer: Optimizer) -> bool:
         for known in ELEMENTWISE
         if isinstance(optimizer, known)
     )
-
-
-def refuse_undivided(optimizer: Optimizer, strategy: str, is_elementwise: bool) -> None:
-    """Raise ValueError for an optimizer that cannot step DTensors, or may step an element by other elements.
-
-    Only torch's optimizers are known to be unable. Others fail in their first step.
-    """
-    if isinstance(optimizer, UNSHARDED):
-        raise ValueError(no_shards(optimizer))
-    refuse_whole_matrices(optimizer, strategy)
-    if not is_elementwise:
-        refuse_unknown_optimizer(optimizer, strategy)
 
 
 def no_shards(optimizer: Optimizer) -> str:
@@ -129,6 +113,13 @@ class OptimizerProxy(Optimizer):
         value = getattr(self.own, name)
         return partial(self._call, value) if inspect.ismethod(value) else value
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise RuntimeError, because the parameters were divided among the ranks."""
+        raise RuntimeError(
+            "this strategy divides parameters among the ranks when the optimizer is prepared, so groups cannot be added later. "
+            "Pass them to the optimizer in configure_optimizers, frozen if necessary."
+        )
+
     @abstractmethod
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the user's optimizer, and publish the weights that it changed. Collective."""
@@ -171,7 +162,6 @@ DIVIDED: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
 
 
 def refuse_divided(optimizers: Iterable[Optimizer]) -> None:
-    """Raise ValueError for an optimizer whose state an earlier run has divided among the ranks."""
     for optimizer in optimizers:
         if optimizer in DIVIDED:
             raise ValueError(

@@ -1,12 +1,10 @@
-"""The job as a strategy's user sees it: the device, the module and calls of all ranks, under the names that they have in
-Lightning (`trainer.strategy.barrier()`). The Engine does the work.
-"""
+"""The job as a strategy's user sees it, under Lightning's names (`trainer.strategy.barrier()`). The Engine does the work."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class JobCalls(Protocol):
-    """The calls that the Engine makes for this view."""
-
-    def barrier(self, call: str = ...) -> None: ...
-    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
-    def reduce(self, tensor: Tensor, op: str = "mean") -> Tensor: ...
-
-
 class JobView:
     """The part of a Strategy that modules and callbacks use. It is one process until the Engine connects it."""
 
@@ -37,11 +27,11 @@ class JobView:
     device_mesh: DeviceMesh | None = None
     """The ranks by their place in a mesh with tensor parallelism."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    _job: JobCalls | None = None
+    _job: Any = None
+    """The Engine, once this process is connected."""
     _module: nn.Module | None = None
 
-    def join_job(self, job: JobCalls) -> None:
-        """Take the Engine of the job, once this process is connected."""
+    def join_job(self, job: Any) -> None:
         self._job = job
 
     def note_module(self, module: nn.Module | None) -> None:

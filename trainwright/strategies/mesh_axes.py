@@ -25,13 +25,14 @@ HYBRID = "pass FSDPStrategy(num_replicas=2), with the number of nodes"
 STRATEGIES_OF_OPTIONS = {
     **dict.fromkeys(("tensor_parallel", "tensor", "tp", "model_parallel", "sequence_parallel", "megatron"), TENSOR),
     **dict.fromkeys(("hsdp", "hybrid_shard", "hybrid_sharding"), HYBRID),
+    "shard_grad_op": "pass FSDPStrategy(reshard_after_forward=False)",
 }
 """Names of strategies that are options of fsdp, with the advice."""
 
 
 def reject_unsupported_parallelism(strategy: str) -> None:
     """Raise ValueError for the name of a parallelism that is not a strategy here, with the reason or the option."""
-    if (advice := STRATEGIES_OF_OPTIONS.get(strategy)) is not None:
+    if (advice := STRATEGIES_OF_OPTIONS.get(strategy.lower())) is not None:
         raise ValueError(f"strategy={strategy!r} is an option of fsdp: {advice}.")
     if (reason := _reason(strategy.partition("_")[0])) is not None:
         raise ValueError(f"strategy={strategy!r} is not supported, because {reason}. {ELSEWHERE}.")

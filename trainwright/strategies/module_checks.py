@@ -49,7 +49,6 @@ def graph_leaves(loss: Tensor) -> set[Tensor]:
 
 
 def refuse_sparse_weights(module: nn.Module, name: str, is_trained: object) -> None:
-    """Raise ValueError for trained layers with sparse gradients, which the strategy cannot reduce."""
     for layer_name, layer in module.named_modules() if is_trained else ():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
             raise ValueError(
@@ -59,7 +58,6 @@ def refuse_sparse_weights(module: nn.Module, name: str, is_trained: object) -> N
 
 
 def refuse_reentrant(module: nn.Module, name: str, is_trained: object) -> None:
-    """Raise ValueError for layers that recompute activations in a backward within the backward."""
     for path, layer in module.named_modules() if is_trained else ():
         if recomputes_reentrantly(layer):
             raise ValueError(
@@ -71,7 +69,6 @@ def refuse_reentrant(module: nn.Module, name: str, is_trained: object) -> None:
 
 
 def refuse_sharded(module: nn.Module, name: str) -> None:
-    """Raise ValueError for a module that another strategy's engine has sharded."""
     for parameter_name, parameter in module.named_parameters():
         if is_dtensor(parameter) or hasattr(parameter, "ds_id"):
             raise ValueError(
@@ -81,8 +78,15 @@ def refuse_sharded(module: nn.Module, name: str) -> None:
             )
 
 
+def refuse_copy(*_: Any) -> None:
+    """Raise RuntimeError as the `__deepcopy__` of a module that a strategy has sharded."""
+    raise RuntimeError(
+        "a module that fsdp or ZeRO stage 3 has sharded cannot be copied, because a rank holds only a part of it. "
+        "tw.gather_module(module), called on all ranks, returns a whole, plain copy in host memory."
+    )
+
+
 def refuse_lazy(module: nn.Module, name: str) -> None:
-    """Raise ValueError for lazy parameters, which have no shape before a forward."""
     for parameter_name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
@@ -93,7 +97,6 @@ def refuse_lazy(module: nn.Module, name: str) -> None:
 
 
 def refuse_row_norms(module: nn.Module, name: str) -> None:
-    """Raise ValueError for trained embeddings whose forward rescales rows: the ranks would rescale different ones."""
     for layer_name, layer in module.named_modules():
         is_written = isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None
         if is_written and layer.weight.requires_grad:
@@ -105,7 +108,6 @@ def refuse_row_norms(module: nn.Module, name: str) -> None:
 
 
 def refuse_unreplicable(module: nn.Module, name: str, is_trained: object) -> None:
-    """Raise ValueError for a module that cannot be replicated or sharded."""
     refuse_lazy(module, name)
     if is_trained:
         refuse_row_norms(module, name)

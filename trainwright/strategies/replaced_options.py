@@ -103,10 +103,12 @@ def _is_harmless(name: str, value: Any) -> bool:
 def reshards(sharding_strategy: Any, reshard_after_forward: bool) -> bool:
     """Return whether groups are resharded after their forward, by the strategy's name in Lightning if there is one."""
     name = getattr(sharding_strategy, "name", sharding_strategy)  # a text, or a member of torch's enum
+    name = name.upper() if isinstance(name, str) else name
     if name not in (None, "FULL_SHARD", "SHARD_GRAD_OP"):
         raise ValueError(
-            f"sharding_strategy={sharding_strategy!r} is not accepted. Choose 'FULL_SHARD' or 'SHARD_GRAD_OP', with "
-            "num_replicas= for hybrid sharding. 'ddp' keeps the model whole."
+            f"sharding_strategy={sharding_strategy!r} is not accepted. Choose 'FULL_SHARD' or 'SHARD_GRAD_OP'. In place of "
+            "HYBRID_SHARD pass num_replicas=, the number of nodes (with 'SHARD_GRAD_OP' for _HYBRID_SHARD_ZERO2). In place of "
+            "NO_SHARD choose strategy='ddp', which keeps the model whole."
         )
     if name == "FULL_SHARD" and not reshard_after_forward:
         raise ValueError(

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from trainwright import estimate_memory
 from trainwright.errors import did_you_mean
 from trainwright.launch.cli import Parser
-from trainwright.memory.memory_estimate import MOST_USED, RankMesh, available_memory, size_text
-from trainwright.memory.vendor import saved_bytes
+from trainwright.memory.memory_estimate import MOST_USED, available_memory, size_text
+from trainwright.memory.vendor import RankMesh, saved_bytes
 from trainwright.precision import NAMES, Precision, canonical_name, resolve_precision
 from trainwright.strategies import why_rejected
 from trainwright.strategies.memory_plan import FULLY_SHARDED, DeviceBytes
@@ -30,6 +30,9 @@ ALL_PRECISIONS = [name for name in NAMES if not name.startswith(("64", "fp8"))]
 USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name not in ("16-true", "bf16-true")]
 Plan = tuple[str, RankMesh | None, DeviceBytes]
 """A strategy, its mesh and the bytes on a device."""
+PLAN = '\'{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}\''
+Activations = dict[tuple[str, str], int]
+"""The saved bytes by the precision and the mesh, "" for a single device."""
 UNITS = {"": 1, "b": 1}
 """The units of sizes, in bytes."""
 for power, letter in enumerate("kmgt", 1):
@@ -62,6 +65,11 @@ class EstimateRow(NamedTuple):
         """Return the strategy with its mesh."""
         return f"{self.strategy} {self.mesh}".rstrip()
 
+    def with_activations(self, saved: Activations) -> EstimateRow:
+        """Return the row with its activations. A mesh without a plan saves as much as a single device."""
+        size = saved.get((self.precision, self.mesh), saved.get((self.precision, ""), 0))
+        return self._replace(held=self.held._replace(activations=size))
+
 
 def estimate_command(arguments: Sequence[str], _: Any) -> int:
     """Run `trainwright estimate` and return its exit code."""
@@ -70,7 +78,7 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
     try:
         precisions = _precisions(options.precision)
         strategies = choose(options.strategies, LISTED_STRATEGIES, LISTED_STRATEGIES, "--strategies")
-        meshes = [RankMesh.parse(text) for text in options.mesh or ()]
+        meshes = _meshes(options.mesh or (), options.tensor_plan)
         devices = _devices(options.devices, meshes)
         memory = _amount(options.memory, UNITS, "--memory", "80GiB") if options.memory else available_memory()
         if memory < 2**20:
@@ -79,13 +87,14 @@ def estimate_command(arguments: Sequence[str], _: Any) -> int:
             raise ValueError(f"--mesh is for {FULLY_SHARDED}, and --strategies {options.strategies} omits it. Add it.")
         optimizer = _optimizer(options.optimizer)
         module, name = _module(options.target, options.params, options.args)
-        activations, of_step = _activations(module, precisions, options.batch)
-        rows = list(_rows(module, optimizer, precisions, strategies, devices, meshes, activations))
+        rows = list(_rows(module, optimizer, precisions, strategies, devices, meshes))
         if not rows:
             raise ValueError(
                 f"--strategies {options.strategies} with --devices {options.devices} selects nothing: single_device is for 1 "
                 "device, and the others are for several."
             )
+        activations, of_step = _activations(module, precisions, options.batch, meshes)
+        rows = [row.with_activations(activations) for row in rows]
         is_assumed = estimate_memory(module, optimizer, 1, 1).is_assumed
     except (ValueError, TypeError) as error:
         parser.error(str(error))
@@ -114,11 +123,14 @@ def _notes(options: Namespace, is_assumed: bool, is_fully_sharded: bool, meshes:
         yield f"{options.optimizer} could not be tried on these sizes. Its state is counted like Adam's, 8 bytes a parameter."
     if options.params and is_fully_sharded:
         yield f"{FULLY_SHARDED} also gathers one block at a time, whose size --params does not show."
-    if any(mesh.tensor > 1 for mesh in meshes):
+    tensor = [mesh for mesh in meshes if mesh.tensor > 1]
+    if any(mesh.plan is None for mesh in tensor):
         yield (
-            "Assumed: tensor ranks divide the matrices of Linear and Embedding layers, and save all activations. The sent "
-            "bytes are without the activations that they exchange."
+            "Assumed: tensor ranks divide the matrices of Linear and Embedding layers, and save all activations. "
+            "--tensor-plan counts those of a plan."
         )
+    if tensor:
+        yield "The sent bytes are without the activations that tensor ranks exchange."
 
 
 def _parser() -> Parser:
@@ -138,6 +150,8 @@ def _parser() -> Parser:
     add("--devices", "--ranks", metavar="N,N", help="numbers of devices (default: those of --mesh, or 1,2,4,8)")
     mesh = "also show fsdp on a mesh: replicate=R,shard=S or data=D,tensor=T (may be repeated)"
     add("--mesh", metavar="AXIS=N,AXIS=N", action="append", help=mesh)
+    plan = f"the tensor_plan of FSDPStrategy, for meshes with tensor ranks, such as {PLAN}"
+    add("--tensor-plan", metavar="JSON", help=plan)
     batch = (
         "also count the activations of a training_step of this batch, such as 8x128:int64,8:int64 (default: those of a "
     )
@@ -178,6 +192,17 @@ def _devices(text: str | None, meshes: Sequence[RankMesh]) -> list[int]:
     return devices
 
 
+def _meshes(texts: Sequence[str], plan_text: str | None) -> list[RankMesh]:
+    try:
+        plan = None if plan_text is None else json.loads(plan_text)
+    except ValueError as error:
+        raise ValueError(f"--tensor-plan {plan_text} is not JSON ({error}). Pass {PLAN}.") from error
+    meshes = [RankMesh.parse(text, plan) for text in texts]
+    if plan is not None and not any(mesh.plan for mesh in meshes):
+        raise ValueError("--tensor-plan is for a mesh with tensor ranks. Pass --mesh data=2,tensor=2 too.")
+    return meshes
+
+
 def parse_batch(text: str) -> Tensor | list[Tensor] | dict[str, Tensor]:
     """Return a batch on the meta device for a text such as "8x128:int64,8:int64".
 
@@ -203,20 +228,26 @@ def parse_batch(text: str) -> Tensor | list[Tensor] | dict[str, Tensor]:
     return tensors if "," in text else tensors[0]
 
 
-def _activations(module: nn.Module, precisions: Sequence[str], text: str | None) -> tuple[dict[str, int], str]:
-    """Return the bytes of activations by precision if there is a batch, and a phrase about them.
+def _activations(
+    module: nn.Module, precisions: Sequence[str], text: str | None, meshes: Sequence[RankMesh]
+) -> tuple[Activations, str]:
+    """Return the bytes of activations if there is a batch, and a phrase about them.
 
     Raises:
         ValueError: the text is no batch, or the step cannot be traced with it.
     """
     batch = getattr(module, "example_input_array", None) if text is None else parse_batch(text)
-    saved: dict[str, int] = {}
+    saved: Activations = {}
     if batch is None:
         return saved, "without activations (--batch adds those of a step)"
     for name in precisions:
         precision = resolve_precision(name, "cpu")
         try:
-            saved[name] = saved_bytes(_converted(module, precision), batch, precision, calls_forward=text is None)
+            converted = _converted(module, precision)
+            saved[name, ""] = saved_bytes(converted, batch, precision, calls_forward=text is None)
+            for mesh in (mesh for mesh in meshes if mesh.plan is not None):
+                with mesh.tensor_group() as group:
+                    saved[name, mesh.text] = saved_bytes(converted, batch, precision, text is None, group)
         except Exception as error:
             reason = f"cannot be traced in {name} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             if text is None:
@@ -242,7 +273,6 @@ def _rows(
     strategies: Sequence[str],
     devices: Sequence[int],
     meshes: Sequence[RankMesh],
-    activations: dict[str, int],
 ) -> Iterator[EstimateRow]:
     for name, count in itertools.product(precisions, devices):
         precision = resolve_precision(name, "cpu")
@@ -256,7 +286,6 @@ def _rows(
         for strategy, mesh, held in (plan for plan in plans if plan[0] in strategies):
             options = {"num_replicas": mesh.replicas} if mesh else {}
             rejected = why_rejected(strategy, options, count, precision, converted, optimizer)
-            held = held._replace(activations=activations.get(name, 0))
             yield EstimateRow(name, strategy, count, held, mesh.text if mesh else "", rejected)
 
 

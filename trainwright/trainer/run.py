@@ -201,7 +201,8 @@ class Run:
     def prepare_module(self, module: Module) -> None:
         """Convert batch norm, recompute activations and compile, as the settings ask, before the module moves."""
         if self.settings.sync_batchnorm and self.engine.world_size > 1:
-            nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+            # The ranks of a tensor group see the same samples.
+            nn.SyncBatchNorm.convert_sync_batchnorm(module, self.engine.strategy.data_group)  # type: ignore[no-untyped-call]
         if self.engine.strategy.data_group is not None:
             self._undo.append(gather_by_data(module))
         checkpointing = ActivationCheckpointing.read(self.settings.activation_checkpointing)

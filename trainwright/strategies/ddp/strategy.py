@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -110,7 +111,7 @@ class DDPStrategy(Strategy):
         """Modules whose last forward has had a backward that kept its graph, so another one may follow."""
         self._watched: dict[nn.Module, tuple[Any, Any]] = {}
         """The autograd node of a module's first parameter, which lives while this table holds it, and the hook's handle."""
-        self._due: set[nn.Module] = set()
+        self._due: set[Any] = set()
         """Modules whose training step has run, and whose first parameter no backward has reached since then."""
 
     def check_module(self, module: nn.Module, optimization: Optimization | None) -> None:
@@ -172,8 +173,10 @@ class DDPStrategy(Strategy):
         """Record backwards that reach the module's first parameter, as the backward of a step does."""
         first = next(iter(self._trained[module].values()))
         node: Any = first.expand_as(first).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        # Not a hook of the tensor, which is not called where its gradient is undefined.
-        self._watched[module] = node, node.register_hook(lambda *_: self._due.discard(module))
+        # Not a hook of the tensor, which is not called where its gradient is undefined. The garbage collector cannot follow
+        # a node's references to its hooks, so a reference to the module would keep it in memory.
+        due, reference = self._due, weakref.ref(module)
+        self._watched[module] = node, node.register_hook(lambda *_: due.discard(reference()))
 
     def refresh_trainable(self, modules: Sequence[nn.Module], in_step: bool = False) -> None:
         """Wrap a module again if parameters were frozen, unfrozen or replaced, because a reducer's parameters are fixed."""
@@ -386,10 +389,6 @@ class ReadyOrder:
         if len(self.indices) == len(self._parameters):
             self.close()
 
-    @property
-    def missing(self) -> list[int]:
-        return [index for index in range(len(self._parameters)) if index not in self._seen]
-
     def close(self) -> None:
         """Stop recording."""
         for handle in self._handles:
@@ -398,7 +397,7 @@ class ReadyOrder:
 
     def restart(self) -> None:
         """Drop the records of an incomplete backward."""
-        if self.missing:
+        if len(self._seen) < len(self._parameters):
             self.indices.clear()
             self._seen.clear()
 

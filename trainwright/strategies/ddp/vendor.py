@@ -25,7 +25,6 @@ def rank_local_names(module: nn.Module) -> frozenset[str]:
 
 
 def exclude(forward: nn.Module, names: Iterable[str]) -> None:
-    """Exclude parameters and buffers of a wrapped module from DDP."""
     forward._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.vendor import tree_leaves, tree_map
@@ -45,8 +44,6 @@ DIVIDED = (
     "full_tensor() elsewhere. A parameter can only be used by calling its module."
 )
 """The same under tensor parallelism."""
-NO_STEPS = ("reset_parameters", "configure_optimizers")
-"""Public methods that no step calls."""
 
 
 def without_views(module: nn.Module, args: Any, output: Any) -> Any:
@@ -115,7 +112,6 @@ class Root(StepForward):
         self.unshard()  # type: ignore[operator] # which fully_shard adds
 
     def end_call(self) -> None:
-        """End a call of the module outside a step."""
         self.depth, self.is_called_alone = 0, False
         self.reshard()  # type: ignore[operator]
 
@@ -169,17 +165,9 @@ def reshard_after_call(module: nn.Module, args: Any, output: Any) -> None:
         root.end_call()
 
 
-def refuse_copy(module: nn.Module, memo: Any) -> None:
-    """Raise RuntimeError for a deep copy of a module that is sharded or contains a sharded one."""
-    raise RuntimeError(
-        "a module that fsdp has sharded cannot be copied, because a rank holds only a part of it. tw.gather_module(module), "
-        "called on all ranks, returns a whole, plain copy in host memory."
-    )
-
-
 def public_methods(kind: type[nn.Module]) -> Iterator[str]:
     """Yield the names of the public methods that a module's classes add to nn.Module, without forward."""
-    seen = {"forward", *NO_STEPS}
+    seen = {"forward", "reset_parameters", "configure_optimizers"}  # the last two are called by no step
     for each in kind.__mro__:
         if each is nn.Module:
             return
@@ -234,16 +222,6 @@ def note_use_in_hook(error: BaseException) -> None:
         )
 
 
-def refuse_sharded_loss(loss: Tensor) -> None:
-    """Raise RuntimeError for a loss computed from sharded parameters directly, such as an L2 over parameters()."""
-    if isinstance(loss, DTensor):
-        raise RuntimeError(USED)
-
-
-OF_PARAMETERS = ("params", "param_names")
-"""Keys of a group that no write of a step changes."""
-
-
 @contextmanager
 def split_groups(optimizer: Optimizer) -> Iterator[None]:
     """Separate shards from whole parameters while the optimizer steps, because foreach kernels take one kind."""
@@ -255,7 +233,12 @@ def split_groups(optimizer: Optimizer) -> Iterator[None]:
     finally:
         optimizer.param_groups = whole
         for group, kinds in zip(whole, parts, strict=True):  # a step may write into its groups
-            group.update((key, value) for part in kinds[:1] for key, value in part.items() if key not in OF_PARAMETERS)
+            group.update(
+                (key, value)
+                for part in kinds[:1]
+                for key, value in part.items()
+                if key not in ("params", "param_names")
+            )
 
 
 def by_kind(parameters: list[Any]) -> list[list[Any]]:

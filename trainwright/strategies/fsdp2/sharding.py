@@ -18,7 +18,6 @@ from trainwright.strategies.fsdp2 import vendor
 from trainwright.strategies.fsdp2.sharded_access import (
     Root,
     open_methods,
-    refuse_copy,
     refuse_second_order,
     reshard_after_call,
     unshard_for_call,
@@ -31,9 +30,9 @@ from trainwright.strategies.fsdp2.wrap_policy import (
     WrapPolicy,
     choose_groups,
     find_float32,
-    recomputed,
     refuse_mixed,
 )
+from trainwright.strategies.module_checks import refuse_copy
 from trainwright.strategies.placement import innermost_first, materialize, move
 from trainwright.strategies.replication import equalize
 from trainwright.value_kinds import is_dtensor
@@ -81,7 +80,8 @@ class ModuleSharding:
     def shard(self, module: nn.Module) -> None:
         """Shard a module, whose root is then its attribute ROOT. Collective."""
         groups = choose_groups(module, self._options.auto_wrap_policy, self._options.min_parameters)
-        to_checkpoint = recomputed(module, self._options.activation_checkpointing_policy, groups)
+        policy = self._options.activation_checkpointing_policy
+        to_checkpoint = (groups if policy else []) if isinstance(policy, bool | None) else choose_groups(module, policy)
         root = Root(module, self._low.param_dtype, groups)
         divided = self._tensor.plan(module) if self._tensor is not None else set()
         chosen, self._float32 = set(groups), self._find_float32(module, divided)
@@ -108,7 +108,7 @@ class ModuleSharding:
             each.forward = partial(checkpoint, each.forward, use_reentrant=False)
         root.writes = self._shard_group(root)
         module.__dict__[ROOT] = root  # not as a submodule
-        module.__dict__["__deepcopy__"] = partial(refuse_copy, module)
+        module.__dict__["__deepcopy__"] = refuse_copy
         module.register_forward_pre_hook(unshard_for_call)
         module.register_forward_hook(reshard_after_call, always_call=True)
 

@@ -28,17 +28,9 @@ from trainwright.duration import seconds_of
 from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Capabilities, Clipping, Optimization, StepResult, Strategy, scale_and_clip_value
-from trainwright.strategies.divided_optimizers import no_shards, refuse_undivided, with_gradients
+from trainwright.strategies.divided_optimizers import UNSHARDED, no_shards, refuse_undivided, with_gradients
 from trainwright.strategies.fsdp2 import vendor
-from trainwright.strategies.fsdp2.sharded_access import (
-    DIVIDED,
-    USED,
-    by_kind,
-    failing,
-    note_use_in_hook,
-    refuse_sharded_loss,
-    split_groups,
-)
+from trainwright.strategies.fsdp2.sharded_access import DIVIDED, USED, by_kind, failing, note_use_in_hook, split_groups
 from trainwright.strategies.fsdp2.sharding import ModuleSharding, ShardingOptions, low_policy
 from trainwright.strategies.fsdp2.tensor_plan import (
     DATA,
@@ -51,12 +43,7 @@ from trainwright.strategies.fsdp2.tensor_plan import (
     piece_of,
     whole_of,
 )
-from trainwright.strategies.fsdp2.wrap_policy import (
-    MIN_PARAMETERS,
-    ROOT,
-    WrapPolicy,
-    check_policy,
-)
+from trainwright.strategies.fsdp2.wrap_policy import MIN_PARAMETERS, ROOT, WrapPolicy, check_policy
 from trainwright.strategies.mesh_axes import check_mesh, replicas_of
 from trainwright.strategies.module_checks import refuse_sparse_weights, refuse_unshardable
 from trainwright.strategies.replaced_options import OF_FSDP, refuse_options, reshards
@@ -189,6 +176,8 @@ class FSDPStrategy(Strategy):
             vendor.refuse_hooks(module)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, UNSHARDED):
+            raise ValueError(no_shards(optimizer))
         refuse_undivided(optimizer, self.name, self.elementwise)
 
     def setup_module(self, module: nn.Module, optimization: Optimization | None) -> None:
@@ -295,9 +284,9 @@ class FSDPStrategy(Strategy):
         return outputs
 
     def backward(self, loss: Tensor, send: Sender | None = None, **options: Any) -> None:
-        self._refuse_failed()
-        refuse_sharded_loss(loss)
-        self._refuse_written()
+        self._refuse_unusable()
+        if isinstance(loss, DTensor):  # such as an L2 penalty over parameters()
+            raise RuntimeError(USED)
         # FSDP hooks the outputs of the root's forward, but a manual backward runs inside that forward: without these hooks
         # the root's group would never be reduced.
         for root in () if self._automatic else self.wrapped.values():
@@ -326,9 +315,8 @@ class FSDPStrategy(Strategy):
     def step(
         self, optimizer: Optimizer, clipping: Clipping | None = None, closure: Closure | None = None
     ) -> StepResult:
-        self._refuse_failed()
+        self._refuse_unusable()
         self.finalize(optimizer)
-        self._refuse_written()
         try:
             is_mixed = any(len(by_kind(group["params"])) > 1 for group in optimizer.param_groups)
             with split_groups(optimizer) if is_mixed else nullcontext():
@@ -392,10 +380,6 @@ class FSDPStrategy(Strategy):
         with failing(roots, USED if self._tensor is None else DIVIDED), loss_context:
             yield
 
-    def _refuse_failed(self) -> None:
-        for root in self.wrapped.values():
-            root.refuse_failed()
-
     def _reshard_roots(self) -> None:
         """Turn the roots' parameters into shards again, which the optimizers hold."""
         for root in self.wrapped.values():
@@ -408,6 +392,7 @@ class FSDPStrategy(Strategy):
             root.unshard()
             root.writes.record()
 
-    def _refuse_written(self) -> None:
+    def _refuse_unusable(self) -> None:
         for root in self.wrapped.values():
+            root.refuse_failed()
             root.writes.check()

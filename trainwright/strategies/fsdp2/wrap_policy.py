@@ -77,7 +77,6 @@ def choose_groups(
 def _refuse_group(
     group: nn.Module, name: str, owners: dict[Tensor | nn.Module, set[nn.Module]], chosen: set[nn.Module]
 ) -> None:
-    """Raise ValueError for a chosen group that cannot be called, or that has tied parameters."""
     if not has_forward(group):
         raise ValueError(
             f"auto_wrap_policy makes {name!r} a group, but {a_type_of(group)} cannot be called, and only a call gathers a "
@@ -91,15 +90,7 @@ def _refuse_group(
         )
 
 
-def recomputed(module: nn.Module, policy: WrapPolicy | bool | None, groups: list[nn.Module]) -> list[nn.Module]:
-    """Return the submodules whose activations are computed again in the backward pass: all groups for True."""
-    if isinstance(policy, bool | None):
-        return groups if policy else []
-    return choose_groups(module, policy)
-
-
 def refuse_mixed(group: nn.Module, whole: set[nn.Parameter]) -> None:
-    """Raise ValueError if the trained parameters of a group have several dtypes."""
     dtypes = {parameter.dtype for parameter in whole if parameter.requires_grad}
     if len(dtypes) > 1:
         names = {parameter.dtype: name for name, parameter in group.named_parameters() if parameter.dtype in dtypes}

@@ -145,13 +145,6 @@ class ShardedOptimizer(OptimizerProxy):
         """Broadcast this rank's parameters. Collective."""
         vendor.send(self.oss)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError, because all parameters have their ranks by now."""
-        raise RuntimeError(
-            "ddp_sharded assigns parameters to ranks when the optimizer is prepared, so groups cannot be added later. Pass "
-            "them to the optimizer in configure_optimizers, frozen if necessary."
-        )
-
     def close(self) -> None:
         """Remove the hooks from the parameters."""
         for hook in self._hooks:

@@ -18,7 +18,7 @@ from trainwright.errors import a_type_of
 from trainwright.precision.base import Precision
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Optimization
-from trainwright.strategies.divided_optimizers import parameters_of, refuse_unknown_optimizer
+from trainwright.strategies.divided_optimizers import parameters_of
 from trainwright.strategies.memory_plan import LARGEST_BUCKET
 from trainwright.strategies.module_checks import changed, trained
 from trainwright.strategies.zero.vendor import import_deepspeed
@@ -53,7 +53,6 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
 
 
 def _check(config: dict[str, Any]) -> None:
-    """Raise ValueError for a setting of the wrong type."""
     for key in ("zero_optimization", "fp16", "bf16", "optimizer"):
         if not isinstance(config.get(key, {}), Mapping):
             raise ValueError(f"the DeepSpeed config's {key}={config[key]!r} is not a section. Pass a dict, or omit it.")
@@ -205,12 +204,6 @@ def _warn(key: str, value: Any, given: str) -> None:
     )
 
 
-def refuse_optimizer(config: Mapping[str, Any], optimizer: Optimizer, strategy: str) -> None:
-    """Raise ValueError for an unknown optimizer, unless the user's configuration accepts any."""
-    if config.get("zero_allow_untested_optimizer") is not True:
-        refuse_unknown_optimizer(optimizer, strategy)
-
-
 def check_supported(device_type: str, precision: Precision) -> None:
     """Raise ValueError for a device or precision that DeepSpeed lacks. It is imported only for unknown devices."""
     if precision.compute_dtype == torch.float64:
@@ -233,7 +226,6 @@ def refuse_other_parameters(module: nn.Module, before: Mapping[str, nn.Parameter
 
 
 def refuse_strangers(optimizer: Optimizer, own: Collection[Tensor]) -> None:
-    """Raise ValueError for an optimizer of parameters that no prepared module has: no engine could divide them."""
     strangers = [each for each in parameters_of(optimizer) if each.requires_grad and each not in own]
     if strangers:
         raise ValueError(

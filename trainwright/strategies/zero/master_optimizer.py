@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -30,16 +30,11 @@ class Shard(NamedTuple):
     first: int
 
 
-@dataclass(frozen=True)
-class MasterView:
+class MasterView(NamedTuple):
     """A shard as the user's optimizer steps it: a view of the flat master."""
 
     shard: Shard
     tensor: Tensor
-
-    def is_part(self, key: str, value: Tensor) -> bool:
-        """Return whether a state tensor has one element per element of the view."""
-        return key != "step" and value.shape == self.tensor.shape
 
 
 class MasterGroup(GroupView):
@@ -93,7 +88,6 @@ class MasterOptimizer(Optimizer):
                     self.own.state[view.tensor] = self._cut(view, before[view.shard.parameter], group)
 
     def release(self, strategy: str) -> None:
-        """Restore the parameters of the user's optimizer."""
         DIVIDED[self.own] = strategy
         for group, given in zip(self.own.param_groups, self.given, strict=True):
             group["params"] = list(given)
@@ -164,7 +158,7 @@ def optimizer_pieces(master: MasterOptimizer, names: Mapping[Tensor, str], rank:
     for parameter, view in master.views.items():
         for key, value in master.own.state.get(view.tensor, {}).items():
             name = f"{names[parameter]}/{key}"
-            if isinstance(value, Tensor) and view.is_part(key, value):
+            if isinstance(value, Tensor) and key != "step" and value.shape == view.tensor.shape:
                 yield Piece(name, view.shard.shape, view.shard.start, value.detach(), rank)
             elif isinstance(value, Tensor):  # ranks without a shard of the parameter have none
                 yield Piece(name, tuple(value.shape), 0, value.detach(), view.shard.first)

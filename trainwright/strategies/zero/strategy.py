@@ -28,8 +28,8 @@ from trainwright.precision.base import Closure, Precision, Sender
 from trainwright.precision.mixed import NoFastPath
 from trainwright.rank_zero import rank_zero_warn
 from trainwright.strategies.base import Capabilities, Clipping, Optimization, StepResult, Strategy, call_step
-from trainwright.strategies.divided_optimizers import parameters_of, refuse_whole_matrices
-from trainwright.strategies.module_checks import refuse_sparse_weights, refuse_unreplicable, trained
+from trainwright.strategies.divided_optimizers import parameters_of, refuse_undivided
+from trainwright.strategies.module_checks import refuse_copy, refuse_sparse_weights, refuse_unreplicable, trained
 from trainwright.strategies.replaced_options import EVERY, OF_DEEPSPEED, refuse_options
 from trainwright.strategies.replication import equalize
 from trainwright.strategies.used_parameters import BackwardGuard, are_all_stepped
@@ -40,7 +40,6 @@ from trainwright.strategies.zero.zero_order import ReductionOrder
 from trainwright.strategies.zero.zero_write_back import (
     ZeroWriteBack,
     note_empty_parameter,
-    refuse_copy,
     update_masters,
     warn_of_shards,
 )
@@ -226,9 +225,8 @@ class DeepSpeedStrategy(Strategy):
         return list(self._engines)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        refuse_whole_matrices(optimizer, self.name)
-        if not self.elementwise:
-            deepspeed_config.refuse_optimizer(self.own_config, optimizer, self.name)
+        accepts_unknown = self.elementwise or self.own_config.get("zero_allow_untested_optimizer") is True
+        refuse_undivided(optimizer, self.name, accepts_unknown)
 
     def _take(self, master: MasterOptimizer, engine: Any, owners: Sequence[nn.Module]) -> ZeroOptimizer:
         zero = engine.optimizer
@@ -241,23 +239,19 @@ class DeepSpeedStrategy(Strategy):
         self._engine_of.update(dict.fromkeys(owners, engine))
         return facade
 
-    def _config(self, parameters: Iterable[Any] = ()) -> dict[str, Any]:
-        """Return the configuration of an engine with these parameters."""
-        on_gpu = self.device.type != "cpu"
-        return deepspeed_config.build_config(
-            self.own_config,
-            self.stage,
-            precision=self.precision,
-            offload_optimizer=self.offload_optimizer and on_gpu,
-            offload_parameters=self.offload_parameters and on_gpu,
-            parameters=parameters,
-            **self.zero,
-        )
-
     def _initialize(self, part: Part, optimizer: MasterOptimizer | None, trained: Any = None) -> Any:
         self._added.append(AddedAttributes(part.members))
         with self._added[-1]:
-            config = self._config(part.parameters())
+            on_gpu = self.device.type != "cpu"
+            config = deepspeed_config.build_config(
+                self.own_config,
+                self.stage,
+                precision=self.precision,
+                offload_optimizer=self.offload_optimizer and on_gpu,
+                offload_parameters=self.offload_parameters and on_gpu,
+                parameters=part.parameters(),
+                **self.zero,
+            )
             deepspeed_config.refuse_what_cannot_be_sharded(part, self.stage)
             engine = vendor.make_engine(part, optimizer, trained, config, self.device, self.check_optimizer)
         self._write_back.track(engine.optimizer, self.stage, self.rank, part, self.wrapped)

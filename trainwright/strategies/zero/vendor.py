@@ -141,7 +141,6 @@ def refuse_plain_backward(zero: Any, is_expected: Callable[[], bool], name: str)
 
 
 def refuse_other_dtype(sharded: Mapping[str, Any], precision: Precision) -> None:
-    """Raise ValueError for parameters that an earlier run has sharded in a different precision."""
     low = precision.param_dtype
     for name, parameter in sharded.items():
         is_low = parameter.ds_tensor.dtype in (torch.bfloat16, torch.float16)
@@ -323,7 +322,6 @@ def end_training(engines: Iterable[Any]) -> None:
 
 
 def destroy(engines: Iterable[Any]) -> None:
-    """Destroy every engine once."""
     for engine in dict.fromkeys(engines):
         engine.destroy()
         # An engine destroys itself again when it is collected, and would clear the attributes of the module's next engine.
@@ -381,7 +379,6 @@ def on_all_gradients(zero: Any, hook: Callable[[], None]) -> None:
 
 
 def begin_backward(engine: Any) -> None:
-    """Prepare an engine for a backward."""
     engine.optimizer.clear_backward_seen_flag()
     engine._backward_prologue()
 
@@ -397,7 +394,6 @@ def reset_depth(engine: Any) -> None:
 
 
 def discard_gradients(zero: Any) -> None:
-    """Discard the gradients in DeepSpeed's buckets."""
     zero.zero_grad()
     if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
         zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
@@ -433,7 +429,6 @@ def scale_state(scaler: Any) -> dict[str, Any]:
 
 
 def load_scale(scaler: Any, state: dict[str, Any]) -> None:
-    """Set a loss scale from the names of torch's GradScaler."""
     scaler.cur_scale = float(state["scale"])
     if getattr(scaler, "dynamic", False):
         scaler.cur_iter = int(state.get("iterations", state["_growth_tracker"]))

@@ -128,13 +128,6 @@ class ZeroOptimizer(OptimizerProxy):
         vendor.discard_gradients(self.engine.optimizer)
         self.master.clear()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError, because DeepSpeed's masters are fixed."""
-        raise RuntimeError(
-            "DeepSpeed lays its buffers out when the optimizer is prepared, so groups cannot be added later. Pass them to the "
-            "optimizer in configure_optimizers."
-        )
-
 
 class ZeroPrecision(Precision):
     """The precision of DeepSpeed engines, which keep float32 masters and scale losses themselves. All else is `inner`'s."""

@@ -70,8 +70,11 @@ class ReductionOrder:
         if self._order and not has_begun:
             self._zero.setup_buckets()  # as the first gradient of a backward does
         for parameter in self._order[self._next :]:
-            if parameter in self._waiting or self._fills(parameter):
-                self._reduce(parameter, *self._group[parameter])
+            if parameter not in self._waiting:
+                if not parameter.requires_grad or self._use is not None:
+                    continue
+                vendor.fill_gradient(self._zero, parameter)  # another rank may have used it
+            self._reduce(parameter, *self._group[parameter])
         if self._order and not self.indices:
             self._fix_order()
         self._next = 0
@@ -97,10 +100,3 @@ class ReductionOrder:
         """Raise RuntimeError on every rank of stage 3 if the ranks have used different parameters. Collective."""
         if self._use is not None:
             self._use.compare(exchange)
-
-    def _fills(self, parameter: Any) -> bool:
-        """Fill the gradient of a parameter that this rank has not used with zeros. Return whether it has one."""
-        if not parameter.requires_grad or self._use is not None:
-            return False
-        vendor.fill_gradient(self._zero, parameter)
-        return True

@@ -120,11 +120,3 @@ def warn_of_shards(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
             "To resume later, save with trainer.save_checkpoint(path).",
             stacklevel=3,
         )
-
-
-def refuse_copy(memo: Any) -> None:
-    """Raise RuntimeError for a deep copy of a module that stage 3 has sharded."""
-    raise RuntimeError(
-        "a module that ZeRO stage 3 has sharded cannot be copied, because a rank holds only a part of it. "
-        "tw.gather_module(module), called on all ranks, returns a whole, plain copy in host memory."
-    )
