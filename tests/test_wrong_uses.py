@@ -482,3 +482,13 @@ def test_a_refused_trainer_sets_no_switch() -> None:
         tw.Trainer(accelerator="cpu", deterministic=True, benchmark=True, strategy="dpp")
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.benchmark
+
+
+def test_the_same_trainer_goes_on_after_its_run_failed_in_a_step(tmp_path: Path) -> None:
+    scene = Scene()
+    with pytest.raises(RuntimeError, match="a loss of shape"):
+        scene.fit(training_step=returns(torch.zeros(2)))
+    scene.mend()
+    assert scene.trainer is not None
+    scene.trainer.fit(scene.module, scene.loader)
+    assert scene.trainer.global_step == 3

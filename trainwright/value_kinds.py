@@ -1,4 +1,4 @@
-"""Which values are of some kind, and mappings of any kind.
+"""Tests for kinds of values, and copies of mappings.
 
 Kinds that take long to import are not imported here: until they are, no value can be one.
 """

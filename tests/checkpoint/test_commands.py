@@ -145,6 +145,11 @@ def test_verify_goes_through_a_directory(saved: Path, capsys: pytest.CaptureFixt
     shutil.rmtree(folder / "b.ckpt")
     shutil.rmtree(folder / "unfinished.ckpt")
     assert run(capsys, "verify", folder)[0] == 0
+    links = folder / "links.ckpt"  # neither its name nor a lost file in it makes it a checkpoint
+    links.mkdir()
+    (links / "model-00000.safetensors").touch()
+    (links / "a").symlink_to(saved)
+    assert run(capsys, "verify", links)[0] == 0
 
 
 def test_an_export_is_read_by_the_safetensors_library(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from trainwright.checkpoint import filesystem
-from trainwright.checkpoint.discovery import find_checkpoints, remove_checkpoint, same_path
+from trainwright.checkpoint.discovery import find_candidates, find_checkpoints, remove_checkpoint, same_path
 from trainwright.checkpoint.filesystem import sweep_temporaries
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.errors import CheckpointError
@@ -32,6 +33,17 @@ def test_order_is_by_step_and_strangers_are_passed_over(tmp_path: Path, save: An
     found = find_checkpoints(f"{tmp_path}/")
     assert [(entry.step, entry.epoch) for entry in found] == [(9, 0), (10, 1), (100, 10)]
     check(open_checkpoint(found[-1].path), 100)
+
+
+def test_step_of_a_damaged_checkpoint_is_read_from_its_files(tmp_path: Path, save: Any) -> None:
+    for step, name in ((1, "old"), (2, "older-name"), (3, "newest")):
+        save(tmp_path / f"{name}.ckpt", step)
+    os.truncate(tmp_path / "old.ckpt" / "manifest.json", os.path.getsize(tmp_path / "old.ckpt" / "manifest.json") - 2)
+    (tmp_path / "older-name.ckpt" / "manifest.json").unlink()
+    (tmp_path / "older-name.ckpt" / "state.json").write_text('{"position": {"step": 2}}')
+    (tmp_path / "unknown.ckpt").mkdir()
+    found = find_candidates(str(tmp_path))
+    assert [(entry.step, bool(entry.damage)) for entry in found] == [(1, True), (2, True), (3, False), (math.inf, True)]
 
 
 def test_links_lead_to_the_same_place(tmp_path: Path, save: Any) -> None:

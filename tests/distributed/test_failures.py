@@ -55,6 +55,7 @@ def test_a_secondary_failure_is_told_from_an_error() -> None:
     assert summarize(ValueError("/path" * 200)) == f"ValueError: {('/path' * 200)[:596]} ..."
     noted = ValueError("bad")
     noted.add_note("Out of memory.\n  - ways")
+    noted.add_note(" \n")
     noted.add_note("Pass less.")
     assert summarize(noted) == "ValueError: bad; Out of memory.; Pass less."
 

@@ -106,6 +106,10 @@ def test_what_fsdp_has_whole_is_that_of_its_groups() -> None:
     )  # two blocks and the others, which are more
     assert gathered(deep().requires_grad_(False).append(nn.Linear(2, 3, device="meta"))) == 2 * one + 2 * 4 * 9
     assert gathered(deep(), auto_wrap_policy={nn.Linear}) == 3 * one
+    nested = nn.Sequential(*(nn.Sequential(on_meta(), on_meta(), on_meta()) for _ in range(2)))
+    # The other two layers of a block stay gathered while its group within is called.
+    inner = {block[2] for block in nested}
+    assert gathered(nested, auto_wrap_policy=lambda part: part in inner or part in [*nested]) == (2 + 2 + 2) * one
     assert gathered(deep(), auto_wrap_policy=lambda module: isinstance(module, nn.Linear)) == 3 * one
     assert (
         gathered(nn.Sequential(deep(), nn.Linear(2, 3, device="meta")), auto_wrap_policy={nn.Sequential})

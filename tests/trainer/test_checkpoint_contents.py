@@ -386,3 +386,17 @@ def test_a_save_that_waits_for_its_windows_end_overwrites_too(tmp_path: Path) ->
     small.fit(Classifier(), limit_train_batches=8, accumulate_grad_batches=4, callbacks=Saves())
     assert open_checkpoint(str(path)).step == 2
     assert os.listdir(tmp_path) == ["newest.ckpt"]
+
+
+def test_a_hook_edits_weights_beside_an_expanded_buffer(tmp_path: Path) -> None:
+    class Masked(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(1).expand(3))
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"]["mask"] = checkpoint["state_dict"]["mask"] * 2
+
+    module = Masked()
+    fit(module, saved(fit(Masked()), tmp_path / "run.ckpt"), 2)
+    assert module.mask.tolist() == [2.0, 2.0, 2.0]

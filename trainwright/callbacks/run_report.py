@@ -95,7 +95,7 @@ class RunReport(Callback):
         logger = next((logger for logger in loggers if isinstance(logger, CSVLogger)), loggers[0])
         path = f"{logger.log_dir}/{REPORT_NAME}"
         try:
-            if self._times.begin_after_the_end_of(logger):
+            if self._times.are_after_the_end_of(logger):
                 return  # nothing was left to train, so the page of the finished fit stays
             if _is_first(trainer, error):
                 report = Facts(trainer, module, logger, self._times).report(result, error)
@@ -111,7 +111,7 @@ class RunReport(Callback):
 
 
 def _is_first(trainer: TrainerProtocol, error: BaseException | None) -> bool:
-    """Return whether no rank or this rank has failed first. Without the store, which may be gone, rank 0 has."""
+    """Return whether this rank writes the page: no rank failed, or this one failed first. If the store is gone, rank 0 does."""
     if error is None:
         return True
     try:
@@ -127,7 +127,7 @@ class Times:
         self.began = datetime.now(UTC)
         self._moments = {"start": time.monotonic()}
 
-    def begin_after_the_end_of(self, logger: FolderLogger) -> bool:
+    def are_after_the_end_of(self, logger: FolderLogger) -> bool:
         """Return whether the logger's run had ended before this fit, which has not changed its record."""
         record = find_record(str(logger.log_dir)).record
         ended = record.ended if record is not None else None

@@ -17,7 +17,7 @@ from trainwright.checkpoint.frozen_base import FROZEN_BASE
 from trainwright.checkpoint.library_models import LIBRARY_MODELS, choose, recipe_from, write_tensors
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.store import write_checkpoint
-from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry, tied_groups
+from trainwright.checkpoint.tensors import DTYPES, Piece, StoredPiece, TensorEntry, tied_groups
 from trainwright.checkpoint.weight_files import CHUNK_ELEMENTS, ExportSettings, Recipe, free_target, write_weights
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
@@ -151,6 +151,9 @@ def import_checkpoint(source: str, path: str) -> Weights:
 
     weights = read_weights(source)
     tensors = {name: value for name, value in weights.state_dict.items() if isinstance(value, torch.Tensor)}
+    odd = next((name for name, value in tensors.items() if value.dtype not in DTYPES.values()), None)
+    if odd is not None:
+        raise CheckpointError(f"{source}: {odd!r} is {tensors[odd].dtype}, which a checkpoint does not store.")
     if not tensors:
         raise CheckpointError(f"{source} has no tensor. Pass a file with the weights of a model.")
     extra = {name: value for name, value in weights.state_dict.items() if name not in tensors and is_extra_state(name)}

@@ -7,6 +7,7 @@ While one checkpoint replaces another, and after a crash at any moment, one of t
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -23,13 +24,14 @@ from trainwright.errors import CheckpointError, MissingCheckpoint
 __all__ = ["CheckpointEntry", "find_candidates", "same_path"]
 
 _STEP_IN_NAME = re.compile(r"step=(\d+)", re.ASCII)
+_STEP_IN_MANIFEST = re.compile(rb'"step": ?(\d{1,18})\b')
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
     """A checkpoint in a directory.
 
-    If it is damaged, its `step` comes from its name, or is infinity. `number` orders the saves of one step.
+    If it is damaged, its `step` comes from its files or its name, or is infinity. `number` orders the saves of one step.
     `damage` describes a fault of the manifest. If it `is_refused`, the checkpoint is complete, but has an unknown format
     version.
     """
@@ -130,6 +132,14 @@ def _damaged(files: Files, inside: str, path: str, error: CheckpointError) -> li
         return []
     named = _STEP_IN_NAME.search(os.path.basename(path))
     step = int(named[1]) if named else math.inf
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        if listed.get(MANIFEST_NAME) is not None:  # a plain file, since a pipe would block
+            with files.open(f"{inside}/{MANIFEST_NAME}") as stream:
+                written = _STEP_IN_MANIFEST.search(stream.read(4096))
+            step = int(written[1]) if written else step
+        elif listed.get("state.json") is not None and not named:
+            with files.open(f"{inside}/state.json") as stream:
+                step = int(json.loads(stream.read(MAX_JSON_BYTES))["position"]["step"])
     text = str(error).removeprefix(f"{inside}: ")
     return [CheckpointEntry(path, step, 0, damage=text, is_refused=isinstance(error.__cause__, FormatRefused))]
 

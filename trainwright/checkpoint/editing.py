@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from trainwright.checkpoint.frozen_base import FROZEN_BASE, Base, check_base
 from trainwright.checkpoint.reader import StoredCheckpoint
+from trainwright.checkpoint.shards import copy_whole
 from trainwright.checkpoint.tensors import Piece, is_range, shown, stored
 from trainwright.distributed.ranks import Ranks
 from trainwright.errors import CheckpointError
@@ -149,4 +150,4 @@ def fill(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> None:
         for piece in pieces:
             flat = tensors[piece.name].reshape(-1)
             part = flat[piece.start : piece.start + piece.tensor.numel()]
-            piece.tensor.copy_(part.reshape(piece.tensor.shape))
+            copy_whole(piece.tensor, part.reshape(piece.tensor.shape))

@@ -37,7 +37,7 @@ def check_base(path: str, base: Base, pieces: Sequence[Piece], ranks: Ranks) -> 
     there = DTYPES[base[first][0]]
     dtypes = f", {DTYPE_NAMES[there]} there and {DTYPE_NAMES.get(here, here)} here" if there != here else ""
     cause = "Construct the module with the same pretrained weights"
-    if torch.promote_types(there, here) != here:  # the digest is of digits that the tensor no longer has
+    if there != here and there.itemsize >= here.itemsize:  # the digest is of digits that the tensor no longer has
         cause = f"A model in {here} cannot be compared with one in {there}: use the precision of the saved run"
     raise CheckpointError(
         f"{path} stores only the trained parameters, and the base model ({len(base)} frozen tensors) differs from the one of "

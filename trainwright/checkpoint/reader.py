@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,9 +12,9 @@ from typing import Any, BinaryIO, Literal, get_args
 import torch
 
 from trainwright.checkpoint.codec import decode, without_collection
-from trainwright.checkpoint.discovery import find_candidates, listing_of, looks_ours, read_manifest
+from trainwright.checkpoint.discovery import listing_of, looks_ours, read_manifest
 from trainwright.checkpoint.filesystem import Files, describe, digest_of, resolve
-from trainwright.checkpoint.last_link import pointed
+from trainwright.checkpoint.last_link import is_last_link, pointed
 from trainwright.checkpoint.manifest import MANIFEST_NAME, MAX_JSON_BYTES, Manifest, load_json, rank_section
 from trainwright.checkpoint.shards import FileRecord, StoredArray, copy_into, plan_copies, read_header
 from trainwright.checkpoint.tensors import Piece, StoredPiece, TensorEntry
@@ -287,15 +288,26 @@ def examine(path: str) -> Verdict:
 
 
 def candidates(path: str) -> list[str]:
-    """Return the path itself or the directories in it, if they look like checkpoints."""
+    """Return the path itself, or the directories in it that look like checkpoints, or nothing."""
     files, inside = resolve(path)
     try:
         listed = files.listing(inside)
     except OSError:
         return [path]
-    if MANIFEST_NAME in listed or looks_ours(path, listed):
+    if MANIFEST_NAME in listed:
         return [path]
-    return sorted(entry.path for entry in find_candidates(path))
+    directories = sorted(name for name, size in listed.items() if size is None and not name.startswith("."))
+    looking = [name for name in directories if name.endswith(".ckpt") or _has_manifest(files, f"{inside}/{name}")]
+    paths = [f"{os.fspath(path).rstrip('/')}/{name}" for name in looking]
+    found = [checkpoint for checkpoint in paths if not is_last_link(checkpoint)]
+    return found or ([path] if looks_ours(path, listed) else [])
+
+
+def _has_manifest(files: Files, path: str) -> bool:
+    try:
+        return MANIFEST_NAME in files.listing(path)
+    except OSError:
+        return False
 
 
 def faults(

@@ -272,6 +272,7 @@ def summarize(error: BaseException) -> str:
     """Return the kind of an error and the first lines of its text and its notes, shortened."""
     first, *notes = (str(text).strip().partition("\n")[0] for text in (error, *getattr(error, "__notes__", ())))
     head = f"{type(error).__name__}: {shortened(first)}" if first else type(error).__name__
+    notes = [note for note in notes if note]
     return f"{head}; {shortened('; '.join(notes))}" if notes else head
 
 

@@ -158,7 +158,10 @@ class RankMesh(NamedTuple):
         module = copy.deepcopy(module)
         groups = set(choose_groups(module, None))  # fsdp chooses them by whole sizes
         with self.tensor_group() as group:
-            _divide(module, self.tensor) if group is None else _divide_by_plan(module, group)
+            if group is None:
+                _divide(module, self.tensor)
+            else:
+                _divide_by_plan(module, group)
         policy = (lambda part: part in groups) if groups else None
         parts = estimate_memory(module, optimizer, self.shards, 1, policy).parts
         held = parts[ALONE if self.shards == 1 else FULLY_SHARDED]

@@ -30,7 +30,7 @@ ALL_PRECISIONS = [name for name in NAMES if not name.startswith(("64", "fp8"))]
 USUAL_PRECISIONS = [name for name in ALL_PRECISIONS if name not in ("16-true", "bf16-true")]
 Plan = tuple[str, RankMesh | None, DeviceBytes]
 """A strategy, its mesh and the bytes on a device."""
-PLAN = '\'{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}\''
+EXAMPLE_PLAN = '\'{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}\''
 Activations = dict[tuple[str, str], int]
 """The saved bytes by the precision and the mesh, "" for a single device."""
 UNITS = {"": 1, "b": 1}
@@ -150,7 +150,7 @@ def _parser() -> Parser:
     add("--devices", "--ranks", metavar="N,N", help="numbers of devices (default: those of --mesh, or 1,2,4,8)")
     mesh = "also show fsdp on a mesh: replicate=R,shard=S or data=D,tensor=T (may be repeated)"
     add("--mesh", metavar="AXIS=N,AXIS=N", action="append", help=mesh)
-    plan = f"the tensor_plan of FSDPStrategy, for meshes with tensor ranks, such as {PLAN}"
+    plan = f"the tensor_plan of FSDPStrategy, for meshes with tensor ranks, such as {EXAMPLE_PLAN}"
     add("--tensor-plan", metavar="JSON", help=plan)
     batch = (
         "also count the activations of a training_step of this batch, such as 8x128:int64,8:int64 (default: those of a "
@@ -196,7 +196,9 @@ def _meshes(texts: Sequence[str], plan_text: str | None) -> list[RankMesh]:
     try:
         plan = None if plan_text is None else json.loads(plan_text)
     except ValueError as error:
-        raise ValueError(f"--tensor-plan {plan_text} is not JSON ({error}). Pass {PLAN}.") from error
+        raise ValueError(f"--tensor-plan {plan_text} is not JSON ({error}). Pass {EXAMPLE_PLAN}.") from error
+    if plan_text is not None and not plan:
+        raise ValueError(f"--tensor-plan {plan_text} names no layer. Pass {EXAMPLE_PLAN}.")
     meshes = [RankMesh.parse(text, plan) for text in texts]
     if plan is not None and not any(mesh.plan for mesh in meshes):
         raise ValueError("--tensor-plan is for a mesh with tensor ranks. Pass --mesh data=2,tensor=2 too.")
@@ -242,16 +244,20 @@ def _activations(
         return saved, "without activations (--batch adds those of a step)"
     for name in precisions:
         precision = resolve_precision(name, "cpu")
+        plan = ""
         try:
             converted = _converted(module, precision)
             saved[name, ""] = saved_bytes(converted, batch, precision, calls_forward=text is None)
             for mesh in (mesh for mesh in meshes if mesh.plan is not None):
+                plan = " under --tensor-plan, and can without it"
                 with mesh.tensor_group() as group:
                     saved[name, mesh.text] = saved_bytes(converted, batch, precision, text is None, group)
         except Exception as error:
-            reason = f"cannot be traced in {name} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            reason = f"cannot be traced in {name}{plan} ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             if text is None:
                 return {}, f"without activations: the forward of example_input_array {reason}"
+            if plan:
+                raise ValueError(f"the step {reason}. Change the plan.") from error
             raise ValueError(
                 f"--batch {text}: the step {reason}. Pass the shapes and dtypes of a batch. Omit --batch if the step reads "
                 "values, as item() does, uses self.trainer (as self.current_epoch does), or steps the optimizers itself."

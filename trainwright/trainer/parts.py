@@ -101,7 +101,7 @@ def arranged_callbacks(callbacks: Any, settings: Settings, loggers: Sequence[Log
 
 
 def _asked_for(settings: Settings, passed: Sequence[Callback]) -> list[Callback]:
-    """Return the callbacks of other settings, and of a worker of Ray Train unless it was passed."""
+    """Return the callbacks that settings require, and RayReport in a worker of Ray Train."""
     asked = list[Callback]()
     if settings.max_time is not None:
         asked.append(Timer(settings.max_time))

@@ -229,8 +229,8 @@ class Position:
     it the loggers' x axis follows (`logged_step`). `validations` counts the validations of the run. `validated_at` is
     `total_batches` as it was at the latest.
     `unchecked_batches` counts the batches, the current one included, since the latest check for a validation within the
-    epoch. `schedulers_stepped` is True once an epoch's schedulers have stepped. A scheduler that follows a metric may not
-    have: its validation may not have run yet. `epoch_ended` is True when the epoch has no batch or validation left. Its
+    epoch. `schedulers_stepped` is True once an epoch's schedulers have stepped. A scheduler that follows a metric may
+    still wait for its validation. `epoch_ended` is True when the epoch has no batch or validation left. Its
     number has not changed yet. `holds_gradients` is True while gradients of manual optimization wait over an epoch's end for
     a step. `schedulers_wait` is True while step-wise schedulers that follow a metric wait for the validation after their
     step. `saves` counts the checkpoints, which orders those of one step.

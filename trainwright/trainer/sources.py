@@ -1,4 +1,4 @@
-"""Sources: a stage's loaders, given to the call or made by a hook, and how users see them and how batches get to a step."""
+"""Sources: a stage's loaders, passed to the call or returned by a hook. They are what users see, and feed the steps."""
 
 from __future__ import annotations
 
