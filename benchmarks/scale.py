@@ -25,6 +25,7 @@ from scale_job import Cost, Job, Rank, Work
 from scale_picture import draw
 from torch.utils.data import BatchSampler, RandomSampler
 
+from trainwright.checkpoint.contents import collect
 from trainwright.checkpoint.discovery import find_checkpoints
 from trainwright.checkpoint.reader import open_checkpoint
 from trainwright.checkpoint.store import write_checkpoint
@@ -63,7 +64,8 @@ def watch(rank: Rank) -> None:
 def commit(path: str, rank: Rank) -> None:
     pieces = [Piece(f"weight{i}", (rank.world_size * 8,), rank.rank * 8, torch.ones(8), rank.rank) for i in range(20)]
     header, sections = {"step": 1, "epoch": 0}, {"model": pieces}
-    write_checkpoint(path, sections=sections, state={}, rank_state={}, header=header, ranks=rank.ranks)
+    gather = partial(collect, sections, {}, {}, rank.rank, rank.world_size)
+    write_checkpoint(path, gather, header, rank.ranks)
 
 
 def work_of(name: str, folder: Path) -> Work:
@@ -94,8 +96,8 @@ def data_order(world_size: int) -> tuple[float, float]:
 
 def write_alone(path: Path, count: int, step: int = 1) -> None:
     pieces = [Piece(f"block{i // 10}.weight{i}", (2,), 0, torch.ones(2)) for i in range(count)]
-    header = {"step": step, "epoch": 0}
-    write_checkpoint(str(path), sections={"model": pieces}, state={}, rank_state=None, header=header, ranks=Ranks())
+    gather = partial(collect, {"model": pieces}, {}, None, 0, 1)
+    write_checkpoint(str(path), gather, {"step": step, "epoch": 0}, Ranks())
 
 
 def reads(folder: Path, tensors: int, checkpoints: int) -> list[tuple[str, Callable[[], Any]]]:

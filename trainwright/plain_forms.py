@@ -22,6 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+__all__ = ["CONTENT", "LEFT_OUT", "readable"]
+
 Form = dict[str, Any]
 CONTENT = "<content>"
 """The key, among the forms, of the container whose content the hyper-parameters are."""

@@ -277,6 +277,15 @@ def test_omegaconf_containers_of_a_lightning_file_are_restored(
         "bomb": "left_out",
     }
     assert Configured.load_from_checkpoint(path).act == config
+    assert checkpoint_command(["import", path, f"{tmp_path}/parts.ckpt"]) == 0
+    assert " 3 hyper-parameters;" in capsys.readouterr().out
+    assert checkpoint_command(["show", f"{tmp_path}/parts.ckpt"]) == 0
+    assert 'list: [{"lr": 0.1}]' in capsys.readouterr().out
+    # Values of arguments would lose the rest of the configuration, which their interpolations need.
+    path = saved(f"{tmp_path}/d.ckpt", {**content, "hyper_parameters": config})
+    weights = read_weights(path)
+    assert weights.hyper_parameters == {"width": 2, "act": None, "more": [{"lr": 0.1}]}
+    assert weights.hyper_parameter_forms["twice"] == {"form": "left_out", "kind": "value with interpolations"}
     # The hyper-parameters are the content of the configuration.
     path = saved(f"{tmp_path}/b.ckpt", {**content, "hparams_name": "config", "hyper_parameters": configuration()})
     assert read_weights(path).hyper_parameters == {"width": 2, "act": None, **values}

@@ -60,7 +60,7 @@ def free_port():
 
 folder, kills, draws = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3]))
 step, within = 0, 0
-for _ in range(kills):
+for number in range(kills):
     port, (reader, writer), pids = free_port(), os.pipe(), []
     for rank in range(2):
         pids.append(os.fork())
@@ -71,6 +71,8 @@ for _ in range(kills):
     started = os.read(reader, 100)  # the first save has returned
     assert started, "a rank ended by itself"
     time.sleep(draws.uniform(0.0, 0.1))
+    while number % 2 and not any(name.startswith(".") for name in os.listdir(folder)):
+        time.sleep(0.0002)  # half of the kills come while a save writes, however slow the machine is
     draws.shuffle(pids)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

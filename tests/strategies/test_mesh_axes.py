@@ -40,7 +40,7 @@ REJECTED_NAMES = [
     *((name, r"strategy='{}' is an option of fsdp: pass FSDPStrategy\(num_replicas=2\)")
       for name in ("hsdp", "hybrid_shard", "HYBRID_SHARD")),
     ("SHARD_GRAD_OP", r"strategy='{}' is an option of fsdp: pass FSDPStrategy\(reshard_after_forward=False\)"),
-    *((name, rf"strategy='{{}}' is unknown; choose from auto, .*\. Use '{new}'\.$") for name, new in (
+    *((name, rf"strategy='{{}}' is unknown; use '{new}', or choose from auto, .*\.$") for name, new in (
         ("fsdp2", "fsdp"), ("fsdp_native", "fsdp"), ("FULL_SHARD", "fsdp"), ("dp", "ddp"), ("zero3", "deepspeed_stage_3"),
         ("deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_offload"),
     )),

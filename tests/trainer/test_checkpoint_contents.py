@@ -388,7 +388,7 @@ def test_a_save_that_waits_for_its_windows_end_overwrites_too(tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["newest.ckpt"]
 
 
-def test_a_hook_edits_weights_beside_an_expanded_buffer(tmp_path: Path) -> None:
+def test_weights_are_edited_beside_an_expanded_buffer(tmp_path: Path) -> None:
     class Masked(Classifier):
         def __init__(self) -> None:
             super().__init__()

@@ -109,6 +109,7 @@ def test_without_a_module_the_latest_one_is_taken_at_its_best(tmp_path: Path, ca
     checkpoint = tw.ModelCheckpoint(tmp_path, monitor="val_loss")
     trainer = tw.Trainer(max_epochs=3, callbacks=[checkpoint, watch], **SAVING)
     trainer.fit(Worse(), make_loader(), make_loader(4))
+    assert trainer.validate(ckpt_path="best", verbose=False) == [{"val_loss": 3.0}]  # on the fit's loaders
     (found,) = trainer.test()
     assert found["sum"] == pytest.approx(sums[0])
     printed = capsys.readouterr().out

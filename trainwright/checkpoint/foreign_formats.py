@@ -371,7 +371,7 @@ def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
         stored = content.get(f"{prefix}hyper_parameter_forms")
         forms: dict[str, Form] = dict(stored) if isinstance(stored, Mapping) else {}
         if isinstance(values, _Placeholder):  # an object whose content the hyper-parameters are
-            values, forms = _content_of(values)
+            values, forms = _content_of(values, name in (None, "kwargs"))
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
             raise CheckpointError(f"{path}: its {prefix}hyper_parameters are not a dict of names and values.")
         for key, value in values.items():
@@ -383,10 +383,13 @@ def _hyper_parameters(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _content_of(value: _Placeholder) -> tuple[dict[str, Any], dict[str, Form]]:
-    if isinstance(value.content, dict) and _config_form(value):
+def _content_of(value: _Placeholder, has_arguments: bool) -> tuple[dict[str, Any], dict[str, Form]]:
+    if not isinstance(value.content, dict) or not _config_form(value):
+        return {CONTENT: value}, {}
+    if not has_arguments:
         return value.content, {CONTENT: {"form": "omegaconf"}}
-    return {CONTENT: value}, {}
+    unresolved = {"form": LEFT_OUT, "kind": "value with interpolations"}  # which need the rest of the configuration
+    return value.content, {key: unresolved for key, part in value.content.items() if "${" in str(part)}
 
 
 def _config_form(value: object) -> Form | None:

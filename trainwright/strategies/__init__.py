@@ -96,8 +96,8 @@ def named_strategy(strategy: str, num_processes: int, or_else: str = "") -> tupl
         reject_unsupported_parallelism(name)
         new = RENAMED.get(name.lower())
         raise ValueError(
-            f"strategy={strategy!r} is unknown; choose from {', '.join([*CHOICES, *VARIANTS])}{or_else}."
-            f"{f' Use {new!r}.' if new else did_you_mean(name, [*STRATEGIES, *VARIANTS])}"
+            f"strategy={strategy!r} is unknown;{f' use {new!r}, or' if new else ''} choose from "
+            f"{', '.join([*CHOICES, *VARIANTS])}{or_else}.{'' if new else did_you_mean(name, [*STRATEGIES, *VARIANTS])}"
         )
     return name, options
 

@@ -22,6 +22,7 @@ from trainwright.checkpoint.weight_files import EXPORT_DTYPES, FORMATS, export_s
 from trainwright.distributed.masking import shown
 from trainwright.launch.cli import Parser
 from trainwright.launch.config import printable
+from trainwright.plain_forms import CONTENT, LEFT_OUT, readable
 
 FAILED, BAD_USAGE, INVALID, INTERRUPTED = 1, 2, 77, 130
 """Exit codes. 77 means that a checkpoint is damaged or is not a checkpoint."""
@@ -203,9 +204,10 @@ def _export(options: argparse.Namespace) -> int:
 
 def _import(options: argparse.Namespace) -> int:
     weights = import_checkpoint(options.file, options.out)
+    stored = _with_forms(weights.hyper_parameters, weights.hyper_parameter_forms)
     print(
         f"{printable(options.out)}: {len(weights.state_dict)} tensors of a {weights.kind} file, "
-        f"{len(weights.hyper_parameters)} hyper-parameters; weights only, so fit cannot resume from it"
+        f"{len(stored)} hyper-parameters; weights only, so fit cannot resume from it"
     )
     skipped = {**weights.hyper_parameter_forms, **weights.datamodule_hyper_parameter_forms}
     for name, form in skipped.items() if weights.kind == "lightning" else ():
@@ -227,6 +229,10 @@ def summary(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     """Return the contents of a checkpoint as JSON-able data, without secret hyper-parameters."""
     state = checkpoint.run_state()
     about = {key: value for key, value in checkpoint.header.items() if key not in ("step", "epoch", "world_size")}
+    values = {}
+    for name in ("hyper_parameters", "datamodule_hyper_parameters"):
+        forms = state.get(f"{name.removesuffix('s')}_forms") or {}
+        values[name] = shown("", encode(_with_forms(state.get(name) or {}, forms))[0])
     return {
         **{name: getattr(checkpoint, name) for name in ("path", "step", "epoch", "world_size")},
         **about,
@@ -236,9 +242,14 @@ def summary(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         "sections": {name: _size_of(checkpoint.tensors(name)) for name in checkpoint.sections},
         "files": checkpoint.file_sizes,
         "extra_files": checkpoint.extra_files,
-        "hyper_parameters": shown("", encode(state.get("hyper_parameters") or {})[0]),
-        "datamodule_hyper_parameters": shown("", encode(state.get("datamodule_hyper_parameters") or {})[0]),
+        **values,
     }
+
+
+def _with_forms(plain: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters with the content of those that are not plain data, unless it was skipped."""
+    others = {name: form for name, form in forms.items() if name != CONTENT and form.get("form") != LEFT_OUT}
+    return {**plain, **{name: readable(form) for name, form in others.items()}}
 
 
 def _size_of(table: Mapping[str, TensorEntry]) -> dict[str, int]:

@@ -92,7 +92,14 @@ def read_evaluation(
         ckpt_path = overridden(call, "ckpt_path", ckpt_path)
     if model is None:  # then the call is about the latest run, and so about its data
         model = latest.module
-        if loaders is None and datamodule is None:
-            datamodule = latest.datamodule
+        if model is not None and loaders is None and datamodule is None:
+            loaders, datamodule = _data_of(latest, stage, call)
     needed = [] if stage == "predict" else [f"{stage}_step"]
     return read_call(call, stage, model, needed, loaders, datamodule, "dataloaders", ckpt_path, verify)
+
+
+def _data_of(latest: Run, stage: str, call: str) -> tuple[Any, Any]:
+    """Return the loaders and the datamodule of the latest run. The hooks for the stage come before the loaders of a fit."""
+    is_hooked = find_source(stage, None, latest.datamodule, latest.module, "", call).is_defined  # type: ignore[arg-type]
+    loaders = latest.stages.validation.dataloaders if stage == "validation" and not is_hooked else None
+    return loaders, latest.datamodule if loaders is None else None

@@ -257,6 +257,7 @@ class Trainer(Status):
         if self.engine.num_workers:
             options = {"val_dataloaders": val_dataloaders, "verify": verify, "fresh": request.fresh}
             run = Run(parts, "fit", model, request.datamodule, choice, self.run)
+            self.run.stages.validation.note(val_dataloaders, [])
             self._call_workers(run, {"train_dataloaders": request.loaders, **options})
             return
         run = TrainingRun(parts, model, request.datamodule, choice, self.run, request.source, val_dataloaders)
@@ -302,7 +303,10 @@ class Trainer(Status):
         weights_only: bool | None = None,
         verify: Verify = "full",
     ) -> list[dict[str, float]]:
-        """Evaluate a module with validation_step. Arguments and result are those of `test`. Collective."""
+        """Evaluate a module with validation_step. Arguments and result are those of `test`. Collective.
+
+        Without a module, and without a hook for the loaders, the validation loaders of the latest fit are used.
+        """
         given = (model, dataloaders, ckpt_path, datamodule, verify)
         return self._measure("validate", "validation", given, verbose)
 
