@@ -194,9 +194,10 @@ class PeerWatch:
             sys.excepthook = self._previous_hook
         if self._stopped.is_set() or os.getpid() != self._pid:
             return
-        # Joined, because a daemon thread in the store's C++ code can abort the process at interpreter shutdown.
+        # Joined, because a daemon thread in the store's C++ code can abort the process at interpreter shutdown. A poll makes
+        # several requests, and on a bad network an answer takes seconds.
         self._stopped.set()
-        self._thread.join(timeout=2 * self.poll_seconds + 1.0)
+        self._thread.join(timeout=2 * self.poll_seconds + 20.0)
         if self._store_host is not None and not self.has_failed:
             with contextlib.suppress(RuntimeError):
                 self._say_goodbye(farewell_seconds)
