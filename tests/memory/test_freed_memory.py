@@ -9,7 +9,8 @@ import sys
 import pytest
 
 SCRIPT = """
-import resource, torch, trainwright as tw
+import ctypes, resource, torch, trainwright as tw
+ctypes.CDLL(None).mallopt(-3, 1 << 17)  # the first threshold of glibc, which by itself raises it at times
 class Net(tw.Module):
     def __init__(self):
         super().__init__()
@@ -29,7 +30,7 @@ print((faults[-1] - faults[4]) / (len(faults) - 5))
 @pytest.mark.launch
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_a_step_on_the_cpu_makes_few_page_faults() -> None:
-    assert faults_of_a_step() < 300 < faults_of_a_step(TRAINWRIGHT_KEEP_FREED_MEMORY="0")
+    assert faults_of_a_step() < 1000 < faults_of_a_step(TRAINWRIGHT_KEEP_FREED_MEMORY="0")
 
 
 def faults_of_a_step(**variables: str) -> float:
