@@ -99,7 +99,7 @@ def read_evaluation(
 
 
 def _data_of(latest: Run, stage: str, call: str) -> tuple[Any, Any]:
-    """Return the loaders and the datamodule of the latest run. The hooks for the stage come before the loaders of a fit."""
+    """Return the loaders and the datamodule of the latest run. A hook for the stage comes before the latest loaders."""
     is_hooked = find_source(stage, None, latest.datamodule, latest.module, "", call).is_defined  # type: ignore[arg-type]
     loaders = latest.stages.validation.dataloaders if stage == "validation" and not is_hooked else None
     return loaders, latest.datamodule if loaders is None else None

@@ -305,7 +305,7 @@ class Trainer(Status):
     ) -> list[dict[str, float]]:
         """Evaluate a module with validation_step. Arguments and result are those of `test`. Collective.
 
-        Without a module, and without a hook for the loaders, the validation loaders of the latest fit are used.
+        Without a module, and without a hook for the loaders, the latest validation loaders are used, such as the fit's.
         """
         given = (model, dataloaders, ckpt_path, datamodule, verify)
         return self._measure("validate", "validation", given, verbose)
