@@ -144,7 +144,7 @@ def killed(*args: Any) -> None:
     raise Killed
 
 
-def test_a_run_that_was_killed_before_the_older_one_went(tmp_path: Path) -> None:
+def test_resume_removes_the_older_checkpoint_that_a_kill_has_left(tmp_path: Path) -> None:
     """The run that goes on removes it, though nothing is left to train."""
 
     run(tmp_path, [3.0])
@@ -157,7 +157,7 @@ def test_a_run_that_was_killed_before_the_older_one_went(tmp_path: Path) -> None
     assert set(found(tmp_path)) == {"epoch=0-step=11.ckpt", "new-epoch=1.ckpt"}
 
 
-def test_a_run_that_was_killed_before_the_newer_one_had_its_path(tmp_path: Path) -> None:
+def test_resume_moves_the_newer_checkpoint_that_a_kill_has_left(tmp_path: Path) -> None:
     """The run that goes on from the newer one removes the older one, whose path it was to get."""
 
     with pytest.MonkeyPatch.context() as patch:
